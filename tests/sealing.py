@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from distcheck.training.traces import seal
+from distcheck.recordings.traces import seal
 
 
 def rewrite_about(folder: Path, change: Callable[[str], str]) -> None:

@@ -30,6 +30,7 @@ from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
+from distcheck.recordings.differing import BY_VALUE
 from distcheck.records import Case, Change, VerdictName
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
@@ -46,9 +47,6 @@ from distcheck.worlds.pool import Pool
 SCHEMA = "distcheck.comparison/1"
 # Fields that have no part in what is computed.
 _MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate", "initial")
-
-# What is recorded by value even with `record --digests`, or has no distance.
-_RECORDED_WHOLE = ("sample ids", "random numbers", "loss")
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
     verdict, reason = _judge(found, changed, said, bits=bits)
-    unseen = found.not_judged or found.kind not in _RECORDED_WHOLE
+    unseen = found.not_judged or found.kind not in BY_VALUE
     if found.by_digest and found.first is not None and unseen:
         reason = f"{reason}; {_distance_unknown(one, two)}"
     same = "same" if found.first is None else "changed"

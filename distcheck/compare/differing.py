@@ -35,10 +35,10 @@ from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import numerics
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import EntryState, Kind
-from distcheck.training.traces.reader import TraceReader
 
 _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 

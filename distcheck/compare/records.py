@@ -3,8 +3,8 @@
 import msgspec
 
 from distcheck.contract import Contract, Training
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Difference, Origin, VerdictName, merge_verdicts
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.jobs import Job
 
 

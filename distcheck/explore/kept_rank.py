@@ -13,6 +13,9 @@ from distcheck.judge.job import judge_trace
 from distcheck.judge.jobs import JudgeRequest
 from distcheck.machine import devices, seeds
 from distcheck.plan import cases as plan
+from distcheck.recordings.traces.layout import TraceLayout
+from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.training.building import Ingredients, open_ingredients
@@ -22,9 +25,6 @@ from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.rank import Unwatched
 from distcheck.training.recorder import Observer, TraceRecorder
-from distcheck.training.traces.layout import TraceLayout
-from distcheck.training.traces.reader import TraceReader
-from distcheck.training.traces.writer import TraceWriter
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import look_at
 from distcheck.verification.verdicts import report_of

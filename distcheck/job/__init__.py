@@ -6,9 +6,6 @@ In the process that a person starts:
     running     starts the command, passes its output on, says why nothing was recorded
     leftovers   the job's folder, and those that a killed command has left; in_use marks them
     settings    what the ranks are asked for, as a file
-    recording   what a rank writes of one optimizer step, and its files
-    reading     reads it again; everything there may be damaged
-    sketches    64 sums in place of a tensor that is too large to keep
     checks/     comparisons; pure functions of a recording
     accepting   deviations that are meant, and what they promise
     causes      from failed checks to named causes, and against_reference, between_passes

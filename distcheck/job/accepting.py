@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from distcheck.errors import UsageError
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import Allowance, CheckResult, Diagnosis
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
@@ -57,7 +57,7 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
 
 
 def remarkable(
-    job: Recording, reference: Reference | None, results: Sequence[CheckResult]
+    job: JobRecording, reference: Reference | None, results: Sequence[CheckResult]
 ) -> tuple[str, ...]:
     """The kinds that are remarks where they are named."""
     alike = all(r.verdict != "fail" for r in results if (r.check, r.layer) == _OF_RANKS)
@@ -71,7 +71,7 @@ def remarkable(
 
 def accept(
     kinds: Sequence[str],
-    job: Recording,
+    job: JobRecording,
     reference: Reference | None,
     results: Sequence[CheckResult],
     named: Sequence[Diagnosis],
@@ -105,7 +105,7 @@ def allowance(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | N
     )
 
 
-def _rates(kind: str, job: Recording, reference: Reference, result: CheckResult) -> CheckResult:
+def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResult) -> CheckResult:
     """Learning rates, compared with what is promised of them; all other settings as ever."""
     tally = Tally(result.check, result.layer)
     compare = _scaled if kind == RATES else _later
@@ -122,7 +122,7 @@ def _rates(kind: str, job: Recording, reference: Reference, result: CheckResult)
 Compared = Iterator[tuple[int, str, float, float]]  # step, setting, actual, expected
 
 
-def _pairs(job: Recording, reference: Reference) -> Compared:
+def _pairs(job: JobRecording, reference: Reference) -> Compared:
     for seen in reference.replayed.steps:
         own = job.records[0, seen.step]
         if seen.skipped or own.skipped:
@@ -137,7 +137,7 @@ def is_rate(name: str) -> bool:
     return name.rpartition("/")[2].rpartition("_")[2] == "lr"
 
 
-def _factor(job: Recording, reference: Reference) -> float:
+def _factor(job: JobRecording, reference: Reference) -> float:
     """The factor of the first learning rate that is not zero; 0 where there is none."""
     for _, name, actual, expected in _pairs(job, reference):
         if is_rate(name) and expected:
@@ -145,7 +145,7 @@ def _factor(job: Recording, reference: Reference) -> float:
     return 0.0
 
 
-def _scaled(job: Recording, reference: Reference, tally: Tally) -> Compared:
+def _scaled(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
     """Every rate is the reference's times the factor of the first one that is not zero. A warm-up
     may begin at one rate for both: then what it has risen is such a multiple.
     """
@@ -161,7 +161,7 @@ def _scaled(job: Recording, reference: Reference, tally: Tally) -> Compared:
         yield step, name, actual, low + risen * (expected - low) if is_rate(name) else expected
 
 
-def _later(job: Recording, reference: Reference, tally: Tally) -> Compared:
+def _later(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
     """Every rate is the reference's, as many times further on as there are ranks."""
     pairs = list(_pairs(job, reference))
     rates = {(step, name): expected for step, name, _, expected in pairs}

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
 from distcheck.job.fitting import Gradients, fit, of_rank
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32, ROUNDING
@@ -17,7 +18,7 @@ _LEFT, _SHARE = 1e-3, 0.1
 
 
 def explain(
-    job: Recording, reference: Reference, results: Sequence[CheckResult]
+    job: JobRecording, reference: Reference, results: Sequence[CheckResult]
 ) -> Iterator[Diagnosis]:
     """What the failed checks with the reference mean, where those without it passed."""
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
@@ -63,7 +64,7 @@ def _step(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
 
 
-def _of_clipping(job: Recording, reference: Reference, result: CheckResult) -> Diagnosis:
+def _of_clipping(job: JobRecording, reference: Reference, result: CheckResult) -> Diagnosis:
     """What was done to gradients between the exchange and the step."""
     step, rank = _step(result), result.first.rank if result.first is not None else 0
     own = job.records[rank, step].clips
@@ -89,7 +90,7 @@ def _of_clipping(job: Recording, reference: Reference, result: CheckResult) -> D
     )
 
 
-def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
+def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnosis:
     """Why accumulated gradients are not those of one batch, on one process as well."""
     common = usual(steps)
     one = next(step for step in steps if step.step == at)
@@ -122,7 +123,7 @@ def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
     )
 
 
-def _unlike_counts(job: Recording, step: int) -> list[int]:
+def _unlike_counts(job: JobRecording, step: int) -> list[int]:
     """Over how many targets one of the losses went in each pass, where these numbers differ."""
     passes = [one for record in job.at(step) for one in record.trained]
     for call in range(max(len(one.losses) for one in passes)):
@@ -136,7 +137,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
+def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     first = result.first
     assert first is not None
     at_once = first.step == job.steps[0]
@@ -150,14 +151,14 @@ def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
     return name_cause("scheduler-steps-per-rank", f"{said}; steps before that have the same")
 
 
-def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diagnosis]:
+def _of_factor(job: JobRecording, reference: Reference, step: int) -> Iterator[Diagnosis]:
     """What makes the gradients of one process the job's: a factor, or other weights of ranks."""
     found = {
         name.removeprefix("raw/"): tensor
         for name, tensor in reference.tensors(step).items()
         if name.startswith("raw/")
     }
-    fitted = fit(of_rank(job, "raw", 0, step), found)
+    fitted = fit(of_rank(job, Kind.EXCHANGED, 0, step), found)
     if fitted is None:
         return
     (factor,), left = fitted
@@ -174,9 +175,11 @@ def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diag
         )
 
 
-def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None:
+def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
     """Ranks that count alike and should not: one process weighs them otherwise."""
-    fitted = fit(found, *(of_rank(job, "local", rank, step) for rank in range(job.world)))
+    fitted = fit(
+        found, *(of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world))
+    )
     counts = _unlike_counts(job, step)
     if fitted is not None:  # what is left must be little beside what the weights explain
         unlike = max(abs(one * job.world - 1) for one in fitted[0])
@@ -203,10 +206,10 @@ def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None
     return named
 
 
-def _of_losses(job: Recording, step: int) -> Diagnosis | None:
+def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     """A rank whose loss counts nothing, or adds up other terms than rank 0's."""
     records = job.at(step)
-    local = [of_rank(job, "local", rank, step).values() for rank in range(job.world)]
+    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step).values() for rank in range(job.world)]
     zero = [r for r, own in enumerate(local) if not any(g is not None and g.any() for g in own)]
     heard = [[call.counted for one in records[r].trained for call in one.losses] for r in zero]
     if 0 < len(zero) < job.world and all(not counts or any(counts) for counts in heard):

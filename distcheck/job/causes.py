@@ -10,8 +10,9 @@ from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE
 from distcheck.job.fitting import fit, mean, of_rank
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
@@ -22,7 +23,7 @@ _LEFT = 1e-3
 
 
 def diagnose(
-    job: Recording, results: Sequence[CheckResult], reference: Reference | None = None
+    job: JobRecording, results: Sequence[CheckResult], reference: Reference | None = None
 ) -> list[Diagnosis]:
     """The causes behind failed checks; nothing where none failed."""
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
@@ -98,7 +99,7 @@ def _of_state(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]
         )
 
 
-def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
+def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Parameters that moved on one rank alone, each on some rank, as where an optimizer's shards
     step and nothing hands the results on.
     """
@@ -117,7 +118,7 @@ def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
         )
 
 
-def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
+def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Parameters that were written beside the optimizer, and not on all ranks alike."""
     between, name = parted_before(job, step), written_before(job, step)
     if between or name:
@@ -132,7 +133,7 @@ def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
         )
 
 
-def average_differs(job: Recording) -> Iterator[Diagnosis]:
+def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
     """A remark: averages of the model that every rank has moved, and each elsewhere."""
     if len(job.steps) < 2:
         return
@@ -175,7 +176,7 @@ def _of_clipping(step: int) -> Diagnosis:
     )
 
 
-def _between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
+def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Why gradients are not what the passes of this step have added up to, where that shows."""
     record = job.records[0, step]
     passes = [one for one in record.passes if one.loss is not None]
@@ -202,7 +203,7 @@ def _between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
         )
 
 
-def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:
+def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Why what the ranks hold is not the mean of what they had computed."""
     records = job.at(step)
     alone = _unexchanged(job, step)
@@ -239,21 +240,21 @@ def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:
         yield from _of_factor(job, step)
 
 
-def _unexchanged(job: Recording, step: int) -> list[str]:
+def _unexchanged(job: JobRecording, step: int) -> list[str]:
     """The parameters of which every rank holds what its own backward passes have left."""
     found = []
     for name in job.parameters(step):
         local = local_gradients(job, step, name)
         if local is None or not any(bool(one.any()) for one in local):
             continue
-        raw = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
+        raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
         own = all(r is not None and torch.equal(r, g) for r, g in zip(raw, local, strict=True))
         if own and not all(torch.equal(local[0], one) for one in local[1:]):
             found.append(name)
     return found
 
 
-def _agree_at_step(job: Recording, step: int) -> bool:
+def _agree_at_step(job: JobRecording, step: int) -> bool:
     digests = [
         {n: d for n, d in record.digests.items() if n.startswith("step/")}
         for record in job.at(step)
@@ -261,10 +262,10 @@ def _agree_at_step(job: Recording, step: int) -> bool:
     return all(one == digests[0] for one in digests[1:])
 
 
-def _of_factor(job: Recording, step: int) -> Iterator[Diagnosis]:
+def _of_factor(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     weights, world = token_weights(job, step), job.world
-    held = of_rank(job, "raw", 0, step)
-    local = [of_rank(job, "local", rank, step) for rank in range(world)]
+    held = of_rank(job, Kind.EXCHANGED, 0, step)
+    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(world)]
     for given in ([1 / world] * world, weights):
         fitted = fit(held, mean(local, given))
         if fitted is None or fitted[1] > _LEFT:

@@ -4,15 +4,16 @@ import shutil
 from pathlib import Path
 
 from distcheck.errors import UsageError
-from distcheck.job import leftovers, reading, replaying, running, settings
+from distcheck.job import leftovers, replaying, running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.judging import case_of_words, judge, script_of
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.run_facts import Origin
@@ -95,7 +96,7 @@ def _why_none(asked: JobOptions) -> str:
 
 
 def _replay(
-    asked: JobOptions, job: Recording, copy: Copy, folder: Path
+    asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
 ) -> tuple[Reference | None, str]:
     """The reference, or why there is none."""
     if job.world == 1 or not job.steps or job.divided_by:

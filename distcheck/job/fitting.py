@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distcheck.job.reading import Recording
 from distcheck.judge import fitting
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.recording import Kind
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -24,7 +25,7 @@ def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float]
     return (found.factors, found.share) if found is not None and found.size else None
 
 
-def of_rank(job: Recording, kind: str, rank: int, step: int) -> Gradients:
+def of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
     """What a rank held of every parameter at a step."""
     return {name: job.gradient(kind, rank, step, name) for name in job.parameters(step)}
 

@@ -13,17 +13,17 @@ from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import finite
 from distcheck.job.checks.reference import with_reference
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
 
 def judge(
-    asked: JobOptions, job: Recording, ran: Ran, reference: Reference | None, missing: str
+    asked: JobOptions, job: JobRecording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
     """Judges what was recorded; `missing` says why there is no reference."""
     ends = ran.outcomes(job.world)
@@ -90,7 +90,7 @@ def judge(
     )
 
 
-def _case_of(asked: JobOptions, job: Recording) -> Case:
+def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
         return case_of_words(asked, script=script, world=job.world)
@@ -133,7 +133,9 @@ def script_of(arguments: Sequence[str]) -> str:
     return next((word for word in arguments[1:] if word.endswith(".py")), "")
 
 
-def _outcome_check(asked: JobOptions, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:
+def _outcome_check(
+    asked: JobOptions, job: JobRecording, outcomes: Sequence[Outcome]
+) -> CheckResult:
     """Every rank made all steps that were asked for."""
     reasons = []
     verdict = "pass"
@@ -197,7 +199,7 @@ def _no_reference(missing: str) -> CheckResult:
     )
 
 
-def _of_reference(job: Recording, reference: Reference | None, missing: str) -> str:
+def _of_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
     """What the job was compared with, in a sentence."""
     if reference is None:
         return f"no reference run, since {missing}: judged by what the ranks show of each other"
@@ -226,7 +228,7 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
 
 
 def _notes(
-    asked: JobOptions, job: Recording, reference: Reference | None, missing: str
+    asked: JobOptions, job: JobRecording, reference: Reference | None, missing: str
 ) -> list[str]:
     notes = [_of_reference(job, reference, missing)]
     if asked.on_cpu:

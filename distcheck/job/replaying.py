@@ -9,14 +9,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
-from distcheck.job.reading import MOST_BYTES, Recording
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
+from distcheck.recordings.jobs.reading import JobRecording, read_tensors
 from distcheck.records.decoding import decode_json, read_bounded
 
 _MOST_PARENTS = 8
@@ -55,15 +53,11 @@ class Reference:
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All that was written of one step. Raises UsageError where that is damaged."""
-        file = self.folder / f"replay-{step:06d}.safetensors"
-        try:
-            return load(read_bounded(file, min(file.stat().st_size, MOST_BYTES)))
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+        return read_tensors(self.folder / f"replay-{step:06d}.safetensors")
 
 
 def replay(
-    job: Recording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
+    job: JobRecording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
     command: str = "", deadline_s: float = 300.0,
 ) -> Reference:  # fmt: skip
     """Runs rank 0's script as one process, or the `command` that does. Raises NoReferenceError
@@ -123,7 +117,7 @@ def _is_spawned(words: Sequence[str]) -> bool:
     return any(word.startswith("from multiprocessing.") for word in words)
 
 
-def _of_launcher(job: Recording) -> Sequence[str]:
+def _of_launcher(job: JobRecording) -> Sequence[str]:
     """The command of the process that has started rank 0, or that of the one before it."""
     process = job.ranks[0].parent
     for _ in range(_MOST_PARENTS):

@@ -9,8 +9,8 @@ from distcheck.judge.checks.evidence import Expectation
 from distcheck.judge.oracles import expect
 from distcheck.judge.oracles.forms import GradientForms
 from distcheck.judge.oracles.references import References
+from distcheck.recordings.traces.header import StepHeader
 from distcheck.records.mistakes import Shown
-from distcheck.training.traces.header import StepHeader
 
 Pair = tuple[str, str]  # a check and its layer
 

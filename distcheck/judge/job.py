@@ -18,9 +18,9 @@ from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 

@@ -4,8 +4,8 @@ import msgspec
 
 from distcheck.contract import Contract
 from distcheck.judge.diagnosis.facts import Facts
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.jobs import Job
 
 

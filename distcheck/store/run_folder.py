@@ -32,12 +32,13 @@ from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.owners import is_private_folder
 from distcheck.plan.provenance import Provenance
+from distcheck.recordings.traces import seal
+from distcheck.recordings.traces.layout import TraceLayout
+from distcheck.recordings.traces.moving import SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import SAVE, TRACES, CaseFacts, TraceFilesRequest
-from distcheck.training.traces import seal
-from distcheck.training.traces.layout import TraceLayout
+from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool

@@ -8,11 +8,11 @@ import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
+from distcheck.recordings.traces import seal
+from distcheck.recordings.traces.moving import LOAD, TRACES, TraceFilesRequest
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json
 from distcheck.store.run_folder import SavedCase
-from distcheck.training.jobs import LOAD, TRACES, TraceFilesRequest
-from distcheck.training.traces import seal
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 

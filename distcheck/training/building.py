@@ -15,6 +15,7 @@ from torch import nn
 from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
+from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensApart
 from distcheck.training.loaded import LoadedWorkload
@@ -26,7 +27,6 @@ from distcheck.training.optimizers import (
     tensors_and_numbers,
 )
 from distcheck.training.tokens import counts_tokens, with_tokens
-from distcheck.training.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.workloads import datasets
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")

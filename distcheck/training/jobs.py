@@ -1,4 +1,4 @@
-"""What the front asks of processes that look, calibrate, train, and move traces; what they answer.
+"""What the front asks of processes that look, calibrate and train; what they answer.
 
 No torch here: the front writes these, the process that does the job reads them. The jobs
 themselves are declared at the end.
@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 
 from distcheck.contract import Contract, Order, Training
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.rendezvous import Rendezvous
-
-TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,19 +153,6 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tested: int
 
 
-class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Move traces between shared memory and a folder.
-
-    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`. Without
-    `tensors`, only the indexes are moved.
-    """
-
-    folder: str
-    layout: TraceLayout
-    indexes: tuple[str, ...] = ()
-    tensors: bool = True
-
-
 EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
 INSPECT = Job(
     "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
@@ -186,5 +171,3 @@ RECORD = Job(
 )
 DIGEST = Job("distcheck.training.rank:digest", DigestRequest, tuple[str, ...], (LISTEN, "data"))
 TRAIN = Job("distcheck.training.rank:train", TrainRequest, type(None), (LISTEN, "data"))
-SAVE = Job("distcheck.training.traces.files:save_job", TraceFilesRequest, tuple[str, ...], TRACES)
-LOAD = Job("distcheck.training.traces.files:load_job", TraceFilesRequest, type(None), TRACES)

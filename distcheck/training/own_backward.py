@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from distcheck.contract import Batch, LossOf, Step
+from distcheck.recordings.traces.layout import NO_LOSS
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.losses import check_returned
-from distcheck.training.traces.layout import NO_LOSS
 
 MOST_STRETCHES = 255  # that a trace can hold; of more, none is noted
 Exchanging = Callable[[bool], AbstractContextManager[None]]

@@ -12,6 +12,8 @@ import xxhash
 
 from distcheck.contract import Batch, Contract
 from distcheck.machine import devices, seeds
+from distcheck.recordings.traces.layout import has_loss
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
@@ -30,8 +32,6 @@ from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.tokens import with_tokens
-from distcheck.training.traces.layout import has_loss
-from distcheck.training.traces.writer import TraceWriter
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds.jobs import LISTEN, Descriptors

@@ -10,20 +10,15 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.machine import devices, seeds
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.layout import OWNED_BY, TOGETHER, TraceLayout, memory_order
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
 from distcheck.training.building import can_train, state_tensors, trainable
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import (
-    OWNED_BY,
-    TOGETHER,
-    Kind,
-    TraceLayout,
-    memory_order,
-)
-from distcheck.training.traces.writer import TraceWriter
 from distcheck.training.whole_tensors import is_distributed, whole
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy

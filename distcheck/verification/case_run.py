@@ -14,10 +14,10 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.plan.coverage import PlannedCheck
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import CaseFacts
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification.process_state import state_lines
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate

@@ -25,6 +25,7 @@ from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
+from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Case, TensorSpec
 from distcheck.records.sources import parse_source
 from distcheck.training.building import (
@@ -38,7 +39,6 @@ from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, Inspecti
 from distcheck.training.loading import load_strategy
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.training.tokens import counts_tokens
-from distcheck.training.traces.layout import BYTES, OUTPUTS
 from distcheck.verification.conflicts import (
     check_global_sum,
     check_loss,

@@ -6,9 +6,10 @@ import resource
 from distcheck.backends import name_of
 from distcheck.errors import CannotRunError
 from distcheck.machine.free_memory import available_bytes
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.layout import TraceLayout, spec_bytes
 from distcheck.records import Case
 from distcheck.training.jobs import CaseFacts
-from distcheck.training.traces.layout import Kind, TraceLayout, spec_bytes
 
 _PER_RANK_BYTES = 25 << 20  # what a forked rank with gloo adds to the helper that it came from
 _PER_THREAD_BYTES = 1 << 20  # of a rank that is a thread: its stack, its model's objects

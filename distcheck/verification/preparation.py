@@ -17,6 +17,7 @@ from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
@@ -28,7 +29,6 @@ from distcheck.training.jobs import (
     Facts,
     InspectionRequest,
 )
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS

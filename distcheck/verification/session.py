@@ -20,10 +20,10 @@ from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.recordings.traces.layout import steps_written
 from distcheck.records import CheckResult, Outcome
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
-from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits, own_defects
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.judgings import (

@@ -15,13 +15,13 @@ from distcheck.judge.checks.merging import (
 )
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
+from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
-from distcheck.training.traces.layout import OUTPUTS
 from distcheck.verification import contents
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.cells import CELLS

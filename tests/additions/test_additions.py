@@ -117,7 +117,7 @@ CHECK = '''
 """What the optimizer leaves is finite."""
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.matching import match_ranks
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.traces.layout import Kind
 
 def is_finite(tensor):
     return Comparison(bool(tensor.isfinite().all()), tensor.numel())

@@ -26,12 +26,15 @@ from distcheck.compare import command as comparing
 from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.job import judging, reading
+from distcheck.job import judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
 from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.traces import files
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.training_runs import (
     SCHEMA,
     TrainedCase,
@@ -43,8 +46,6 @@ from distcheck.reports import training_report
 from distcheck.store import bundle
 from distcheck.store.last_pass import since_last_green
 from distcheck.store.saved_traces import read_trace, saved_traces
-from distcheck.training.traces import files
-from distcheck.training.traces.reader import TraceReader
 from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool

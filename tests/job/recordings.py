@@ -8,13 +8,22 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distcheck.job import checks, reading, recording
+from distcheck.job import checks
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.reading import Recording
-from distcheck.job.recording import Clip, Iteration, LoadedBatch, LossCall, Pass, RankRecord
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import Replayed, ReplayedStep
+from distcheck.recordings.jobs import reading, records
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import (
+    Clip,
+    Iteration,
+    LoadedBatch,
+    LossCall,
+    Pass,
+    RankRecord,
+)
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
@@ -55,7 +64,7 @@ class Facts:
         return Pass(inputs=(), random=random, batches=((0, self.epoch, self.step),), **given)
 
     def write(self, folder: Path, budget: int) -> None:
-        file = StepFile(recording.rank_folder(folder, self.rank), self.step)
+        file = StepFile(records.rank_folder(folder, self.rank), self.step)
         at_step = self.raw if self.at_step is None else self.at_step
         after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
         for name in SHAPES:
@@ -95,12 +104,12 @@ def mean(parts: list[Tensors]) -> Tensors:
 def make(
     folder: Path, change: Callable[[Facts], None] = lambda facts: None, *,
     world: int = 2, steps: int = 3, budget: int = 1 << 20,
-) -> Recording:  # fmt: skip
+) -> JobRecording:  # fmt: skip
     """The recording of a right job in which `change` has changed every rank's every step."""
     for rank in range(world):
-        mine = recording.rank_folder(folder, rank)
+        mine = records.rank_folder(folder, rank)
         mine.mkdir()
-        recording.write_json(
+        records.write_json(
             mine / "rank.json",
             RankRecord(
                 rank=rank, world=world, arguments=("python", "train.py"), folder=".",
@@ -114,7 +123,7 @@ def make(
     return reading.read(folder)
 
 
-def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
+def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
     """What a replay of a right job writes; `raw`, `after` are factors, `lr` is by step."""
     seen = []
     for step in job.steps:
@@ -123,7 +132,7 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
         raw = {n: sum(w * g[n] for w, g in zip(weights, several, strict=True)) for n in SHAPES}
         raw = {n: g * changes.get("raw", 1.0) for n, g in raw.items()}
         before = gradients(7, step)
-        own = {n: job.gradient("step", 0, step, n) for n in SHAPES}
+        own = {n: job.gradient(Kind.GRADIENT, 0, step, n) for n in SHAPES}
         found = {f"raw/{n}": g for n, g in raw.items()}
         found |= {f"step/{n}": g * changes.get("clipped", 1.0) for n, g in raw.items()}
         found |= {f"spread/{n}": g.norm() * 1e-7 for n, g in raw.items()}
@@ -148,7 +157,7 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
     return Reference(folder, Replayed(mode="together", why="", steps=tuple(seen)))
 
 
-def judged(job: Recording, alone: Reference) -> list[CheckResult]:
+def judged(job: JobRecording, alone: Reference) -> list[CheckResult]:
     """What the checks say of a job, where it has this reference."""
     compared, agreed = with_reference(job, alone)
     return [*checks.without_reference(job, agreed), *compared]

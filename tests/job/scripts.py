@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
-from distcheck.job import reading
 from distcheck.job.inside import hooks
 from distcheck.job.inside.recorder import Recorder
-from distcheck.job.reading import Recording
 from distcheck.job.settings import JobSettings
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.reading import JobRecording
 
 HEAD = """
 import sys, torch
@@ -69,7 +69,7 @@ def _run(script: str, folder: Path, *, steps: int) -> None:
     sys.stdout.flush()
 
 
-def recorded(script: str, folder: Path, **about: Any) -> Recording:
+def recorded(script: str, folder: Path, **about: Any) -> JobRecording:
     """The recording of a script."""
     run(script, folder, **about)
     return reading.read(folder)

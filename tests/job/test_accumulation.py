@@ -14,8 +14,8 @@ from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding, factor_of_mean
-from distcheck.job.recording import Clip, Factor, Term
 from distcheck.job.settings import Role
+from distcheck.recordings.jobs.records import Clip, Factor, Term
 from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference
 

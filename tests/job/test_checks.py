@@ -9,7 +9,7 @@ import torch
 from distcheck.job import causes, checks
 from distcheck.job.checks import exchange
 from distcheck.job.checks.reference import tolerance, with_reference
-from distcheck.job.recording import Clip, LossCall
+from distcheck.recordings.jobs.records import Clip, LossCall
 from distcheck.records import CheckResult
 from tests.job.recordings import SHAPES, Facts, gradients, judged, make, reference, replaced
 

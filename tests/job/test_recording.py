@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.job import reading, running, settings, sketches
+from distcheck.job import running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.running import Ran
+from distcheck.recordings.jobs import reading, sketches
 from tests.job.recordings import make
 
 HOOK = Path(running.__file__).parent / "hook"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from distcheck.job import recording
 from distcheck.job.inside import state
 from distcheck.job.inside.feeding import (
     ALL,
@@ -23,21 +22,22 @@ from distcheck.job.inside.feeding import (
 )
 from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.reading import Recording, read
-from distcheck.job.recording import Iteration, LoadedBatch, LossCall, Pass, RankRecord
 from distcheck.job.settings import Role
+from distcheck.recordings.jobs import records
+from distcheck.recordings.jobs.reading import JobRecording, read
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch, LossCall, Pass, RankRecord
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Recording:
+def job(tmp_path: Path) -> JobRecording:
     """Two ranks with a batch of two and of three samples."""
     for rank, rows in ((0, 2), (1, 3)):
-        mine = recording.rank_folder(tmp_path, rank)
+        mine = records.rank_folder(tmp_path, rank)
         mine.mkdir()
         about = RankRecord(
             rank=rank, world=2, arguments=(), folder="", backend="gloo", device="cpu", torch="2",
         )  # fmt: skip
-        recording.write_json(mine / "rank.json", about)
+        records.write_json(mine / "rank.json", about)
         file = StepFile(mine, 0)
         inputs = file.add_data(torch.full((rows, 4), float(rank)))
         target = file.add_data(torch.full((rows,), rank))
@@ -52,7 +52,7 @@ def job(tmp_path: Path) -> Recording:
     return read(tmp_path)
 
 
-def test_batches_of_one_rank_and_of_all(job: Recording) -> None:
+def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:
     feeding = Feeding(job)
     own = feeding.batch([(1, (0, 1, 5))])
     assert own is not None
@@ -64,7 +64,7 @@ def test_batches_of_one_rank_and_of_all(job: Recording) -> None:
     assert feeding.lengths == {0: 7}
 
 
-def test_inputs_targets_and_random_states(job: Recording) -> None:
+def test_inputs_targets_and_random_states(job: JobRecording) -> None:
     feeding = Feeding(job)
     inputs = feeding.inputs(0, feeding.pairs(0, ALL))
     assert inputs[0] is not None
@@ -141,7 +141,7 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
     assert forks.why == {wrong: "it was ended by signal 6", raises: "ValueError: no such sample"}
 
 
-def test_copies_begin_where_their_batch_was_handed_out(job: Recording) -> None:
+def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> None:
     """As where a loader hands out a batch ahead of its step."""
     feeding = Feeding(job)
     assert feeding.begins_at(0) == 0

@@ -14,8 +14,8 @@ from distcheck.job.checks.folded import accumulation
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding
 from distcheck.job.inside.terms import terms_of
-from distcheck.job.recording import Factor, LossCall, Term
 from distcheck.job.settings import Role
+from distcheck.recordings.jobs.records import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
 from tests.job.test_examples import judge
 

@@ -17,10 +17,11 @@ import pytest
 import distcheck
 from distcheck.backend_probe.document import read_sweeps
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.job import reading
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.source_files import digest_with_modules
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.traces import seal
 from distcheck.records import Case, decoding, sources
 from distcheck.records.training_runs import read_training
 from distcheck.reports.documents import read_report
@@ -29,7 +30,6 @@ from distcheck.store import saved_traces as read_back
 from distcheck.store.bundle import make_bundle, read_replay
 from distcheck.store.run_folder import read_case
 from distcheck.store.saved_traces import saved_traces
-from distcheck.training.traces import seal
 from distcheck.verification.merging import merge_command
 from distcheck.verification.rechecking import failed_without_trace
 from tests.job.recordings import make

@@ -37,7 +37,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) 
 def test_generators_come_back() -> None:
     import torch
 
-    from distcheck.training.traces.layout import CPU_RNG_STATE_BYTES, RNG_STATE_BYTES
+    from distcheck.recordings.traces.layout import CPU_RNG_STATE_BYTES, RNG_STATE_BYTES
 
     cpu = torch.device("cpu")
     state = devices.rng_state(cpu)

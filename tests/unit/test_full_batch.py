@@ -13,10 +13,10 @@ from distcheck.errors import UsageError
 from distcheck.judge.checks.comparison import by_norm
 from distcheck.judge.oracles.full_batch import FullBatchReference, loss_tolerance
 from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
 from distcheck.training.building import Ingredients, describe_model, open_ingredients
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
 from distcheck.verification.inspection import look_at
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 

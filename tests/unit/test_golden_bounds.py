@@ -9,7 +9,7 @@ import torch
 
 from distcheck.compare.differing import StepBounds
 from distcheck.contract import Contract, Training
-from distcheck.training.traces.reader import TraceReader
+from distcheck.recordings.traces.reader import TraceReader
 
 
 def bounds(factors: tuple[float, ...], dtype: torch.dtype = torch.float32) -> StepBounds:

@@ -11,11 +11,12 @@ from distcheck.compare.command import _judge
 from distcheck.compare.records import CompareRequest, TraceComparison
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.layout import TraceLayout
+from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import Kind, TraceLayout
-from distcheck.training.traces.reader import TraceReader
-from distcheck.training.traces.writer import TraceWriter
 
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")

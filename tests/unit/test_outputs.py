@@ -14,15 +14,16 @@ from distcheck.judge.checks import outputs as check
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Near, Outputs
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.layout import TraceLayout
+from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, CheckResult, ModelLayout, TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.records.mesh import Mesh
 from distcheck.training.losses import LossOfShard
 from distcheck.training.outputs import MOST_NUMBERS, calls_of, per_sample
 from distcheck.training.recorder import TraceRecorder
-from distcheck.training.traces.layout import EntryState, Kind, TraceLayout
-from distcheck.training.traces.reader import TraceReader
-from distcheck.training.traces.writer import TraceWriter
 
 CPU = torch.device("cpu")
 

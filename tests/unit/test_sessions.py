@@ -8,11 +8,11 @@ import pytest
 
 from distcheck.contract import BackendAllReduce
 from distcheck.errors import InternalError
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Delay, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import Calibration
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import preparation
 from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun

@@ -15,10 +15,10 @@ from distcheck.judge.diagnosis import token_counts, token_weights, weights
 from distcheck.judge.diagnosis.combinations import readings
 from distcheck.judge.oracles.shares import Shares
 from distcheck.plan.source_files import promises
+from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import expected_events as events
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.tokens import with_tokens
-from distcheck.training.traces.header import StepHeader
 from distcheck.verification.conflicts import check_global_sum, check_loss
 from distcheck.workloads.tokens import IGNORED, LENGTH, PADDING, workload
 from tests.unit.test_diagnosis import measured

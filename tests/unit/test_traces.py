@@ -10,24 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcheck.judge.checks.comparison import bitwise
-from distcheck.records import ModelLayout, TensorSpec
-from distcheck.training.traces import files
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import (
+from distcheck.recordings.recording import EntrySource, EntryState, Kind
+from distcheck.recordings.traces import files
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.layout import (
     BYTES,
     OWNED_BY,
     TOGETHER,
-    EntrySource,
-    EntryState,
-    Kind,
     TraceLayout,
     memory_order,
     spec_bytes,
     steps_written,
     strides_in,
 )
-from distcheck.training.traces.reader import TraceReader
-from distcheck.training.traces.writer import TraceWriter
+from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.writer import TraceWriter
+from distcheck.records import ModelLayout, TensorSpec
 
 MODEL = ModelLayout(
     parameters=(

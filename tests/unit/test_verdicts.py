@@ -8,6 +8,7 @@ import pytest
 from distcheck.contract import Contract
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.coverage import PlannedCheck
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import (
     Case,
     CaseReport,
@@ -19,7 +20,6 @@ from distcheck.records import (
 )
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.jobs import CaseFacts
-from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.verdicts import recorded_elsewhere, report_of
 from distcheck.workloads.cells import CELLS

@@ -19,13 +19,13 @@ from distcheck.plan.case_remarks import notes_on
 from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.request import Request
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
 from distcheck.training.sharding import Shards
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
-from distcheck.training.traces.writer import TraceWriter
 from tests.unit.test_diagnosis import ENDS, Weights, equal, failed, measured
 from tests.unit.test_plan import checks
 from tests.unit.test_traces import LAYOUT, new_file

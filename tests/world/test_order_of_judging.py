@@ -23,10 +23,10 @@ from distcheck.judge.job import evidence_of
 from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles.references import References
 from distcheck.machine import seeds
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
 from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
-from distcheck.training.traces.reader import TraceReader
 from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.cells import CELLS

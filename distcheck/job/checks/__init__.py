@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from msgspec.structs import replace
 
 from distcheck.job.checks import exchange, ranks, samples
-from distcheck.job.reading import Recording
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult
 
-Check = Callable[[Recording, Sequence[int]], CheckResult | None]
+Check = Callable[[JobRecording, Sequence[int]], CheckResult | None]
 
 
 def without_reference(
-    job: Recording, agreed: Collection[int] = (), *, folded: bool = True
+    job: JobRecording, agreed: Collection[int] = (), *, folded: bool = True
 ) -> list[CheckResult]:
     """Every check that needs the job alone, in the order of the report. At steps that `agreed` with
     the reference, what looks at gradients on their way has nothing to say against. Of the scale of
@@ -40,7 +40,7 @@ def without_reference(
     ]
 
 
-def _outranked(check: Check, job: Recording, agreed: Collection[int]) -> Iterator[CheckResult]:
+def _outranked(check: Check, job: JobRecording, agreed: Collection[int]) -> Iterator[CheckResult]:
     result = check(job, job.steps)
     if result is not None and result.verdict == "fail" and agreed:
         rest = check(job, [step for step in job.steps if step not in agreed])

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from distcheck.job import sketches
 from distcheck.job.checks import terms
 from distcheck.job.fitting import fit, mean, of_rank
-from distcheck.job.reading import Recording
-from distcheck.job.recording import StepRecord
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.rounding import interval
 from distcheck.machine.numerics import NotBoundedError, gamma, real_parts, unit_roundoff
+from distcheck.recordings.jobs import sketches
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER, ROUNDING
 
@@ -23,10 +24,10 @@ NOT_SEEN = "no gradient before the exchange was seen"
 _AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
 
 
-def local_gradients(job: Recording, step: int, name: str) -> list[torch.Tensor] | None:
+def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tensor] | None:
     """The ranks' gradients before the exchange; None where a rank has none."""
-    found = [job.gradient("local", rank, step, name) for rank in range(job.world)]
-    raw = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
+    found = [job.gradient(Kind.LOCAL_GRADIENT, rank, step, name) for rank in range(job.world)]
+    raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
     if all(one is None for one in found):
         return None
     like = next(one for one in found if one is not None)
@@ -35,7 +36,7 @@ def local_gradients(job: Recording, step: int, name: str) -> list[torch.Tensor] 
     return [torch.zeros_like(like) if one is None else one for one in found]
 
 
-def token_weights(job: Recording, step: int) -> list[float]:
+def token_weights(job: JobRecording, step: int) -> list[float]:
     """What each rank's mean loss counts for: its targets, where every rank's loss is a mean over
     them, and nothing beside it, in one backward pass; otherwise all alike.
     """
@@ -56,7 +57,7 @@ def token_weights(job: Recording, step: int) -> list[float]:
     return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
 
 
-def gradients(job: Recording, steps: Sequence[int]) -> CheckResult:
+def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     """What an exchange has left is the mean of the ranks' local gradients within the rounding of
     any order, or their sum.
     """
@@ -88,7 +89,7 @@ def gradients(job: Recording, steps: Sequence[int]) -> CheckResult:
 
 
 def _compare(
-    job: Recording,
+    job: JobRecording,
     tally: Tally,
     step: int,
     name: str,
@@ -116,7 +117,7 @@ def _compare(
         tally.missing(f"{name}: {error}")
         return 0
     expected, bound = found.mean * later, found.bound * later
-    held = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
+    held = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
     for rank, record in enumerate(records):
         raw = held[rank]
         if raw is None and all(one is None for one in held):
@@ -136,7 +137,7 @@ def _compare(
     return sums
 
 
-def needless(job: Recording) -> tuple[int, int, float | None]:
+def needless(job: JobRecording) -> tuple[int, int, float | None]:
     """Backward passes of rank 0 in which DistributedDataParallel exchanged although a later one of
     the same step does, too; the bytes of gradients that each such exchange takes; and the seconds
     for which it made backward wait, where torch has measured them.
@@ -150,7 +151,7 @@ def needless(job: Recording) -> tuple[int, int, float | None]:
             continue
         waited = next((p.exchange_s for p in record.passes[::-1] if p.exchange_s), waited)
         count += sum(flag is True for flag in flags[:-1])
-        kept = [job.gradient("local", 0, step, name) for name in job.parameters(step)]
+        kept = [job.gradient(Kind.LOCAL_GRADIENT, 0, step, name) for name in job.parameters(step)]
         size = sum(g.numel() * g.element_size() for g in kept if g is not None)
     return count, size, waited
 
@@ -159,11 +160,11 @@ def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
     return sketches.sketch(tensor) if whole else tensor
 
 
-def _sizes(job: Recording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
+def _sizes(job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
     """What the absolute values of the passes' gradients add up to: the gradients may cancel in
     their sum, and an exchange in each pass rounds every one.
     """
-    kept = job.gradient("sizes", rank, step, name)
+    kept = job.tensors(rank, step).get(f"sizes/{name}")
     if kept is None:
         return real_parts(local).abs()
     # They were added up in the gradient's dtype, with fewer roundings than passes.
@@ -171,17 +172,17 @@ def _sizes(job: Recording, rank: int, step: int, name: str, local: torch.Tensor)
     return kept.double() * (1 + gamma(passes, unit_roundoff(kept.dtype)))
 
 
-def _sums_of_sizes(job: Recording, rank: int, step: int, name: str) -> torch.Tensor:
+def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.Tensor:
     kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
     if kept is not None:
         return kept
-    local = job.gradient("local", rank, step, name)
+    local = job.gradient(Kind.LOCAL_GRADIENT, rank, step, name)
     if local is None:
         return torch.zeros(sketches.SLOTS)
     return sketches.magnitudes(_sizes(job, rank, step, name, local))
 
 
-def clipping(job: Recording, steps: Sequence[int]) -> CheckResult | None:
+def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
     """Clipping by norm multiplies what the exchange left by one factor, which its norm says."""
     if not any(clip.kind == "norm" for record in job.records.values() for clip in record.clips):
         return None
@@ -191,8 +192,8 @@ def clipping(job: Recording, steps: Sequence[int]) -> CheckResult | None:
             if record.skipped or any(clip.kind != "norm" for clip in record.clips):
                 continue
             for name in job.parameters(step):
-                raw = job.gradient("raw", rank, step, name)
-                clipped = job.gradient("step", rank, step, name)
+                raw = job.gradient(Kind.EXCHANGED, rank, step, name)
+                clipped = job.gradient(Kind.GRADIENT, rank, step, name)
                 if raw is not None and clipped is not None and record.whole:
                     tally.add(
                         _multiplied(clipped, raw, *_clipped_by(record, name)),
@@ -220,7 +221,7 @@ def _multiplied(
     return within(clipped, expected, bound)
 
 
-def loss_factors(job: Recording, step: int) -> list[float] | None:
+def loss_factors(job: JobRecording, step: int) -> list[float] | None:
     """By rank: what the losses that backward starts from, over torch's own mean losses, add up to
     over the passes of a step; None where a loss is another thing than a multiple of one of those.
     """
@@ -242,7 +243,7 @@ def loss_factors(job: Recording, step: int) -> list[float] | None:
     return found
 
 
-def summed_factors(job: Recording, step: int) -> list[float] | None:
+def summed_factors(job: JobRecording, step: int) -> list[float] | None:
     """The same as `loss_factors`, alike for all ranks, where the losses are sums over targets: what
     the ranks' losses add up to on average, over the mean of all targets. None where a loss is
     another one.
@@ -259,7 +260,7 @@ def summed_factors(job: Recording, step: int) -> list[float] | None:
     return [total * targets / sums] * job.world if sums and targets else None
 
 
-def divided_later(job: Recording, step: int) -> float:
+def divided_later(job: JobRecording, step: int) -> float:
     """What a script multiplies gradients by after the last pass because it has not scaled its
     losses: one over their number. 1 where it scales them, or that is not known.
     """
@@ -267,19 +268,19 @@ def divided_later(job: Recording, step: int) -> float:
     passes = len(job.records[0, step].trained)
     if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
-    local = [of_rank(job, "local", rank, step) for rank in range(job.world)]
+    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
     record, own = job.records[0, step], mean(local, [1 / job.world] * job.world)
     given = {
         name: None if one is None else one.double() / (_clipped_by(record, name)[0] or 1.0)
-        for name, one in of_rank(job, "step", 0, step).items()
+        for name, one in of_rank(job, Kind.GRADIENT, 0, step).items()
     }
-    for fitted in (fit(of_rank(job, "raw", 0, step), own), fit(given, own)):
+    for fitted in (fit(of_rank(job, Kind.EXCHANGED, 0, step), own), fit(given, own)):
         if fitted is not None and abs(fitted[0][0] * passes - 1) <= _SAME_FACTOR:
             return 1 / passes
     return 1.0
 
 
-def _times(job: Recording, step: int) -> list[float] | None:
+def _times(job: JobRecording, step: int) -> list[float] | None:
     """By rank: how often the mean loss counts, over the passes of a step; None where a loss has
     several terms that do not count alike, or that is not known.
     """
@@ -290,7 +291,7 @@ def _times(job: Recording, step: int) -> list[float] | None:
     return None if any(one.why or one.alone for one in found) else [one.times for one in found]
 
 
-def carried(job: Recording) -> CheckResult:
+def carried(job: JobRecording) -> CheckResult:
     """The gradients of one step are cleared before the optimizer is given those of the next."""
     tally = Tally("accumulation", NO_LAYER)
     for step in job.steps:
@@ -304,7 +305,7 @@ def carried(job: Recording) -> CheckResult:
     return tally.result()
 
 
-def loss_scale(job: Recording, steps: Sequence[int]) -> CheckResult | None:
+def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
     """Accumulated over several backward passes, the loss is divided by their number, once."""
     steps = [s for s in steps if all(_count(job, r, s) > 1 for r in range(job.world))]
     if not steps:
@@ -338,7 +339,7 @@ def loss_scale(job: Recording, steps: Sequence[int]) -> CheckResult | None:
     return tally.result()
 
 
-def _of_terms(job: Recording, tally: Tally, step: int) -> None:
+def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
     """The terms of a loss that do not count alike, or why that is not known."""
     for rank in range(job.world):
         found, passes = terms.counted(job, rank, step), _count(job, rank, step)
@@ -353,6 +354,6 @@ def _of_terms(job: Recording, tally: Tally, step: int) -> None:
         )  # fmt: skip
 
 
-def _count(job: Recording, rank: int, step: int) -> int:
+def _count(job: JobRecording, rank: int, step: int) -> int:
     """How many passes had a loss, also of those whose gradients were dropped."""
     return sum(one.loss is not None for one in job.records[rank, step].passes)

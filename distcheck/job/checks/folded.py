@@ -25,12 +25,12 @@ import torch
 from distcheck.job.checks import terms
 from distcheck.job.checks.reference import SPREADS, norm_of
 from distcheck.job.fitting import fit
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import by_norm
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32
 
@@ -57,7 +57,7 @@ class Folded:
     spreads: dict[str, float]
 
 
-def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
+def folded_steps(job: JobRecording, reference: Reference) -> Iterator[Folded]:
     """The steps of which all micro-batches were made as one batch."""
     made = 0
     most = _most_passes(job, reference)
@@ -89,7 +89,7 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
         )
 
 
-def _is_weighted(job: Recording, seen: ReplayedStep, factor: float) -> bool:
+def _is_weighted(job: JobRecording, seen: ReplayedStep, factor: float) -> bool:
     passes = _passes(job, seen)
     return any(
         _near(factor, wrong) and terms.may_be_weight(job, 0, seen.step, wrong)
@@ -101,12 +101,12 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(kind): t for n, t in found.items() if n.startswith(kind)}
 
 
-def _passes(job: Recording, seen: ReplayedStep) -> int:
+def _passes(job: JobRecording, seen: ReplayedStep) -> int:
     """How many backward passes the script made as one process."""
     return len(seen.losses) or len(job.records[0, seen.step].trained)
 
 
-def _most_passes(job: Recording, reference: Reference) -> int:
+def _most_passes(job: JobRecording, reference: Reference) -> int:
     """The number of passes that most steps have."""
     counts = Counter(_passes(job, seen) for seen in reference.replayed.steps)
     return counts.most_common(1)[0][0] if counts else 1
@@ -118,7 +118,7 @@ def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
     return max((way for way in ways if not math.isnan(way)), default=0.0)
 
 
-def _ends_epoch(job: Recording, made: int) -> bool:
+def _ends_epoch(job: JobRecording, made: int) -> bool:
     """Whether a loader of rank 0 ends after so many passes, so that a step has what is left."""
     lengths = {
         begun.length
@@ -153,7 +153,7 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= SAME_FACTOR * abs(other)
 
 
-def accumulation(job: Recording, reference: Reference) -> Iterator[CheckResult]:
+def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResult]:
     """The check; nothing where the script does not accumulate, or passes could not be folded."""
     steps = list(folded_steps(job, reference))
     if not steps:
@@ -183,7 +183,7 @@ def accumulation(job: Recording, reference: Reference) -> Iterator[CheckResult]:
     yield tally.result()
 
 
-def _compare(job: Recording, tally: Tally, one: Folded, factor: float) -> None:
+def _compare(job: JobRecording, tally: Tally, one: Folded, factor: float) -> None:
     total = abs(factor) * math.hypot(*(norm_of(g) for g in one.expected.values()))
     bounds = {}
     for name, raw in one.raw.items():
@@ -198,7 +198,7 @@ def _compare(job: Recording, tally: Tally, one: Folded, factor: float) -> None:
         tally.add(by_norm(raw, expected, bound), parameter=name, rank=0, step=one.step)
 
 
-def _norms(job: Recording, step: int, name: str) -> float:
+def _norms(job: JobRecording, step: int, name: str) -> float:
     """The mean over the ranks of what the norms of their passes' gradients add up to."""
     found = [job.tensors(rank, step).get(f"norms/{name}") for rank in range(job.world)]
     return sum(float(one) for one in found if one is not None) / job.world

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
-from distcheck.job.reading import Recording
 from distcheck.judge.checks.comparison import Comparison, Place
 from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
 
 BEFORE_UNSCALE = "before GradScaler.unscale_"
 
 
-def _same_digests(job: Recording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
+def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
     names = [name for name in first if name.startswith(prefixes)]
     for name in names if job.world > 1 else ():
@@ -32,9 +32,9 @@ def _same_digests(job: Recording, tally: Tally, step: int, prefixes: tuple[str, 
             )  # fmt: skip
 
 
-def _distance(job: Recording, rank: int, step: int, name: str) -> Place:
+def _distance(job: JobRecording, rank: int, step: int, name: str) -> Place:
     """How far apart two ranks are, as the norm that their 64 sums estimate."""
-    from distcheck.job.sketches import sketch
+    from distcheck.recordings.jobs.sketches import sketch
 
     own = job.tensors(rank, step).get(f"sums/{name}")
     base = job.tensors(0, step)
@@ -55,7 +55,7 @@ def _distance(job: Recording, rank: int, step: int, name: str) -> Place:
     )
 
 
-def finite(job: Recording) -> Iterator[CheckResult]:
+def finite(job: JobRecording) -> Iterator[CheckResult]:
     """Inputs, losses and gradients are finite numbers; said where they are not."""
     for step in job.steps:
         for rank, record in enumerate(job.at(step)):
@@ -70,7 +70,7 @@ def finite(job: Recording) -> Iterator[CheckResult]:
                 return
 
 
-def initial_state(job: Recording) -> CheckResult:
+def initial_state(job: JobRecording) -> CheckResult:
     """Before the first recorded step all ranks have the same parameters and buffers."""
     tally = Tally("initial state", NO_LAYER)
     _same_digests(job, tally, job.steps[0], ("before/", "buffer/"))
@@ -79,7 +79,7 @@ def initial_state(job: Recording) -> CheckResult:
     return tally.result()
 
 
-def agreement(job: Recording) -> CheckResult:
+def agreement(job: JobRecording) -> CheckResult:
     """After every step all ranks have the same parameters, and before the next one."""
     tally = Tally("agreement", NO_LAYER)
     for step in job.steps:
@@ -89,7 +89,7 @@ def agreement(job: Recording) -> CheckResult:
     return tally.result()
 
 
-def parted_before(job: Recording, step: int) -> str:
+def parted_before(job: JobRecording, step: int) -> str:
     """The first parameter that ranks hold differently before a step, though not after the last."""
     before = {n: d for n, d in job.records[0, step].digests.items() if n.startswith("before/")}
     for name in before:
@@ -101,7 +101,7 @@ def parted_before(job: Recording, step: int) -> str:
     return ""
 
 
-def written_before(job: Recording, step: int) -> str:
+def written_before(job: JobRecording, step: int) -> str:
     """The first parameter that was another one when the optimizer stepped than it was before the
     forward pass, and not on all ranks alike.
     """
@@ -115,7 +115,7 @@ def _plain(name: str) -> str:
     return name.partition("/")[2]
 
 
-def random_streams(job: Recording) -> Iterator[CheckResult]:
+def random_streams(job: JobRecording) -> Iterator[CheckResult]:
     """Where forward passes draw random numbers, or the script does between a batch and its loss,
     no two ranks draw the same ones.
     """
@@ -143,7 +143,7 @@ def random_streams(job: Recording) -> Iterator[CheckResult]:
         yield tally.result()
 
 
-def settings(job: Recording) -> CheckResult:
+def settings(job: JobRecording) -> CheckResult:
     """The optimizer's settings, learning rates included, are the same on all ranks."""
     tally = Tally("learning rate", NO_LAYER)
     for step in job.steps:
@@ -169,7 +169,7 @@ def settings(job: Recording) -> CheckResult:
     return tally.result()
 
 
-def scaler(job: Recording) -> Iterator[CheckResult]:
+def scaler(job: JobRecording) -> Iterator[CheckResult]:
     """Loss scales, and the steps that a scaler skips, are the same on all ranks."""
     if all(record.scale is None for record in job.records.values()):
         return

@@ -21,11 +21,12 @@ from collections.abc import Collection, Iterator
 import torch
 
 from distcheck.job.checks.exchange import token_weights
-from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.judge.checks.comparison import Comparison, Place, by_norm, within
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.recordings.jobs.reading import STEMS, JobRecording
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
@@ -42,7 +43,7 @@ def tolerance(
 
 
 def with_reference(
-    job: Recording, reference: Reference
+    job: JobRecording, reference: Reference
 ) -> tuple[list[CheckResult], frozenset[int]]:
     """Every check that compares with the reference, in the order of the report; and the steps at
     which every rank's optimizer was given its gradients, and stepped to its parameters.
@@ -58,8 +59,8 @@ def with_reference(
         if not any(bounds.values()):
             raw.missing(f"step {seen.step}: every gradient of the reference is exactly zero")
             continue
-        at_end = _compared(job, found, seen.step, "raw", bounds)
-        at_step = _compared(job, found, seen.step, "step", _bounds_given(found, bounds))
+        at_end = _compared(job, found, seen.step, Kind.EXCHANGED, bounds)
+        at_step = _compared(job, found, seen.step, Kind.GRADIENT, _bounds_given(found, bounds))
         is_right = bool(at_step) and all(one.ok for _, _, one in at_step)
         if is_right and updated.verdict == "pass":
             agreed.add(seen.step)
@@ -77,12 +78,16 @@ Results = list[tuple[str, int, Comparison]]  # parameter, rank
 
 
 def _compared(
-    job: Recording, found: dict[str, torch.Tensor], step: int, kind: str, bounds: dict[str, float]
+    job: JobRecording,
+    found: dict[str, torch.Tensor],
+    step: int,
+    kind: Kind,
+    bounds: dict[str, float],
 ) -> Results:
     """What every rank held at a step, next to the reference's."""
     results: Results = []
     for name in job.parameters(step):
-        expected = found.get(f"{kind}/{name}")
+        expected = found.get(f"{STEMS[kind]}/{name}")
         for rank in range(job.world):
             actual = job.gradient(kind, rank, step, name)
             if (expected is None and actual is None) or name not in bounds:
@@ -102,7 +107,7 @@ def _add(tally: Tally, compared: Results, step: int) -> None:
         tally.add(one, parameter=name, rank=rank, step=step)
 
 
-def _bounds(job: Recording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+def _bounds(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
     """The tolerance of every parameter's gradient; 0 for all where all are exactly zero."""
     raw = {n.removeprefix("raw/"): t for n, t in found.items() if n.startswith("raw/")}
     total = math.hypot(*(norm_of(t) for t in raw.values()))
@@ -167,7 +172,9 @@ def contents(reference: Reference) -> Iterator[CheckResult]:
         yield tally.result()
 
 
-def losses(job: Recording, reference: Reference, agreed: Collection[int]) -> Iterator[CheckResult]:
+def losses(
+    job: JobRecording, reference: Reference, agreed: Collection[int]
+) -> Iterator[CheckResult]:
     """The mean of the ranks' losses is the loss of one process; not judged where gradients are
     right: a script may print another number than it trains on.
     """
@@ -203,7 +210,7 @@ def losses(job: Recording, reference: Reference, agreed: Collection[int]) -> Ite
         yield result
 
 
-def settings(job: Recording, reference: Reference) -> CheckResult:
+def settings(job: JobRecording, reference: Reference) -> CheckResult:
     """The optimizer's settings are those of one process: learning rates above all."""
     tally = Tally("learning rate", IN_FLOAT32)
     for seen in reference.replayed.steps:
@@ -223,7 +230,7 @@ def settings(job: Recording, reference: Reference) -> CheckResult:
     return tally.result()
 
 
-def parameters(job: Recording, reference: Reference) -> CheckResult:
+def parameters(job: JobRecording, reference: Reference) -> CheckResult:
     """Given the recorded gradients, the optimizer steps to the recorded parameters."""
     tally = Tally("parameters", NO_LAYER)
     for seen in reference.replayed.steps:

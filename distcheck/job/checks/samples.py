@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from distcheck.job.inside import tensors
-from distcheck.job.reading import Recording
-from distcheck.job.recording import Iteration, LoadedBatch, StepRecord
 from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch, StepRecord
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
 
@@ -34,7 +34,7 @@ class _Trained:
     unclear: set[int] = field(default_factory=set)  # and of which that, or augmentation, is seen
 
 
-def samples(job: Recording, rank: int, step: int, trained: "_Trained") -> list[Key]:
+def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> list[Key]:
     """What says which samples a rank trained a step on."""
     record = job.records[rank, step]
     passes = [one for one in record.passes if one.live]
@@ -45,7 +45,7 @@ def samples(job: Recording, rank: int, step: int, trained: "_Trained") -> list[K
     return [row for one in passes for row in one.rows]
 
 
-def disjoint(job: Recording) -> CheckResult:
+def disjoint(job: JobRecording) -> CheckResult:
     """No sample is on two ranks at the same step, nor within what was recorded of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
     if job.world == 1:
@@ -72,7 +72,7 @@ def disjoint(job: Recording) -> CheckResult:
     return tally.result()
 
 
-def _trained(job: Recording) -> _Trained:
+def _trained(job: JobRecording) -> _Trained:
     found = _Trained()
     for (rank, step), record in job.records.items():
         for batch in record.batches:
@@ -94,7 +94,7 @@ def _trained(job: Recording) -> _Trained:
     return found
 
 
-def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> tuple[bool, bool]:
+def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
     """Whether one index of a loader is another sample on every rank, and whether reading drew."""
     by_index: dict[int, dict[int, tuple[int, LoadedBatch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
@@ -111,7 +111,7 @@ def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> tuple[b
     return len(met[:_MOST]) not in kept, drawn
 
 
-def _parts(job: Recording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
+def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
     """A digest of each part of a sample."""
     found = []
     for name in batch.leaves:
@@ -121,7 +121,7 @@ def _parts(job: Recording, rank: int, step: int, batch: LoadedBatch, row: int) -
     return found
 
 
-def _within_epochs(job: Recording, tally: Tally, trained: _Trained) -> None:
+def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
     """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank."""
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
     for (rank, place), (_, batch) in trained.batches.items():
@@ -150,7 +150,7 @@ def _report(tally: Tally, trained: _Trained, said: str, rank: int, step: int) ->
         tally.fail(said, parameter="samples", rank=rank, step=step)
 
 
-def _drawn_alike(job: Recording, tally: Tally, trained: _Trained) -> None:
+def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
     """Two ranks that make their samples from the same random numbers."""
     for (rank, place), (step, batch) in trained.batches.items():
         for other in range(rank):
@@ -172,13 +172,13 @@ def _drawn_alike(job: Recording, tally: Tally, trained: _Trained) -> None:
             )  # fmt: skip
 
 
-def _divides(job: Recording, loader: int) -> bool:
+def _divides(job: JobRecording, loader: int) -> bool:
     """Whether a loader's sampler draws each sample once."""
     found = [i for record in job.records.values() for i in record.iterations if i.loader == loader]
     return bool(found) and not any(WITH_REPLACEMENT in i.sampler for i in found)
 
 
-def order(job: Recording) -> Iterator[CheckResult]:
+def order(job: JobRecording) -> Iterator[CheckResult]:
     """Where two epochs were recorded of a loader that shuffles, their orders differ."""
     tally = Tally("epoch order", NO_LAYER)
     compared = False

@@ -9,8 +9,8 @@ term has no weight, or a whole number as one, and is not known where it has anot
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distcheck.job.reading import Recording
-from distcheck.job.recording import Factor, Pass, StepRecord, Term
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import Factor, Pass, StepRecord, Term
 
 _SAME = 1e-6  # chosen: numbers of a script, kept in double or single precision (2^-24)
 
@@ -27,7 +27,7 @@ class Counted:
     why: str = ""
 
 
-def counted(job: Recording, rank: int, step: int) -> Counted:
+def counted(job: JobRecording, rank: int, step: int) -> Counted:
     """What the terms of a rank's losses say, of a step with several passes."""
     record = job.records[rank, step]
     passes = record.trained
@@ -44,7 +44,7 @@ def counted(job: Recording, rank: int, step: int) -> Counted:
     return _partly(terms, divisions)
 
 
-def may_be_weight(job: Recording, rank: int, step: int, number: float) -> bool:
+def may_be_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
     """Whether a loss that counts so many times does so by a weight: in every pass it is one term
     that was multiplied by this number, where a division by the passes would have done as much.
     """
@@ -77,7 +77,7 @@ def _unscaled(term: Term, record: StepRecord) -> Term:
     return Term(name=term.name, reduction=term.reduction, call=term.call, factors=tuple(rest))
 
 
-def _numbers_of_passes(job: Recording, rank: int) -> set[int]:
+def _numbers_of_passes(job: JobRecording, rank: int) -> set[int]:
     """How many backward passes the steps have; the last one of an epoch may have fewer."""
     counts = {len(record.trained) for (other, _), record in job.records.items() if other == rank}
     return {count for count in counts if count > 1}

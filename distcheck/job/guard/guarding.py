@@ -15,7 +15,7 @@ from distcheck.job.guard.exchange import Peers
 from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
 from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
-from distcheck.job.sketches import sketch
+from distcheck.recordings.jobs.sketches import sketch
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
 FIRST = 2  # the step that is checked beside every `every`-th: mistakes of a start show there

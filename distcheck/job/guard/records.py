@@ -37,7 +37,7 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSums(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of every rank as 64 sums each (`distcheck.job.sketches`)."""
+    """A tensor of every rank as 64 sums each (`distcheck.recordings.jobs.sketches`)."""
 
     name: str
     elements: int

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from distcheck.job.inside import state
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import interacts
-from distcheck.job.reading import Recording
-from distcheck.job.recording import StepRecord
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import StepRecord
 
 SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 Copies = dict[Role, state.Tensors | None]
@@ -30,7 +30,7 @@ class Choice:
     scales: tuple[float, ...] = (1.0,)
 
 
-def tries(job: Recording, feeding: Feeding, apart: str) -> list[Role]:
+def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
     """The copies of the first step by which it is chosen; `apart`: why batches stay as they are."""
     first = job.steps[0]
     roles = [Role(rank, first) for rank in range(job.world)]
@@ -42,7 +42,7 @@ def tries(job: Recording, feeding: Feeding, apart: str) -> list[Role]:
     return roles
 
 
-def choose(job: Recording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
+def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
     """The choice, by what the copies of `tries` have computed; `said` is why the first failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(Role(rank, first)) for rank in range(job.world)]
@@ -80,7 +80,7 @@ def choose(job: Recording, feeding: Feeding, found: Copies, said: str, apart: st
 
 
 def _of_together(
-    job: Recording, alone: Sequence[state.Tensors | None], together: state.Tensors
+    job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
 ) -> Choice:
     """All samples in one batch, where the script's loss means the same by that."""
     mean = state.mean(alone, [1 / job.world] * job.world)
@@ -102,7 +102,7 @@ def _of_together(
     return Choice(TOGETHER)  # samples interact, or ranks have unlike numbers of them
 
 
-def _scales(job: Recording, alone: state.Tensors | None) -> tuple[float, ...]:
+def _scales(job: JobRecording, alone: state.Tensors | None) -> tuple[float, ...]:
     """What the mean of the ranks' gradients may be multiplied by, where a loss is a sum: by nothing
     if it is divided by what one rank has, by the world if by what all have; else by either.
     """
@@ -124,7 +124,7 @@ def _counts(record: StepRecord) -> set[int]:
     return {*rows, *targets, sum(rows), sum(targets)}
 
 
-def _by_rank(job: Recording, base: state.Tensors, why: str) -> Choice:
+def _by_rank(job: JobRecording, base: state.Tensors, why: str) -> Choice:
     for step in job.steps:
         for record in job.at(step):
             for call in record.calls:
@@ -138,7 +138,7 @@ def _by_rank(job: Recording, base: state.Tensors, why: str) -> Choice:
 
 
 def weights(
-    job: Recording, step: int, parts: Sequence[state.Tensors | None], asked: str
+    job: JobRecording, step: int, parts: Sequence[state.Tensors | None], asked: str
 ) -> tuple[list[float], str]:
     """What the gradient of each rank counts for, by what its copy's loss was divided by, or as the
     person says; or why that is not known.

@@ -9,15 +9,15 @@ from typing import Any
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from distcheck.job.inside import tensors
-from distcheck.job.reading import Recording
-from distcheck.job.recording import LoadedBatch
 from distcheck.job.settings import Read
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import LoadedBatch
 
 _LEAST_ROWS = 8  # chosen: labels of ten classes are then alike by chance once in 10^8
 _MOST_BATCHES = 8
 
 
-def read_again(job: Recording, number: int, loader: Any) -> list[Read]:
+def read_again(job: JobRecording, number: int, loader: Any) -> list[Read]:
     """What one process reads of the first samples of every rank, next to what the rank had."""
     before = tensors.random_state()
     try:
@@ -28,7 +28,7 @@ def read_again(job: Recording, number: int, loader: Any) -> list[Read]:
         tensors.set_random_state(before)
 
 
-def _of_rank(job: Recording, rank: int, number: int, loader: Any) -> Read | None:
+def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> Read | None:
     collates = getattr(loader, "_auto_collation", True)
     fetcher = _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
     parts: list[list[tuple[str, ...]]] = []
@@ -53,7 +53,7 @@ def _of_rank(job: Recording, rank: int, number: int, loader: Any) -> Read | None
     return None
 
 
-def _batches(job: Recording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
+def _batches(job: JobRecording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
     """Of the first ones that a rank had of a loader."""
     found = [
         (step, batch)

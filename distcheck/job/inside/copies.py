@@ -15,8 +15,8 @@ from distcheck.job.inside.folding import Folding, limit_memory
 from distcheck.job.inside.forks import Forks, Written
 from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.processes import Processes
-from distcheck.job.reading import Recording
 from distcheck.job.settings import BY_RANK, JobSettings, Role
+from distcheck.recordings.jobs.reading import JobRecording
 
 DRAWS = 2
 _ON_GPU = "on a GPU a kernel, and its rounding, depends on the shape of a batch"
@@ -28,7 +28,7 @@ class Copies:
     """In the parent, what they have computed; `hands.copy` says in which copy this is."""
 
     def __init__(
-        self, job: Recording, hands: HandingOut, settings: JobSettings, folder: Path,
+        self, job: JobRecording, hands: HandingOut, settings: JobSettings, folder: Path,
         fails: Callable[[str], NoReturn],
     ) -> None:  # fmt: skip
         self._job, self._hands, self._fails = job, hands, fails

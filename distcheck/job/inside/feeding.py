@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from distcheck.job.inside.loaders import Place
-from distcheck.job.reading import Recording
-from distcheck.job.recording import LoadedBatch, Pass
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import LoadedBatch, Pass
 
 ALL = -1
 Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
@@ -21,7 +21,7 @@ class NotTogetherError(Exception):
 class Feeding:
     """Batches, inputs, targets and random states of the recording, by the role that needs them."""
 
-    def __init__(self, job: Recording) -> None:
+    def __init__(self, job: JobRecording) -> None:
         self._job = job
         self._batches: dict[Place, dict[int, tuple[int, LoadedBatch]]] = {}
         self.lengths: dict[int, int] = {}

@@ -16,11 +16,11 @@ import torch
 
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
-from distcheck.job.reading import Recording
-from distcheck.job.recording import StepRecord
 from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import StepRecord
 
 Found = Mapping[Role, dict[str, torch.Tensor] | None]
 Kind = Literal["", "mean", "sum", "terms"]
@@ -46,7 +46,7 @@ def interacts(records: Sequence[StepRecord]) -> str:
 class Folding:
     """Whether passes can be made as one; the copies for that, and what comes of them."""
 
-    def __init__(self, job: Recording, feeding: Feeding, apart: str = "") -> None:
+    def __init__(self, job: JobRecording, feeding: Feeding, apart: str = "") -> None:
         self._job, self._feeding = job, feeding
         self.kind: Kind = ""
         self._heard: list[terms.Heard] = []

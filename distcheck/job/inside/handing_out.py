@@ -9,8 +9,8 @@ from distcheck.job.inside import tensors
 from distcheck.job.inside.contents import read_again
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError, Pairs
 from distcheck.job.inside.loaders import Loaders
-from distcheck.job.reading import Recording
 from distcheck.job.settings import BY_RANK, IN_TURN, JobSettings, Read
+from distcheck.recordings.jobs.reading import JobRecording
 
 
 class HandingOut:
@@ -19,7 +19,7 @@ class HandingOut:
     """
 
     def __init__(
-        self, job: Recording, settings: JobSettings, fails: Callable[[str], NoReturn]
+        self, job: JobRecording, settings: JobSettings, fails: Callable[[str], NoReturn]
     ) -> None:
         self._job, self._fails = job, fails
         self.feeding = Feeding(job)

@@ -11,7 +11,7 @@ import torch
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listening import Deaf
-from distcheck.job.recording import Iteration, LoadedBatch
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch
 
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import hooks
 from distcheck.job.inside.terms import Heard
-from distcheck.job.recording import LossCall, Pass, Term
+from distcheck.recordings.jobs.records import LossCall, Pass, Term
 
 
 class LossesHeard:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from distcheck.job import recording
 from distcheck.job.inside import ending, start, tensors
 from distcheck.job.inside.parameters import Parameters
+from distcheck.recordings.jobs import records
 
 _WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
 _LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
@@ -31,15 +31,15 @@ def world_of() -> tuple[int, int]:
 
 def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> None:
     """Makes the folder of a rank, and writes who it is."""
-    mine = recording.rank_folder(folder, rank)
+    mine = records.rank_folder(folder, rank)
     mine.mkdir()
     start.mark_rank()
     atexit.register((mine / "ended").touch)
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = next(iter(parameters.by_name.values()), torch.empty(0))
-    recording.write_json(
+    records.write_json(
         mine / "rank.json",
-        recording.RankRecord(
+        records.RankRecord(
             rank=rank,
             world=world,
             arguments=tuple(sys.orig_argv),
@@ -66,10 +66,10 @@ def end(folder: Path, rank: int, world: int) -> None:
     others do not come to that they may wait for this one: it goes on, and is asked again after a
     step.
     """
-    mine = recording.rank_folder(folder, rank) / "ended"
+    mine = records.rank_folder(folder, rank) / "ended"
     mine.touch()
     until = time.monotonic() + _WAIT_S
-    others = [recording.rank_folder(folder, other) for other in range(world)]
+    others = [records.rank_folder(folder, other) for other in range(world)]
     while time.monotonic() < until:
         if all((one / "ended").exists() for one in others):
             ending.leave()
@@ -120,7 +120,7 @@ def averages(parameters: Parameters) -> dict[str, str]:
             if any(id(parameter) in trained for parameter in one.parameters()):
                 continue  # it trains, or is around one that does
             held = [tensors.digest_of(tensors.whole(p)) for p in one.parameters()]
-            found[f"{type(one).__name__} {len(found)}"] = recording.digest("".join(held).encode())
+            found[f"{type(one).__name__} {len(found)}"] = records.digest("".join(held).encode())
     return found
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from distcheck.job import recording
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.listening import Deaf
@@ -27,8 +26,9 @@ from distcheck.job.inside.rank import (
 )
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.inside.terms import terms_of
-from distcheck.job.recording import Clip, CollectiveCall, Pass
 from distcheck.job.settings import JobSettings
+from distcheck.recordings.jobs import records
+from distcheck.recordings.jobs.records import Clip, CollectiveCall, Pass
 
 
 class Recorder(Deaf):
@@ -288,7 +288,7 @@ class Recorder(Deaf):
 
     def collective(self, name: str, place: str, given: Any) -> None:
         """Notes where the script calls a collective."""
-        if self._file is not None and len(self._calls) < recording.MOST_CALLS:
+        if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             after = self._backwards > 0
             self._calls.append(
@@ -363,7 +363,7 @@ class Recorder(Deaf):
         if self._left < 0:
             self._left = self._settings.budget // self._world
             introduce(self._folder, self._rank, self._world, self.parameters)
-        self._file = StepFile(recording.rank_folder(self._folder, self._rank), self.steps_over)
+        self._file = StepFile(records.rank_folder(self._folder, self._rank), self.steps_over)
         self._take_state(self._file, list(self.parameters.by_name))
         return self._file
 

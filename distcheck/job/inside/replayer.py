@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from distcheck.job import reading, recording
 from distcheck.job.inside import choosing, ending, state, tensors
 from distcheck.job.inside.copies import Copies
 from distcheck.job.inside.handing_out import HandingOut
@@ -25,8 +24,10 @@ from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import numbers_of, targets_of
 from distcheck.job.inside.terms import Heard, count_of
-from distcheck.job.recording import StepRecord
 from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, Role
+from distcheck.recordings.jobs import reading, records
+from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.recording import Kind
 
 
 class Replayer(Deaf):
@@ -107,7 +108,7 @@ class Replayer(Deaf):
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads),
         )  # fmt: skip
-        recording.write_json(self._folder / "replayed.json", replayed)
+        records.write_json(self._folder / "replayed.json", replayed)
 
     # -- batches and passes ----------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class Replayer(Deaf):
         """The reference's gradients, for what the script does with them until the next step."""
         self._is_ready = True
         own = {n: g / self._scale for n, g in self._candidate.items()}
-        recorded = {n: self._job.gradient("raw", 0, self._step, n) for n in own}
+        recorded = {n: self._job.gradient(Kind.EXCHANGED, 0, self._step, n) for n in own}
         theirs = {n: g for n, g in recorded.items() if g is not None and g.shape == own[n].shape}
         self._raw, self._out = self._copies.reference(self._step, own, self._loss(), theirs)
         resumes = self._record.exchanged and bool(theirs)
@@ -308,7 +309,7 @@ class Replayer(Deaf):
             plain = {k: v for k, v in group.items() if isinstance(v, float) and k in then}
             self._kept_settings.append(plain)
             group.update({key: then[key] for key in plain})
-        state.put(own, {n: self._job.gradient("step", 0, self._step, n) for n in own})
+        state.put(own, {n: self._job.gradient(Kind.GRADIENT, 0, self._step, n) for n in own})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters, and gives the script its own settings back."""

@@ -9,9 +9,9 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from distcheck.job import recording, sketches
 from distcheck.job.inside import tensors
-from distcheck.job.recording import StepRecord
+from distcheck.recordings.jobs import records, sketches
+from distcheck.recordings.jobs.records import StepRecord
 
 _STATE = ("before/", "buffer/")
 
@@ -63,7 +63,7 @@ class StepFile:
         """Keeps part of a batch once, however often it is seen; returns its digest."""
         plain = tensors.whole(tensor)
         about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
-        name = recording.digest(about.encode())
+        name = records.digest(about.encode())
         if f"data/{name}" not in self._kept:
             self._kept[f"data/{name}"] = plain.clone()
         return name
@@ -112,10 +112,10 @@ class StepFile:
             digests=self._digests,
             dtypes=self._dtypes,
             whole=whole,
-            checksum=recording.digest(data),
+            checksum=records.digest(data),
             **about,
         )
-        recording.write_json(self._folder / f"{stem}.json", _json_safe(record))
+        records.write_json(self._folder / f"{stem}.json", _json_safe(record))
         return size if whole else 0
 
 

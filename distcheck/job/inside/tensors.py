@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from distcheck.job.recording import MOST_ROWS, digest
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
+from distcheck.recordings.jobs.records import MOST_ROWS, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _DEEPEST = 8  # containers within containers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distcheck.job.recording import Factor, Term
+from distcheck.recordings.jobs.records import Factor, Term
 
 MOST_TERMS = 32
 _MOST_NODES = 256

@@ -14,8 +14,8 @@ from distcheck.judge.checks.comparison import bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records.layers import TOGETHER
-from distcheck.training.traces.layout import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

@@ -17,7 +17,7 @@ from distcheck.judge.checks.matching import Compare, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.forms import BufferWays
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

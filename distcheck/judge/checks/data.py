@@ -17,8 +17,8 @@ import torch
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.reader import TraceReader
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.reader import TraceReader
 
 OVER_STEPS = True  # looks at all steps together, as they were recorded
 

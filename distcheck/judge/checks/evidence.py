@@ -9,13 +9,13 @@ import torch
 
 from distcheck.contract import Contract, Training
 from distcheck.judge.oracles.averaging import Averages
+from distcheck.recordings.recording import Entry, Kind
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
 from distcheck.records.expected_events import Happening
 from distcheck.records.mesh import Mesh
 from distcheck.records.mistakes import Shown
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import Entry, TraceReader
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import Compare, match_ranks, note_not_given
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import EachItsOwn, Form, Projection
+from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

@@ -14,8 +14,8 @@ import torch
 from distcheck.judge.checks.evidence import Expectation
 from distcheck.judge.checks.recording import RunOfEvents
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
-from distcheck.training.traces.layout import Kind
 
 
 def _steps(found: Collection[int]) -> str:

@@ -10,9 +10,10 @@ import torch
 
 from distcheck.judge.checks.recording import RunOfEvents, all_there, holds_any
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.layout import memory_order, spec_bytes
 from distcheck.records import TensorSpec
 from distcheck.records import expected_events as events
-from distcheck.training.traces.layout import Kind, memory_order, spec_bytes
 
 
 def _is_on(on: str, holds: Sequence[bool]) -> bool:

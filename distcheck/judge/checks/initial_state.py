@@ -5,7 +5,7 @@ from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks, note_not_given
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Bits
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

@@ -4,7 +4,7 @@ from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
-from distcheck.training.traces.layout import EntryState, Kind
+from distcheck.recordings.recording import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

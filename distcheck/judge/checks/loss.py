@@ -9,8 +9,8 @@ from distcheck.judge.checks.comparison import bitwise, by_norm
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import MeanLoss, Near, RankLosses
+from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.mesh import Mesh
-from distcheck.training.traces.layout import has_loss
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

@@ -10,9 +10,9 @@ import torch
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import recorded
 from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import EntryState, Kind
-from distcheck.training.traces.reader import TraceReader
 
 Compare = Callable[[torch.Tensor], Comparison]
 

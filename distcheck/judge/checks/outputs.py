@@ -11,9 +11,10 @@ from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
-from distcheck.training.traces.layout import OUTPUTS, EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

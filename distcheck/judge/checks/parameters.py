@@ -28,7 +28,7 @@ from distcheck.judge.oracles.forms import (
     Near,
     Updates,
 )
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:

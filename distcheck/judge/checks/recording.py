@@ -6,8 +6,8 @@ import torch
 
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.oracles.forms import Gradients, OwnStep
+from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import Kind
 
 
 class RunOfEvents:

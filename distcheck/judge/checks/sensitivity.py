@@ -14,10 +14,10 @@ from distcheck.judge.checks.by_form import projected
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.judge.oracles.forms import GradientForms, Projection
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
 
 
 def of_step(

@@ -4,7 +4,7 @@ import torch
 
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 # Chosen: far above the rounding of a moving average in float32, far below what it moves by.
 _SAME = 1e-4

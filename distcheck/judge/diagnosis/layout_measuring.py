@@ -15,8 +15,8 @@ from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import whole_batch
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
 from distcheck.records.mesh import Mesh
-from distcheck.training.traces.layout import Kind
 
 # Chosen, as a share of the largest error of a tensor: below it, an element counts as right.
 _RIGHT_BESIDE = 1e-3

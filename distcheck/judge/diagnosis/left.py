@@ -9,7 +9,7 @@ from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import real_parts
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 _MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
 

@@ -8,7 +8,7 @@ from distcheck.judge.diagnosis.facts import Match
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 _MOST_SORTED = 1 << 20
 _MOST_OTHERS = 64

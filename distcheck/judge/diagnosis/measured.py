@@ -8,7 +8,7 @@ import torch
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.machine.numerics import real_parts
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 @dataclass(frozen=True)

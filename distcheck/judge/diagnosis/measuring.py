@@ -17,8 +17,8 @@ from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff
+from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import Kind
 
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
 # Beyond this many elements every k-th is taken: a combination holds for every element.

@@ -8,7 +8,7 @@ from distcheck.judge.diagnosis.facts import PassFacts
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import real_parts
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 _MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
 # Chosen, of the largest: below it, passes cannot be distinguished.

@@ -42,12 +42,12 @@ from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError, real_parts
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 

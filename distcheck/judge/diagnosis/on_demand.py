@@ -19,11 +19,11 @@ from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import ShardResult
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine.numerics import unit_roundoff
+from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
 from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients
-from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.reader import TraceReader
 
 
 class StepExpectation:

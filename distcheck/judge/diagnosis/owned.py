@@ -5,7 +5,7 @@ import torch
 from distcheck.judge.diagnosis.facts import Elsewhere
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.machine.numerics import real_parts
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 def owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from distcheck.judge.diagnosis.facts import Facts, Overlap
 from distcheck.judge.diagnosis.wording import Failures, positions_text, ranks_text, where
 from distcheck.judge.rerun_bisection import Separation
+from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
-from distcheck.training.traces.layout import Kind
 
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:

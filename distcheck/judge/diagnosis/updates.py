@@ -15,8 +15,8 @@ from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
 from distcheck.machine.numerics import real_parts, unit_roundoff
-from distcheck.training.traces.layout import EntryState, Kind
-from distcheck.training.traces.reader import TraceReader
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.reader import TraceReader
 
 # Chosen, of an update: with no more left over, it is a multiple of the right one.
 _SAME = 1e-5

@@ -25,8 +25,8 @@ from distcheck.judge.oracles.forms import (
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import real_parts, unit_roundoff
+from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
-from distcheck.training.traces.layout import Kind
 
 Take = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,8 +15,8 @@ from distcheck.judge.oracles.full_batch import FullBatch, module_scales
 from distcheck.judge.oracles.own_rounding import OwnRounding
 from distcheck.judge.oracles.shards import ShardResult, loss_scale
 from distcheck.judge.oracles.shares import Shares
+from distcheck.recordings.recording import Kind
 from distcheck.records.expected_events import NotFinite
-from distcheck.training.traces.layout import Kind
 
 if TYPE_CHECKING:
     from distcheck.judge.oracles.references import References

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.judge.oracles.rounding import Interval, interval
-from distcheck.training.traces.layout import EntryState, Kind
-from distcheck.training.traces.reader import TraceReader
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.reader import TraceReader
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from distcheck.judge.oracles.forms import (
     Updates,
 )
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import real_parts, unit_roundoff
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 EXCUSE = (
     "the norm of all gradients is added up over the ranks' pieces, in another order than in one "

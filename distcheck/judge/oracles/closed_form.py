@@ -31,8 +31,8 @@ from distcheck.judge.oracles.forms import (
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shares import declared_factor
+from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import Kind
 
 Standing = Literal["exact", "rounded", "wrong"]
 # Derived: relative to a sum of absolute values, where bits are compared; 2^13 u of float64 has room

@@ -12,7 +12,7 @@ import torch
 
 from distcheck.judge.oracles.low_rank import Carried
 from distcheck.judge.oracles.shares import Shares
-from distcheck.training.traces.layout import Kind
+from distcheck.recordings.recording import Kind
 
 Gradients = tuple[torch.Tensor | None, ...]  # of every parameter; None where there is none
 After = Mapping[Kind, Sequence[torch.Tensor | None]]

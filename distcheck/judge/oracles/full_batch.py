@@ -94,11 +94,11 @@ from distcheck.judge.oracles.longest_sum import LongestSum
 from distcheck.judge.oracles.shards import load_state, stretch_sizes
 from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.building import Ingredients, trainable
 from distcheck.training.outputs import calls_of
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
 from distcheck.training.whole_tensors import dense
 
 # Measured allowance: the least P, that of the workloads that distcheck brings, with which correct

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import TraceReader
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.reader import TraceReader
 
 
 def ranks_that_hold(trace: TraceReader, with_data: Sequence[int]) -> tuple[int, ...]:

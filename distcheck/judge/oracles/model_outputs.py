@@ -28,8 +28,8 @@ from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Near, Outputs
 from distcheck.judge.oracles.full_batch import FullBatch, norm, relative_tolerance
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
 from distcheck.records.layers import IN_FLOAT32
-from distcheck.training.traces.layout import Kind
 
 
 def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:

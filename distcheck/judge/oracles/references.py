@@ -18,8 +18,8 @@ from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import ShardReference
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine import seeds
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.training.building import Ingredients, trainable
-from distcheck.training.traces.reader import TraceReader
 
 
 class References:

@@ -14,9 +14,10 @@ from distcheck.contract import Batch, Contract
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.recording import Kind
+from distcheck.recordings.traces.layout import CPU_RNG_STATE_BYTES, memory_order, strides_in
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.training.building import Ingredients, trainable
-from distcheck.training.traces.layout import CPU_RNG_STATE_BYTES, Kind, memory_order, strides_in
-from distcheck.training.traces.reader import TraceReader
 from distcheck.training.whole_tensors import dense
 
 _GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default

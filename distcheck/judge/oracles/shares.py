@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from distcheck.contract import Contract
+from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import LossName
-from distcheck.training.traces.header import StepHeader
 
 
 def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:

@@ -9,9 +9,9 @@ from torch import nn
 
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Gradients, InitialState, OwnStep
+from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
 from distcheck.training.building import in_one_storage, trainable
-from distcheck.training.traces.layout import Kind
 
 
 def initial_state(at: AtStep) -> InitialState | None:

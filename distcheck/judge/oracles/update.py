@@ -8,10 +8,10 @@ import xxhash
 from distcheck.contract import Contract
 from distcheck.judge.oracles.shards import NotRecordedError, all_finite, load_state
 from distcheck.machine import seeds
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.training.building import Ingredients, state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
-from distcheck.training.traces.layout import EntryState, Kind
-from distcheck.training.traces.reader import TraceReader
 
 
 class UpdateReference:

@@ -30,8 +30,8 @@ from distcheck.judge.oracles.full_batch import (
 )
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import real_parts
+from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
-from distcheck.training.traces.layout import has_loss
 
 _AT_A_KINK = (
     "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) a sample "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import xxhash
 
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES
-from distcheck.training.traces.layout import HEADER, RNG_STATE_BYTES, TraceLayout
+from distcheck.recordings.traces.layout import HEADER, RNG_STATE_BYTES, TraceLayout
 
 _NOT_COUNTED = -1  # tokens and positions of a workload that does not count them
 

@@ -15,12 +15,12 @@ trace of a correct run small.
 import mmap
 import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import cached_property
 
 import msgspec
 
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES
+from distcheck.recordings.recording import OF_A_STEP, Kind
 from distcheck.records import ModelLayout, TensorSpec
 
 # The dtypes that a trace holds: those whose elements torch copies and whose bytes are theirs alone.
@@ -50,48 +50,6 @@ TOGETHER = 0xFFFFFFFF
 # The same of a gradient that is complete on one rank only, which is in the lower half: what other
 # ranks hold is kept, and is not what is compared.
 OWNED_BY = 0xFFFF0000
-
-
-class Kind(IntEnum):
-    """What is recorded of a step. Gradients and outputs belong to a step, the others to a moment:
-    slot k is the state before step k, slot k + 1 that after it.
-    """
-
-    LOCAL_GRADIENT = 0
-    GRADIENT = 1
-    PARAMETER = 2
-    BUFFER = 3
-    OPTIMIZER = 4
-    OUTPUT = 5  # of the model's forward pass, in a layout: a row for each sample of the shard
-
-    @property
-    def label(self) -> str:
-        """As a report says it."""
-        return self.name.lower().replace("_", " ")
-
-
-OF_A_STEP = (Kind.LOCAL_GRADIENT, Kind.GRADIENT, Kind.OUTPUT)
-
-
-class EntryState(IntEnum):
-    """What a table entry says."""
-
-    UNWRITTEN = 0  # the rank never got there
-    ABSENT = 1  # the rank got there and there was no such tensor (a gradient of None)
-    STORED = 2  # the bytes are in the trace that `source` names, in the region of `rank`
-    MALFORMED = 3  # a tensor of another shape or dtype than the layout's
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the rank had a tensor, of the right shape or not."""
-        return self in (EntryState.STORED, EntryState.MALFORMED)
-
-
-class EntrySource(IntEnum):
-    """Which trace holds the bytes of an entry."""
-
-    OWN = 0
-    BASELINE = 1  # the first run, when this one is the rerun
 
 
 def spec_bytes(spec: TensorSpec) -> int:
@@ -146,6 +104,8 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.model.optimizer
         if kind is Kind.OUTPUT:
             return self.outputs
+        if kind is Kind.EXCHANGED:
+            return ()
         return self.model.parameters
 
     def slots(self, kind: Kind) -> int:

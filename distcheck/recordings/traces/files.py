@@ -23,12 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.shared_tensors import raw_bytes, write_at
+from distcheck.recordings.recording import EntrySource, EntryState, Kind
+from distcheck.recordings.traces import seal
+from distcheck.recordings.traces.layout import ENTRY, TraceLayout
+from distcheck.recordings.traces.moving import LOAD, SAVE, TRACES, TraceFilesRequest
+from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
 from distcheck.records.decoding import read_bounded
-from distcheck.training.jobs import LOAD, SAVE, TRACES, TraceFilesRequest
-from distcheck.training.traces import seal
-from distcheck.training.traces.layout import ENTRY, EntrySource, EntryState, Kind, TraceLayout
-from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 

@@ -7,15 +7,9 @@ import torch
 import xxhash
 
 from distcheck.machine.shared_tensors import raw_bytes, write_at
-from distcheck.training.traces.header import StepHeader, write_header
-from distcheck.training.traces.layout import (
-    ENTRY,
-    NO_DIGEST,
-    EntrySource,
-    EntryState,
-    Kind,
-    TraceLayout,
-)
+from distcheck.recordings.recording import EntrySource, EntryState, Kind
+from distcheck.recordings.traces.header import StepHeader, write_header
+from distcheck.recordings.traces.layout import ENTRY, NO_DIGEST, TraceLayout
 
 
 class TraceWriter:

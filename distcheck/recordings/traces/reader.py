@@ -2,40 +2,16 @@
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from distcheck.machine.shared_tensors import mapped_tensor
-from distcheck.training.traces.header import StepHeader, read_header
-from distcheck.training.traces.layout import (
-    ENTRY,
-    OWNED_BY,
-    TOGETHER,
-    EntrySource,
-    EntryState,
-    Kind,
-    TraceLayout,
-    steps_written,
-)
+from distcheck.recordings.recording import Entry, EntrySource, EntryState, Kind
+from distcheck.recordings.traces.header import StepHeader, read_header
+from distcheck.recordings.traces.layout import ENTRY, OWNED_BY, TOGETHER, TraceLayout, steps_written
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
-    of a parameter or buffer (0: not known). `together`: it was put together from what all ranks
-    hold, so that its bits say nothing of one rank's.
-    """
-
-    state: EntryState
-    digest: bytes
-    source: EntrySource
-    holder: int
-    order: int = 0
-    together: bool = False
 
 
 class TraceReader:
@@ -62,6 +38,15 @@ class TraceReader:
         self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
         # Checks ask for a tensor many times, and mapping it takes longer than looking it up.
         self._known: dict[tuple[int, Kind, int, int], torch.Tensor] = {}
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.layout.world
+
+    def names(self, kind: Kind) -> list[str]:
+        """The tensors of a kind, in the layout's order."""
+        return [spec.name for spec in self.layout.specs(kind)]
 
     def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
         """The same trace as a world of these ranks alone would have written it: they are numbered

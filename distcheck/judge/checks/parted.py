@@ -1,0 +1,68 @@
+"""One thing that two recordings hold, into a tally: by digest first, then by value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distcheck.judge.checks.comparison import Comparison, bitwise
+from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.differing import Pair
+from distcheck.recordings.recording import Entry, EntryState, Recording
+
+_WORDS = {
+    EntryState.UNWRITTEN: "not recorded",
+    EntryState.ABSENT: "not there",
+    EntryState.STORED: "there",
+    EntryState.MALFORMED: "of another shape or dtype",
+}
+
+
+def compare_pair(
+    tally: Tally,
+    pair: Pair,
+    then: Recording,
+    now: Recording,
+    *,
+    name: str,
+    compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise,
+    has_tensors: bool = True,
+) -> int:
+    """Adds a pair whose digests differ; returns how many elements were compared by value. Without
+    tensors their digests stand for them.
+    """
+    place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
+    if pair.kind is None:
+        reason = f"{name} of rank {pair.rank} at step {pair.step} differed between two runs"
+        tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
+        return 0
+    if {pair.one.state, pair.two.state} != {EntryState.STORED}:
+        there, here = _WORDS[pair.one.state], _WORDS[pair.two.state]
+        reason = f"{name} of rank {pair.rank} at step {pair.step} was {there} in one run, {here} in"
+        tally.fail(f"{reason} the other", actual=here, expected=there, **place)
+        return 0
+    actual = expected = None
+    if has_tensors:
+        actual, expected = (
+            recording.tensor(pair.rank, pair.kind, pair.slot, pair.index)
+            for recording in (now, then)
+        )
+    if actual is None or expected is None:
+        reason = f"{name} of rank {pair.rank} at step {pair.step} has another digest"
+        tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
+        return 0
+    if actual.shape != expected.shape:
+        shapes = [str(tuple(tensor.shape)) for tensor in (actual, expected)]
+        tally.fail(f"{name} has another shape", actual=shapes[0], expected=shapes[1], **place)
+        return 0
+    comparison = compare(actual, expected)
+    tally.add(comparison, **place)
+    return comparison.elements
+
+
+def _shown(value: Any) -> float | str:
+    if isinstance(value, Entry):
+        return f"digest {value.digest.hex()[:8]}"
+    if isinstance(value, bytes):
+        return value.hex()[:8]
+    return value if isinstance(value, float) else "other ids"

@@ -1,0 +1,95 @@
+"""Two recordings of one training, side by side, in the order in which their ranks computed them.
+
+    initial state, then for each step: sample ids, random numbers, loss, outputs, local gradients,
+    exchanged gradients, gradients, and the state after it
+
+No torch: what two ranks hold is the same where its digest is.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from distcheck.recordings.recording import OF_A_STEP, STATE, Entry, EntryState, Kind, Recording
+
+INITIAL = "initial state"
+NAMES = {
+    Kind.OUTPUT: "outputs",
+    Kind.LOCAL_GRADIENT: "local gradients",
+    Kind.EXCHANGED: "exchanged gradients",
+    Kind.GRADIENT: "gradients",
+    Kind.PARAMETER: "parameters",
+    Kind.BUFFER: "buffers",
+    Kind.OPTIMIZER: "optimizer's state",
+}
+# What is recorded by value in every recording, or has no distance.
+BY_VALUE = ("sample ids", "random numbers", "loss")
+_IN_A_STEP = (Kind.OUTPUT, Kind.LOCAL_GRADIENT, Kind.EXCHANGED, Kind.GRADIENT)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One thing that both recordings hold of a rank at a step: two entries of the tensor at
+    `index`, or, without a `kind`, two values. `what` is one of the groups above.
+    """
+
+    what: str
+    rank: int
+    step: int
+    name: str
+    one: Any
+    two: Any
+    kind: Kind | None = None
+    slot: int = 0
+    index: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both hold the same bits; two that are not a number are the same."""
+        if isinstance(self.one, Entry):
+            return (self.one.state, self.one.digest) == (self.two.state, self.two.digest)
+        both = (self.one, self.two)
+        not_numbers = all(isinstance(value, float) and math.isnan(value) for value in both)
+        return self.one == self.two or not_numbers
+
+
+def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
+    """All that both hold of a step, before the first one with the state that it begins with."""
+    ranks = range(one.world)
+    if step == 0:
+        for kind in STATE:
+            yield from _of_kind(one, two, INITIAL, kind, 0, step)
+    for rank in ranks:
+        first, second = one.header(rank, step), two.header(rank, step)
+        for what, before, after in (
+            ("sample ids", first.ids, second.ids),
+            ("random numbers", first.rng_digest, second.rng_digest),
+            ("loss", first.loss, second.loss),
+        ):
+            yield Pair(what, rank, step, what, before, after)
+    for kind in (*_IN_A_STEP, *STATE):
+        slot = step if kind in OF_A_STEP else step + 1
+        yield from _of_kind(one, two, NAMES[kind], kind, slot, step)
+
+
+def pair_of(
+    one: Recording, two: Recording, kind: Kind, *, slot: int, rank: int, index: int
+) -> Pair:
+    """What both hold of one tensor."""
+    step = slot if kind in OF_A_STEP else max(0, slot - 1)
+    first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))
+    name = one.names(kind)[index]
+    return Pair(NAMES[kind], rank, step, name, first, second, kind, slot, index)
+
+
+def _of_kind(
+    one: Recording, two: Recording, what: str, kind: Kind, slot: int, step: int
+) -> Iterator[Pair]:
+    if list(one.names(kind)) != list(two.names(kind)):
+        return  # outputs that only one of both has
+    for rank in range(one.world):
+        for index, name in enumerate(one.names(kind)):
+            first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))
+            if EntryState.UNWRITTEN not in (first.state, second.state):
+                yield Pair(what, rank, step, name, first, second, kind, slot, index)

@@ -1,0 +1,6 @@
+"""What the ranks of a training job write, and how it is read again.
+
+records     a record of each optimizer step, in JSON, with its tensors beside it
+reading     all of them; everything there may be damaged
+sketches    64 sums in place of a tensor that is too large to keep
+"""

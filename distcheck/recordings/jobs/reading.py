@@ -1,0 +1,198 @@
+"""A recording again, read rank by rank and step by step; files there may be damaged."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from distcheck.errors import UsageError
+from distcheck.recordings.jobs.records import (
+    RankRecord,
+    StepRecord,
+    digest,
+    rank_folder,
+    read_rank,
+    read_step,
+)
+from distcheck.recordings.recording import Entry, EntryState, Kind
+from distcheck.records.decoding import read_bounded
+
+MOST_RANKS, MOST_NOTES = 1024, 1 << 16
+MOST_BYTES = 64 << 30  # of one step of one rank
+
+
+STEMS = {Kind.LOCAL_GRADIENT: "local", Kind.EXCHANGED: "raw", Kind.GRADIENT: "step"}
+_NOT_RECORDED = Entry(EntryState.UNWRITTEN, b"")
+
+
+class JobHeader(NamedTuple):
+    """What a rank noted of a step, as every recording has it."""
+
+    ids: tuple[str, ...]
+    loss: float
+    rng_digest: bytes
+
+
+@dataclass
+class JobRecording:
+    """All ranks of a job. `steps` are those that every rank has written, as the job counts them: a
+    slot is their place here.
+    """
+
+    folder: Path
+    ranks: tuple[RankRecord, ...]
+    steps: tuple[int, ...]
+    records: dict[tuple[int, int], StepRecord]
+    uneven: dict[int, int] = field(default_factory=dict)  # rank: steps, where they are not alike
+    drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
+    _loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _names: dict[Kind, list[str]] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.ranks[0].world
+
+    @property
+    def divided_by(self) -> str:
+        """What makes ranks hold parts of one model that are not put together here."""
+        return self.ranks[0].divided_by
+
+    def at(self, step: int) -> list[StepRecord]:
+        """The records of one step, by rank."""
+        return [self.records[rank.rank, step] for rank in self.ranks]
+
+    def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
+        """All that was kept of one step of one rank. Raises UsageError where that is damaged."""
+        key = (rank, step)
+        if key not in self._loaded:
+            for old in [k for k in self._loaded if k[1] != step]:
+                del self._loaded[old]
+            file = rank_folder(self.folder, rank) / f"step-{step:06d}.safetensors"
+            self._loaded[key] = read_tensors(file, self.records[key].checksum)
+        return self._loaded[key]
+
+    def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
+        """One of a parameter's gradients; what a step holds twice is written once."""
+        digests, stem = self.records[rank, step].digests, f"{STEMS[kind]}/{name}"
+        if stem not in digests:
+            return None
+        found = self.tensors(rank, step)
+        return found.get(stem if stem in found or kind is not Kind.GRADIENT else f"raw/{name}")
+
+    def parameters(self, step: int) -> tuple[str, ...]:
+        """The names of what the optimizer of a step has, in the order of rank 0's model."""
+        return _called("after/", self.records[0, step])
+
+    # -- as every recording ----------------------------------------------------------------------
+
+    def names(self, kind: Kind) -> list[str]:
+        """The tensors of a kind at any step."""
+        if kind not in self._names:
+            stems = ["before/", "after/"] if kind is not Kind.BUFFER else ["buffer/"]
+            known = kind in STEMS or kind in (Kind.PARAMETER, Kind.BUFFER)
+            found = (_called(stem, self.records[0, step]) for step in self.steps for stem in stems)
+            self._names[kind] = list(dict.fromkeys(chain(*found))) if known else []
+        return self._names[kind]
+
+    def steps_written(self) -> int:
+        """How many steps every rank has finished."""
+        return len(self.steps)
+
+    def header(self, rank: int, step: int) -> JobHeader:
+        """What the forward passes of a step were given, and what they lost together."""
+        record = self.records[rank, self.steps[step]]
+        passes = [one for one in record.passes if one.live]
+        streams = [text for one in passes for text in (*one.random, *one.random.values())]
+        return JobHeader(
+            ids=tuple(row for one in passes for row in one.rows),
+            loss=sum(one.loss or 0.0 for one in record.trained) if record.trained else math.nan,
+            rng_digest=bytes.fromhex(digest("".join(streams).encode())),
+        )
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        """What a rank recorded of a tensor: nothing where the step was another optimizer's."""
+        step, name = self._place(kind, slot, index)
+        if step is None:
+            return _NOT_RECORDED
+        digests = self.records[rank, step].digests
+        if name in digests:
+            return Entry(EntryState.STORED, bytes.fromhex(digests[name]))
+        parameter = name.partition("/")[2]
+        was_there = kind in STEMS and f"after/{parameter}" in digests
+        return Entry(EntryState.ABSENT, b"") if was_there else _NOT_RECORDED
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        """The same as a tensor; None where the budget, or another rank's copy, left it out."""
+        step, name = self._place(kind, slot, index)
+        if step is None or not self.records[rank, step].whole:
+            return None
+        if kind in STEMS:
+            return self.gradient(kind, rank, step, name.partition("/")[2])
+        return self.tensors(rank, step).get(name)
+
+    def _place(self, kind: Kind, slot: int, index: int) -> tuple[int | None, str]:
+        """The step whose record has what is in a slot, and its name there."""
+        name = self.names(kind)[index]
+        if kind is Kind.PARAMETER and slot:
+            return self.steps[slot - 1], f"after/{name}"
+        stem = STEMS.get(kind, "before" if kind is Kind.PARAMETER else "buffer")
+        return (self.steps[slot] if slot < len(self.steps) else None), f"{stem}/{name}"
+
+
+def _called(stem: str, record: StepRecord) -> tuple[str, ...]:
+    return tuple(name.removeprefix(stem) for name in record.digests if name.startswith(stem))
+
+
+def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a file, which has the checksum if one is given. Raises UsageError where it is
+    damaged.
+    """
+    try:
+        data = read_bounded(file, min(file.stat().st_size, MOST_BYTES))
+        if checksum and digest(data) != checksum:
+            raise ValueError("its checksum differs")
+        return load(data)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+
+
+def read(folder: Path) -> JobRecording:
+    """The recording in a folder. Raises UsageError where it is damaged or ranks are missing."""
+    files = sorted(folder.glob("rank-*/rank.json"))[:MOST_RANKS]
+    ranks = tuple(read_rank(file) for file in files)
+    if not ranks:
+        raise UsageError(f"{folder} holds no recording; run distcheck job again")
+    world = ranks[0].world
+    if len(ranks) != world or [rank.rank for rank in ranks] != list(range(len(ranks))):
+        there = ", ".join(str(rank.rank) for rank in ranks)
+        raise UsageError(
+            f"{folder} holds the ranks {there} of a world of {world}; every rank must write into "
+            "one folder, which all machines can see"
+        )
+    records = {(r.rank, r.step): r for r in _records(folder, world)}
+    counts = {rank: sum(r == rank for r, _ in records) for rank in range(world)}
+    common = [s for _, s in records if all((rank, s) in records for rank in range(world))]
+    steps = tuple(sorted(set(common)))
+    alike = len(set(counts.values())) == 1
+    drawn: dict[int, set[str]] = {}
+    for file in sorted(folder.glob("drawn-*"))[:MOST_NOTES]:
+        rank, _, stream = file.name.removeprefix("drawn-").partition("-")
+        if rank.isdecimal():
+            drawn.setdefault(int(rank), set()).add(stream)
+    return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn)
+
+
+def _records(folder: Path, world: int) -> Iterator[StepRecord]:
+    for rank in range(world):
+        for file in sorted(rank_folder(folder, rank).glob("step-*.json")):
+            record = read_step(file)
+            if (record.rank, f"step-{record.step:06d}") != (rank, file.stem):
+                raise UsageError(f"{file} is damaged: it is of another rank or step")
+            yield record
