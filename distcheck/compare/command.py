@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare.outputs import as_report
+from distcheck.compare.judging import judge
+from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import (
     COMPARE,
     CaseComparison,
@@ -31,7 +32,7 @@ from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
 from distcheck.recordings.differing import BY_VALUE
-from distcheck.records import Case, Change, VerdictName
+from distcheck.records import Case, VerdictName
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
@@ -72,6 +73,54 @@ def compare_command(
     """Compares, shows and writes; returns the exit code."""
     check_outputs(files)
     origin = origin_here()
+    if _is_job(then) or (now is not None and _is_job(now)):
+        comparison, known = _compare_jobs(then, now, bits=bits)
+    else:
+        comparison, known = _compare_runs(then, now, bits=bits, trusted=trusted, quiet=quiet)
+    comparison = msgspec.structs.replace(comparison, made=origin)
+    if "-" not in files.values():
+        render(comparison, console_for(), quiet=quiet)
+    if "json" in files:
+        write_text(files["json"], render_json(comparison))
+    if others := {name: path for name, path in files.items() if name != "json"}:
+        words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+        document = as_report(comparison, known, made=origin, command=shlex.join(words))
+        write_document(others, document)
+    codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
+    return int(codes[comparison.verdict])
+
+
+Compared = tuple[RunsComparison, dict[str, KnownCase]]
+
+
+def _is_job(folder: str) -> bool:
+    """Whether a folder keeps the recording of a job."""
+    return any(Path(folder).glob("rank-*/rank.json"))
+
+
+def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
+    """Two jobs: nothing runs again, since a job's command is not distcheck's to run."""
+    if now is None:
+        raise UsageError(
+            f"{then} is the recording of a job, which compare does not run again; give the folder "
+            "of the second one: distcheck compare A B"
+        )
+    for folder in (then, now):
+        if not _is_job(folder):
+            raise UsageError(
+                f"{folder} does not hold the recording of a job, and the other folder does; give "
+                "two folders that distcheck job --save has made"
+            )
+    from distcheck.compare.jobs import compare_jobs  # which imports torch
+
+    compared, known = compare_jobs(Path(then), Path(now), bits=bits)
+    return RunsComparison(then=then, now=now, cases=(compared,)), {compared.id: known}
+
+
+def _compare_runs(
+    then: str, now: str | None, *, bits: bool, trusted: bool, quiet: bool
+) -> Compared:
+    """Two runs of cases, or one and what the same cases give here and now."""
     earlier = saved_run(Path(then))
     if now is None:
         cases = _checked_cases(earlier)
@@ -96,25 +145,18 @@ def compare_command(
         raise
     finally:
         pool.close()
-    comparison = RunsComparison(
+    known = {
+        name: KnownCase(saved.case, saved.environment, saved.facts.strategy_file,
+                        saved.facts.strategy_line)
+        for name, trace in {**earlier.cases, **later.cases}.items()
+        for saved in (trace.saved,)
+    }  # fmt: skip
+    return RunsComparison(
         then=then,
         now=now or "here and now",
         cases=tuple(compared),
         saved_to=None if keep is None else str(folder),
-        made=origin,
-    )
-    if "-" not in files.values():
-        render(comparison, console_for(), quiet=quiet)
-    if "json" in files:
-        write_text(files["json"], render_json(comparison))
-    if others := {name: path for name, path in files.items() if name != "json"}:
-        words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
-        traces = {**earlier.cases, **later.cases}
-        known = {name: trace.saved for name, trace in traces.items()}
-        document = as_report(comparison, known, made=origin, command=shlex.join(words))
-        write_document(others, document)
-    codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
-    return int(codes[comparison.verdict])
+    ), known
 
 
 def _checked_cases(earlier: SavedRun) -> list[Case]:
@@ -185,7 +227,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     found = _compare_traces(pool, *traces)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
-    verdict, reason = _judge(found, changed, said, bits=bits)
+    verdict, reason = judge(found, changed, said, bits=bits)
     unseen = found.not_judged or found.kind not in BY_VALUE
     if found.by_digest and found.first is not None and unseen:
         reason = f"{reason}; {_distance_unknown(one, two)}"
@@ -231,43 +273,6 @@ def _compare_traces(pool: Pool, then: SavedTrace, now: SavedTrace) -> TraceCompa
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _judge(
-    found: TraceComparison,
-    changed: list[Change],
-    said: tuple[VerdictName, VerdictName],
-    *,
-    bits: bool,
-) -> tuple[VerdictName, str]:
-    """The verdict, and the sentence that goes with it."""
-    then, now = said
-    if found.why_not:
-        return "unknown", found.why_not
-    if found.first is None:
-        if now == "pass":
-            return "pass", "all bits are identical"
-        return now, f"all bits are identical, but the later run's own verdict is {now}"
-    if found.beyond is not None:
-        return "fail", "beyond the largest difference of two correct results"
-    if now != "pass" or then != "pass":
-        verdict: VerdictName = "fail" if "fail" in said else "unknown"
-        return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
-    if found.kind in ("initial state", "sample ids", "random numbers"):
-        return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
-    machine = [change for change in changed if change.kind == "machine"]
-    if bits and machine:
-        return "unknown", f"bits may differ between machines: {machine[0]}"
-    if found.not_judged:
-        held = "it is not known whether the first step that differs is within the bound"
-    elif found.judged:
-        held = "within the bound at the first step that differs"
-    else:
-        held = "no bound is derived for the first difference"
-    reason = f"{held}; both runs are correct by their own verdicts"
-    if bits:
-        return "fail", reason
-    return ("unknown" if found.not_judged else "pass"), reason
 
 
 def _unknown(name: str, reason: str) -> CaseComparison:

@@ -1,17 +1,27 @@
 """A comparison in the formats of a report: each case has one check, `compare`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.records import CaseReport, CheckResult, Compared, Origin, Report
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Origin, Report
 from distcheck.reports.json_report import as_document
 from distcheck.reports.wording import describe_place
-from distcheck.store.run_folder import SavedCase
+
+
+@dataclass(frozen=True)
+class KnownCase:
+    """What a report says of a case beside what was compared."""
+
+    case: Case
+    environment: dict[str, Any]
+    strategy_file: str
+    strategy_line: int = 0
 
 
 def as_report(
-    comparison: RunsComparison, cases: Mapping[str, SavedCase], *, made: Origin, command: str
+    comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
     """The document that JUnit, HTML and GitHub are written from; `cases` are those of either run,
     `command` makes the comparison again.
@@ -23,7 +33,7 @@ def as_report(
     return as_document(Report(environment=environment, cases=reports, made=made))
 
 
-def _case(found: CaseComparison, saved: SavedCase, *, replay: str) -> CaseReport:
+def _case(found: CaseComparison, saved: KnownCase, *, replay: str) -> CaseReport:
     compared = found.found
     place = compared.beyond or compared.first
     said = [f"bits {found.bits}", found.reason]
@@ -40,8 +50,8 @@ def _case(found: CaseComparison, saved: SavedCase, *, replay: str) -> CaseReport
     )
     return CaseReport(
         case=saved.case,
-        strategy_file=saved.facts.strategy_file,
-        strategy_line=saved.facts.strategy_line,
+        strategy_file=saved.strategy_file,
+        strategy_line=saved.strategy_line,
         verdict=found.verdict,
         outcomes=(),
         checks=(check,),

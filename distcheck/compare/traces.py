@@ -44,7 +44,7 @@ def compare_traces(
     steps = min(then.steps_written(), now.steps_written())
     if steps < job.case.steps:
         return TraceComparison(why_not=f"both recorded {steps} of {job.case.steps} steps")
-    walk = _Walk(
+    walk = Walk(
         then, now, tensors=job.tensors, drifts_on=job.case.with_data[0],
         bounds=partial(StepBounds, job, then),
     )  # fmt: skip
@@ -55,7 +55,7 @@ def compare_traces(
     return walk.result()
 
 
-class _Walk:
+class Walk:
     """Both recordings from their first step to the last; `bounds` are of the first that differs."""
 
     def __init__(

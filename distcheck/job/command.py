@@ -1,6 +1,5 @@
 """The story of `distcheck job`: run the command, read what its ranks wrote, judge, report."""
 
-import shutil
 from pathlib import Path
 
 from distcheck.errors import UsageError
@@ -13,10 +12,12 @@ from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.recordings.jobs import reading
-from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.run_facts import Origin
+from distcheck.reports.files import write_text
+from distcheck.reports.json_report import render_json
 from distcheck.store.origin import origin_here
 
 _NOT_SHOWN = (
@@ -47,10 +48,11 @@ def judge_job(asked: JobOptions) -> Report:
         reference = None
         if not missing:
             reference, missing = _replay(asked, job, copied, folder / "reference")
-        case = judge(asked, job, ran, reference, missing)
+        report = _report(made, judge(asked, job, ran, reference, missing))
         if asked.save is not None:
-            shutil.copytree(recorded, asked.save)
-        return _report(made, case)
+            reading.keep(recorded, Path(asked.save))
+            write_text(str(Path(asked.save, REPORT)), render_json(report))
+        return report
 
 
 def _report(made: Origin | None, case: CaseReport) -> Report:

@@ -1,7 +1,7 @@
 """Two recordings of one training, side by side, in the order in which their ranks computed them.
 
-    initial state, then for each step: sample ids, random numbers, loss, outputs, local gradients,
-    exchanged gradients, gradients, and the state after it
+    initial state, then for each step: sample ids, random numbers, settings, loss, outputs,
+    local gradients, exchanged gradients, gradients, and the state after it
 
 No torch: what two ranks hold is the same where its digest is.
 """
@@ -24,7 +24,9 @@ NAMES = {
     Kind.OPTIMIZER: "optimizer's state",
 }
 # What is recorded by value in every recording, or has no distance.
-BY_VALUE = ("sample ids", "random numbers", "loss")
+BY_VALUE = ("sample ids", "random numbers", "optimizer's settings", "loss")
+# What makes two trainings others: nothing after it can be compared.
+CHOSEN = (INITIAL, "sample ids", "random numbers", "optimizer's settings")
 _IN_A_STEP = (Kind.OUTPUT, Kind.LOCAL_GRADIENT, Kind.EXCHANGED, Kind.GRADIENT)
 
 
@@ -65,6 +67,7 @@ def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
         for what, before, after in (
             ("sample ids", first.ids, second.ids),
             ("random numbers", first.rng_digest, second.rng_digest),
+            ("optimizer's settings", first.optimizer, second.optimizer),
             ("loss", first.loss, second.loss),
         ):
             yield Pair(what, rank, step, what, before, after)

@@ -80,6 +80,11 @@ class Header(Protocol):
         """What its backward pass started from; NaN where there was none."""
 
     @property
+    def optimizer(self) -> str:
+        """The optimizer's settings, where they may change from step to step."""
+        ...
+
+    @property
     def rng_digest(self) -> bytes:
         """A digest of the random streams that the step began with."""
 

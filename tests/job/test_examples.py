@@ -15,6 +15,7 @@ import pytest
 
 from distcheck import backends
 from distcheck.backends.mpi.library import find_launcher
+from distcheck.compare.jobs import compare_jobs
 from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
 from tests.launchers.processes import free_port
 
@@ -52,8 +53,10 @@ def marked(name: str, *, always: bool) -> Any:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", [marked(s, always=s == "by_hand.py") for s in SCRIPTS])
 def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
-    code, case = judge(FOLDER / name, tmp_path, world=world)
+    code, case = judge(FOLDER / name, tmp_path, "--save", "kept", world=world)
     assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
+    compared, _ = compare_jobs(tmp_path / "kept", tmp_path / "kept", bits=True)
+    assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["world"] == world
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     assert [c["layer"] for c in of_gradients] == ["R", "S32"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distcheck.compare.command import _judge
+from distcheck.compare.judging import judge as _judge
 from distcheck.compare.records import CompareRequest, TraceComparison
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training

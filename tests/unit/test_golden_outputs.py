@@ -1,7 +1,6 @@
 """A comparison in the formats of a report, and the recorded state that a run starts from."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distcheck.compare.outputs import as_report
+from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import CaseComparison, Moment, RunsComparison, TraceComparison
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
@@ -35,17 +34,16 @@ def document() -> dict[str, Any]:
         CaseComparison(id="b", verdict="pass", bits="same", reason="all bits are identical"),
         CaseComparison(id="c", verdict="unknown", bits="not compared", reason="one run lacks it"),
     )  # fmt: skip
-    saved: Any = {
-        name: SimpleNamespace(
-            case=Case(id=name, strategy=f"{name}.py:f", world=2, workload="mlp"),
-            facts=SimpleNamespace(strategy_file=f"{name}.py", strategy_line=3),
-            environment={"torch": "2.15.0"},
+    known = {
+        name: KnownCase(
+            Case(id=name, strategy=f"{name}.py:f", world=2, workload="mlp"),
+            {"torch": "2.15.0"}, f"{name}.py", 3,
         )
         for name in "abc"
-    }
+    }  # fmt: skip
     made = Origin(date="2026-01-31T12:00:00+00:00", command="distcheck compare golden")
     comparison = RunsComparison(then="golden", now="here and now", cases=cases)
-    return as_report(comparison, saved, made=made, command="distcheck compare golden")
+    return as_report(comparison, known, made=made, command="distcheck compare golden")
 
 
 def test_every_format_tells_the_three_verdicts_apart() -> None:

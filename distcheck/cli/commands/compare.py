@@ -27,6 +27,7 @@ def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **
     distcheck record golden --strategy allreduce --world 4
     distcheck compare golden              # after an upgrade: runs the cases again
     distcheck compare golden other-run
+    distcheck compare before after        # two folders of distcheck job --save
     distcheck compare golden --junit compare.xml --github
     """  # fmt: skip
     if is_elsewhere():

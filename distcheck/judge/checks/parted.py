@@ -34,35 +34,37 @@ def compare_pair(
     place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
     if pair.kind is None:
         reason = f"{name} of rank {pair.rank} at step {pair.step} differed between two runs"
-        tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
+        actual, expected = _shown(pair.two, pair.one), _shown(pair.one, pair.two)
+        tally.fail(reason, actual=actual, expected=expected, **place)
         return 0
     if {pair.one.state, pair.two.state} != {EntryState.STORED}:
         there, here = _WORDS[pair.one.state], _WORDS[pair.two.state]
         reason = f"{name} of rank {pair.rank} at step {pair.step} was {there} in one run, {here} in"
         tally.fail(f"{reason} the other", actual=here, expected=there, **place)
         return 0
-    actual = expected = None
-    if has_tensors:
-        actual, expected = (
-            recording.tensor(pair.rank, pair.kind, pair.slot, pair.index)
-            for recording in (now, then)
-        )
-    if actual is None or expected is None:
+    found = [
+        recording.tensor(pair.rank, pair.kind, pair.slot, pair.index) if has_tensors else None
+        for recording in (now, then)
+    ]
+    if found[0] is None or found[1] is None:
         reason = f"{name} of rank {pair.rank} at step {pair.step} has another digest"
         tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
         return 0
-    if actual.shape != expected.shape:
-        shapes = [str(tuple(tensor.shape)) for tensor in (actual, expected)]
+    if found[0].shape != found[1].shape:
+        shapes = [str(tuple(tensor.shape)) for tensor in found if tensor is not None]
         tally.fail(f"{name} has another shape", actual=shapes[0], expected=shapes[1], **place)
         return 0
-    comparison = compare(actual, expected)
+    comparison = compare(found[0], found[1])
     tally.add(comparison, **place)
     return comparison.elements
 
 
-def _shown(value: Any) -> float | str:
+def _shown(value: Any, other: Any = None) -> float | str:
+    """As a report has it; of a text that is a list, what the other one lacks."""
     if isinstance(value, Entry):
         return f"digest {value.digest.hex()[:8]}"
     if isinstance(value, bytes):
         return value.hex()[:8]
+    if isinstance(value, str) and isinstance(other, str):
+        return ", ".join(part for part in value.split(", ") if part not in other.split(", "))
     return value if isinstance(value, float) else "other ids"

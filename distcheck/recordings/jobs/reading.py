@@ -1,6 +1,7 @@
 """A recording again, read rank by rank and step by step; files there may be damaged."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from distcheck.errors import UsageError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.recordings.jobs.records import (
     RankRecord,
     StepRecord,
@@ -24,6 +25,7 @@ from distcheck.recordings.recording import Entry, EntryState, Kind
 from distcheck.records.decoding import read_bounded
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
+REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
 MOST_BYTES = 64 << 30  # of one step of one rank
 
 
@@ -37,6 +39,7 @@ class JobHeader(NamedTuple):
     ids: tuple[str, ...]
     loss: float
     rng_digest: bytes
+    optimizer: str
 
 
 @dataclass
@@ -109,11 +112,16 @@ class JobRecording:
         """What the forward passes of a step were given, and what they lost together."""
         record = self.records[rank, self.steps[step]]
         passes = [one for one in record.passes if one.live]
-        streams = [text for one in passes for text in (*one.random, *one.random.values())]
+        drawn = [one for one in passes if one.draws or one.drew]  # others say nothing
+        streams = [one.random.get(name, "") for one in drawn for name in ("torch", "cuda")]
         return JobHeader(
             ids=tuple(row for one in passes for row in one.rows),
             loss=sum(one.loss or 0.0 for one in record.trained) if record.trained else math.nan,
             rng_digest=bytes.fromhex(digest("".join(streams).encode())),
+            optimizer="; ".join(
+                ", ".join(f"{name} {value:.9g}" for name, value in group.items())
+                for group in record.groups
+            ),
         )
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
@@ -187,6 +195,20 @@ def read(folder: Path) -> JobRecording:
         if rank.isdecimal():
             drawn.setdefault(int(rank), set()).add(stream)
     return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn)
+
+
+def keep(folder: Path, kept: Path) -> None:
+    """Copies what `read` reads, and nothing that the running job has beside it. Raises
+    CannotRunError where it cannot be written.
+    """
+    try:
+        kept.mkdir(parents=True)
+        for rank in folder.glob("rank-*"):
+            shutil.copytree(rank, kept / rank.name, ignore=shutil.ignore_patterns("ended"))
+        for note in folder.glob("drawn-*"):
+            shutil.copyfile(note, kept / note.name)
+    except (OSError, shutil.Error) as error:
+        raise CannotRunError(f"the recording cannot be kept in {kept}: {error}") from error
 
 
 def _records(folder: Path, world: int) -> Iterator[StepRecord]:

@@ -41,6 +41,11 @@ class StepHeader:
     rng_digest: bytes = b""  # which the trace has
 
     @property
+    def optimizer(self) -> str:
+        """Nothing: a case has the same settings in every run."""
+        return ""
+
+    @property
     def loss_over(self) -> int:
         """How many tokens the loss is a mean over; samples where none were counted."""
         return len(self.ids) if self.tokens is None else self.tokens

@@ -1,0 +1,47 @@
+"""The verdict over what two recordings have in common, and the sentence that goes with it."""
+
+from distcheck.compare.records import TraceComparison
+from distcheck.recordings.differing import CHOSEN
+from distcheck.records import Change, VerdictName
+
+
+def judge(
+    found: TraceComparison,
+    changed: list[Change],
+    said: tuple[VerdictName, VerdictName],
+    *,
+    bits: bool,
+    needs_bound: bool = False,
+) -> tuple[VerdictName, str]:
+    """The verdict, and the sentence that goes with it. With `needs_bound`, changed bits pass only
+    within a bound: the two need not be one computation.
+    """
+    then, now = said
+    if found.why_not:
+        return "unknown", found.why_not
+    if found.first is None:
+        if now == "pass":
+            return "pass", "all bits are identical"
+        return now, f"all bits are identical, but the later run's own verdict is {now}"
+    if found.beyond is not None:
+        return "fail", "beyond the largest difference of two correct results"
+    if now != "pass" or then != "pass":
+        verdict: VerdictName = "fail" if "fail" in said else "unknown"
+        return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
+    if found.kind in CHOSEN:
+        return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
+    machine = [change for change in changed if change.kind == "machine"]
+    if bits and machine:
+        return "unknown", f"bits may differ between machines: {machine[0]}"
+    if found.not_judged:
+        held = "it is not known whether the first step that differs is within the bound"
+    elif found.judged:
+        held = "within the bound at the first step that differs"
+    else:
+        held = "no bound is derived for the first difference"
+    reason = f"{held}; both runs are correct by their own verdicts"
+    if bits:
+        return "fail", reason
+    if needs_bound and not found.judged:
+        return "unknown", reason
+    return ("unknown" if found.not_judged else "pass"), reason
