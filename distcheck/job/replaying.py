@@ -100,8 +100,8 @@ def replay(
         )  # fmt: skip
 
     ran = run(asked)
-    if on_cpu and not ran.code and not (folder / "replayed.json").exists():
-        # It has left: there are scripts that do where they see fewer GPUs than they want.
+    if on_cpu and not ran.hung and not (folder / "replayed.json").exists():
+        # There are scripts that leave, or raise, where they see fewer GPUs than they are to use.
         ran = run(msgspec.structs.replace(asked, gpus=job.world))
     if ran.hung:
         raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")

@@ -195,6 +195,46 @@ def test_the_state_of_a_step_is_that_of_the_passes_that_it_was_trained_on(tmp_pa
     assert torch.allclose(kept["start/before/weight"], job.tensors(0, 0)["after/weight"])
 
 
+DRY = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+        self(batch(9)[0]) if {whole} else self.head(self.norm(batch(9)[0]))
+        self.head.bias = torch.nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        return self.head(self.norm(x))
+class Around(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+    def forward(self, x):
+        return self.module(x)
+tried = torch.nn.Linear(3, 2)
+tried(batch(8)[0])
+model = Around(Net())
+optimizer = optimizer_of(model)
+for step in range(2):
+    x, y = batch(step)
+    optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_first_state_is_that_of_what_trains_when_it_begins(whole: bool, tmp_path: Path) -> None:
+    """Not of a model that was tried, of a parameter that was replaced, nor of buffers before a dry
+    pass: ranks hold these differently, until DistributedDataParallel gives them rank 0's.
+    """
+    job = recorded(DRY.replace("{whole}", str(whole)), tmp_path)
+    record, kept = job.records[0, 0], job.tensors(0, 0)
+    before = [kept[n] for n in record.digests if n.startswith("before/")]
+    assert sorted(tuple(one.shape) for one in before) == [(2,), (2, 3), (3,), (3,)]
+    assert any(torch.equal(one, torch.ones(2)) for one in before)
+    (count,) = [kept[n] for n in record.digests if n.startswith("buffer/") and "batches" in n]
+    assert int(count) == 1
+    assert [one.later for one in record.passes if one.live] == [True]
+
+
 AVERAGES = """
 import copy
 class Around(torch.nn.Module):

@@ -89,9 +89,32 @@ class Parameters:
         self.optimizers.append(optimizer)
         return len(self.optimizers) - 1
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of all modules that were called."""
-        return {plain_name(n): buffer for root in self.roots for n, buffer in root.named_buffers()}
+    def buffers(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The buffers of all modules that were called, each once; or those of them that are
+        `within` one.
+        """
+        found: dict[str, torch.Tensor] = {}
+        seen = set[int]()
+        for place, root in enumerate(self.roots):
+            for name, buffer in root.named_buffers():
+                plain = plain_name(name)
+                if id(buffer) not in seen:
+                    of = f"{type(root).__name__}-{place}." if plain in found else ""
+                    found[f"{of}{plain}"] = buffer
+                    seen.add(id(buffer))
+        own = seen if within is None else {id(buffer) for buffer in within.buffers()}
+        return {name: buffer for name, buffer in found.items() if id(buffer) in own}
+
+    def used(self, called: Iterable[torch.nn.Module]) -> set[str]:
+        """The names of what optimizers train, and of the parameters and buffers of modules that
+        train or are among those `called`: not of a model that was tried and left, nor of a
+        parameter that another one has replaced.
+        """
+        trained = {id(p) for one in self.optimizers for _, p in _places_in(one)}
+        train = [one for one in self.roots if any(id(p) in trained for p in one.parameters())]
+        own = {id(t) for one in (*train, *called) for t in (*one.parameters(), *one.buffers())}
+        named = (*self.by_name.items(), *self.buffers().items())
+        return {name for name, tensor in named if id(tensor) in own | trained}
 
     def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Copies of the gradients that there are, dense."""

@@ -95,14 +95,23 @@ class Recorder(Deaf):
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Takes the state before the first forward pass of a step, and the inputs of each. Where
-        parameters have changed since, and no gradient is there, it takes the state again.
+        parameters have changed since, and no gradient is there, it takes the state again; so it
+        does where a dry pass through parts of a module has left other buffers.
         """
         if not self._active:
             return
+        is_new = not any(model is one for one in self.parameters.roots)
         new = self.parameters.add_root(model)
         file = self._open_step(new)
         looks = self._passes and not self.parameters.has_parts  # to look is a collective then
-        if looks and not self.parameters.hold() and file.differ(self.parameters.by_name):
+        if (
+            looks
+            and not self.parameters.hold()
+            and (
+                file.differ(self.parameters.by_name)
+                or (is_new and file.differ(self.parameters.buffers(model), "buffer"))
+            )
+        ):
             file.restart()
             self._take_state(file, list(self.parameters.by_name))
         given, random = tensors.inputs_of((args, kwargs)), tensors.random_state()
@@ -316,6 +325,8 @@ class Recorder(Deaf):
         live = {key for one in backwards for key in self._reached.get(one, ())}
         for place in range(len(self._passes)):
             self._change_pass(place, live=(self.steps_over, place) in live)
+        called = [root for root, one in zip(self._roots, self._passes, strict=True) if one.live]
+        file.compare_only(self.parameters.used(called))
         self._left -= file.write(
             self._left,
             rank=self._rank,

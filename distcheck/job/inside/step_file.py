@@ -1,7 +1,7 @@
 """The tensors of one step of one rank, until they are written: whole, or as sums."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,26 @@ class StepFile:
         """The digest of what has a name."""
         return self._digests.get(name)
 
-    def differ(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether some parameter is not what was taken of it."""
-        return any(self._written(parameters))
+    def differ(self, state: Mapping[str, torch.Tensor], kind: str = "before") -> bool:
+        """Whether some parameter, or buffer, is not what was taken of it."""
+        return any(self._written(state, kind))
 
     def note_written(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Notes the parameters that are not what was taken of them, by their digests."""
-        self._digests |= {f"written/{name}": now for name, now in self._written(parameters)}
+        written = self._written(parameters, "before")
+        self._digests |= {f"written/{name}": now for name, now in written}
 
-    def _written(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-        for name, one in parameters.items():
+    def _written(self, state: Mapping[str, torch.Tensor], kind: str) -> Iterator[tuple[str, str]]:
+        for name, one in state.items():
             now = tensors.digest_of(tensors.whole(one))
-            if now != self._digests.get(f"before/{name}"):
+            if now != self._digests.get(f"{kind}/{name}"):
                 yield name, now
+
+    def compare_only(self, names: Collection[str]) -> None:
+        """Drops the digests of all other state: ranks may hold it differently."""
+        for kind, _, name in [one.partition("/") for one in self._digests]:
+            if f"{kind}/" in _STATE and name not in names:
+                del self._digests[f"{kind}/{name}"]
 
     def restart(self) -> None:
         """Parameters are taken again: what was taken is the state before the first pass alone."""
