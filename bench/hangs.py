@@ -51,9 +51,10 @@ class Notes:
         postings.install(usual_limit_s=1800.0)
         assert postings.HERE.log is not None
         if backend == "mpi":
-            from distcheck.worlds.mpi.noting import note_calls
+            from distcheck.worlds.rendezvous import note_calls_of_mpi
 
-            note_calls(0.0)
+            postings.HERE.usual_limit_s = 0.0
+            note_calls_of_mpi()
             one = calls.MPICall("all_reduce", "0", 1, 1, [], [], [], 0)
             before[-1]["record"] = lambda *_: one
         self._changes = [

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distcheck.plan.matrix import Planned, plan_run
-from distcheck.worlds.launchers import launch_of
+from distcheck.worlds.launchers import OPTIONS, launch_of
 from distcheck.worlds.launchers.launch import Launch
-from distcheck.worlds.launchers.machines import OPTIONS
 
 
 def plan_asked(

@@ -19,7 +19,7 @@ from distcheck.job.settings import VARIABLE
 from distcheck.job.watching import Watch
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.worlds.keeping import start_kept
+from distcheck.worlds.keeper import start_kept
 
 _HOOK = Path(__file__).parent / "hook"
 _PATIENCE_S = 40.0  # for a job to end after an interruption; torchrun gives its ranks 30

@@ -34,8 +34,8 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.tokens import with_tokens
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
+from distcheck.worlds import surroundings
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local import noise
 from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
@@ -47,7 +47,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Runs one recording rank."""
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
-        noise.allocate(job.memory_seed)
+        surroundings.allocate(job.memory_seed)
     keep_folder()
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))

@@ -1,8 +1,8 @@
-"""Run as a program, with the standard library alone: keeps another one, which may be any code.
+"""A program that keeps another one, which may be any code. It has the standard library alone.
 
-Starts it, waits until it ends, or the front lets go or dies, and then ends everything that it has
-started, detached or not: what loses its parent becomes a child of this process. Its own end is that
-of the program.
+It starts that one, waits until it ends, or the front lets go or dies, and then ends everything that
+it has started, detached or not: what loses its parent becomes a child of this process. Its own end
+is that of the program.
 
 Of an MPI launcher, it also removes the files that it left. A launcher cannot be trusted with that:
 killed, it leaves its folder, and MPICH's ranks, killed, their shared memory. Open MPI's prterun
@@ -24,6 +24,11 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+# Of distcheck's own programs: no file of another's runs in them.
+PYTHON = (sys.executable, "-I", "-S")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 1.0  # with a launcher whose stand-ins have left
@@ -45,6 +50,30 @@ _PIDFD_GETFD = 438
 _LOOPBACK = b"lo"
 # What a kernel calls the machine, and the numbers of seccomp(2) and listen(2).
 _CALLS = {"x86_64": (0xC000003E, 317, 50), "aarch64": (0xC00000B7, 277, 201)}
+
+
+def start_kept(
+    command: Sequence[str],
+    control: socket.socket,
+    *,
+    env: Mapping[str, str],
+    output: IO[bytes] | int,
+    folder: str = "",
+    cwd: "str | os.PathLike[str] | None" = None,
+) -> "subprocess.Popen[bytes]":
+    """The keeper, which ends when the other end of `control` is closed, or the command has ended.
+    `folder` is that of an MPI launcher's files.
+    """
+    return subprocess.Popen(
+        [*PYTHON, __file__, str(os.getpid()), str(control.fileno()), folder, *command],
+        env=env,
+        cwd=cwd,
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # Ctrl-C is the front's to handle
+    )
 
 
 def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> int:

@@ -27,8 +27,12 @@ from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
-from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
-from distcheck.worlds.simulated.share import SimulatedShare
+from distcheck.worlds.simulated.share import (
+    SEARCH,
+    HostRequest,
+    SearchRequest,
+    SimulatedShare,
+)
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 

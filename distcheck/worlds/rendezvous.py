@@ -6,9 +6,11 @@ is no race for a port.
 """
 
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,7 +19,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.backends.mpi.library import TORCH_NAME
-from distcheck.worlds import linux, postings
+from distcheck.worlds import flight, linux, postings
 
 _MARGIN_S = 120.0
 
@@ -90,9 +92,7 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
         )
     registered = registered or backends.register(rendezvous.backend)
     if registered == TORCH_NAME:
-        from distcheck.worlds.mpi.noting import note_calls
-
-        note_calls(usual_limit_s)
+        note_calls_of_mpi()
     dist.init_process_group(
         registered,
         store=store,
@@ -102,6 +102,32 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     )
     _see_all_join(store, rendezvous)
     return store
+
+
+@functools.cache
+def note_calls_of_mpi() -> None:
+    """Makes this process note its calls of the backend mpi from now on, and record them: torch does
+    neither. Groups whose calls time out sooner than usual have a limit of their own, which the code
+    may count on.
+    """
+    from distcheck.backends.mpi import calls
+    from distcheck.backends.mpi.group import MPIGroup
+    from distcheck.backends.mpi.work import MPIWork
+
+    flight.record_further(flight.Recorder(calls.entries, calls.forget, _move_on))
+    postings.note_calls_of(MPIGroup)
+    notes = postings.HERE
+    postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
+
+
+def _move_on() -> None:
+    """Lets MPI complete what it can. What it promises does not let two threads enter it at once."""
+    from distcheck.backends.mpi.runtime import mpi
+    from distcheck.backends.mpi.work import move_on
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and mpi().Is_initialized() and not mpi().Is_finalized():
+        move_on()
 
 
 def _torchs_timeout() -> timedelta:

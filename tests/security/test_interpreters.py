@@ -28,8 +28,7 @@ PROGRAMS = {
     "job/running.py": "the person's own command, or torchrun under -P",
     "store/origin.py": "git",
     "worlds/local/helper_process.py": "Python, under -P",
-    "worlds/keeper.py": "what it keeps: mpirun, or the person's own script",
-    "worlds/keeping.py": "Python, under -I",
+    "worlds/keeper.py": "Python, under -I; and there mpirun, or the person's own script",
 }
 
 
@@ -60,14 +59,14 @@ def test_every_interpreter_is_started_without_the_current_folder() -> None:
             if not isinstance(node, ast.List | ast.Tuple):
                 continue
             words = [ast.unparse(one) for one in node.elts]
-            words += ["'-I'"] * ("*PYTHON" in words or "*keeping.PYTHON" in words)
-            starts = {"sys.executable", "'-c'", "'-m'", "*PYTHON", "*keeping.PYTHON"}
+            words += ["'-I'"] * ("*PYTHON" in words or "*keeper.PYTHON" in words)
+            starts = {"sys.executable", "'-c'", "'-m'", "*PYTHON", "*keeper.PYTHON"}
             if words[:1] == ["'git'"] or words == ["''", "'-c'"] or not starts & {*words}:
                 continue
             assert {"'-P'", "'-I'"} & {*words}, f"{name}:{node.lineno}"
             seen.append(name)
     assert seen == [
-        "job/running.py", "worlds/keeping.py", "worlds/keeping.py",
+        "job/running.py", "worlds/keeper.py", "worlds/keeper.py",
         "worlds/local/helper_process.py", "worlds/mpi/started.py",
     ]  # fmt: skip
 

@@ -4,8 +4,7 @@ import pytest
 
 from distcheck.backends import gloo
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.worlds.launchers import detect, launch_of, slurm
-from distcheck.worlds.launchers.machines import launch_here
+from distcheck.worlds.launchers import detect, launch_here, launch_of, slurm
 from distcheck.worlds.launchers.slurm import first_host
 
 TORCHRUN = {

@@ -19,8 +19,7 @@ from distcheck.records.schedules import (
     read_schedule,
 )  # fmt: skip
 from distcheck.worlds.simulated.baton import Baton
-from distcheck.worlds.simulated.rounds import Tree
-from distcheck.worlds.simulated.schedules import Chooser
+from distcheck.worlds.simulated.schedules import Chooser, Tree
 from distcheck.worlds.simulated.search import RunAll, ScheduleForks, search
 
 

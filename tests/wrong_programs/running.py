@@ -20,7 +20,7 @@ from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
 from distcheck.worlds.reporter import Reporter
-from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
+from distcheck.worlds.simulated.share import SEARCH, HostRequest, SearchRequest
 from tests.world.jobs import Asked
 from tests.world.launching import run_to_end, start
 from tests.wrong_programs import PROGRAMS, WORLD, Program

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
-from distcheck.worlds import linux, messages, scratch
+from distcheck.worlds import linux, messages, scratch, surroundings
 from distcheck.worlds.framing import Line
-from distcheck.worlds.local import child, late_compiler, noise
+from distcheck.worlds.local import child, late_compiler
 from distcheck.worlds.local.forks import ManyForks
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
@@ -217,7 +217,7 @@ def _ignore_signals() -> None:
 
 def _differ(variant: int) -> None:
     """What is imported later lies elsewhere, and `sys.modules` has another order."""
-    noise.allocate(variant)
+    surroundings.allocate(variant)
     modules = list(_HARMLESS)
     random.Random(variant).shuffle(modules)
     for name in modules:

@@ -19,7 +19,7 @@ from typing import IO
 
 from distcheck.backends.mpi import INSTALL, library
 from distcheck.errors import CannotRunError
-from distcheck.worlds import keeping
+from distcheck.worlds import keeper
 from distcheck.worlds.shares import RankStart
 
 _START_DEADLINE_S = 120.0
@@ -169,7 +169,7 @@ def _new_folder() -> str:
 def _start_keeper(
     launcher: library.Launcher, size: int, folder: str, control: socket.socket, said: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
-    stand_in = [*keeping.PYTHON, str(_HERE / "stand_in.py"), os.path.join(folder, "s")]
+    stand_in = [*keeper.PYTHON, str(_HERE / "stand_in.py"), os.path.join(folder, "s")]
     command = [launcher.path, *_options(launcher), "-n", str(size), *stand_in]
     settings = dict(_SETTINGS)
     if launcher.library:
@@ -178,7 +178,7 @@ def _start_keeper(
         settings |= dict.fromkeys(_MEMORY_FOLDERS, folder)
     # What a person has set comes first.
     environment = {**settings, **library.clean_environment(), "TMPDIR": folder}
-    return keeping.start_kept(command, control, env=environment, output=said, folder=folder)
+    return keeper.start_kept(command, control, env=environment, output=said, folder=folder)
 
 
 def _options(launcher: library.Launcher) -> list[str]:

@@ -8,10 +8,9 @@ deadlock without any deadline.
 share.py           the front's side: one process that stands for all ranks
 host.py            what that process does: it runs the job of every rank, and says how each ends
 search.py          the process that tries schedules, each in a fork of itself
-rounds.py          which schedules it tries
 
 baton.py           threads of which one runs at a time; sleep takes no time
-schedules.py       which rank runs next, under a schedule
+schedules.py       which rank runs next, under a schedule; which schedules a search tries
 world.py           the ranks of this process, what each has called, and how their world ends
 group.py           the process group
 calls.py           what a rank has called, and where

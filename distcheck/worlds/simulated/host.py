@@ -31,8 +31,7 @@ from distcheck.worlds.simulated.baton import RankThread, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall, is_theirs
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
-from distcheck.worlds.simulated.requests import HostRequest
-from distcheck.worlds.simulated.share import TURN, TURN_FD
+from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
 _NO_TURN = "waits for its turn, which rank {} does not give away"
 _STOPPED = "was stopped, because of what rank {} did"

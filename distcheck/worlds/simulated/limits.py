@@ -5,6 +5,8 @@ sentence. A command (subprocess, os.system) is run while the rank keeps its turn
 no time, but lets other ranks run: see `baton.py`. `os._exit` ends the rank, as it ends a process.
 """
 
+import copy
+import functools
 import importlib
 import multiprocessing.process
 import os
@@ -12,14 +14,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from distcheck.worlds.simulated import reads
-from distcheck.worlds.simulated.calls import is_theirs
+from distcheck.worlds.simulated.calls import is_shown_by_a_library, is_theirs
 from distcheck.worlds.simulated.group import TORCH_NAME
 from distcheck.worlds.simulated.isolation import is_of_ranks
 from distcheck.worlds.simulated.work import finish_before_torch_waits
@@ -33,6 +35,7 @@ _LIBRARY = tuple(
     os.path.join(os.path.dirname(torch.__file__), name) for name in ("library.py", "_library")
 )
 _MARK = "_distcheck_uses_cuda"
+_COPY = copy.copy.__code__  # which shares the memory, and reads none of it
 
 
 class RankLeftError(BaseException):
@@ -79,7 +82,7 @@ def install() -> None:
     os._exit = leave_rank
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
     finish_before_torch_waits()
-    reads.watch()
+    _watch_reads()
     _join_groups_of_gloo()
     _refuse_operators()
     _refuse_cuda()
@@ -156,6 +159,30 @@ def _refuse_cuda() -> None:
             raise
 
     torch.cuda._lazy_init = init_cuda
+
+
+def _watch_reads() -> None:
+    """Of tensors, methods that read memory without an operation that torch dispatches: a rank that
+    reads in this way what a call still writes is accused, as of any operation.
+    """
+    shown = lambda: not is_shown_by_a_library()  # noqa: E731
+    kept = lambda: sys._getframe(2).f_code is not _COPY  # noqa: E731
+    _watch("tolist", "tolist", lambda: True)
+    _watch("__repr__", "repr", shown)
+    _watch("__reduce_ex__", "pickle", kept)
+
+
+def _watch(name: str, shown_as: str, counts: Callable[[], bool]) -> None:
+    reads: Any = getattr(torch.Tensor, name)
+
+    @functools.wraps(reads)
+    def watched(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+        rank = here().baton.rank
+        if rank is not None and counts():
+            here().read(rank, self, shown_as)
+        return reads(self, *given, **named)
+
+    setattr(torch.Tensor, name, watched)
 
 
 def _hear(event: str, given: tuple[Any, ...]) -> None:

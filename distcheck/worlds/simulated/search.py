@@ -34,8 +34,8 @@ from distcheck.worlds.framing import Frames, frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated.host import SimulatedHost
-from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
-from distcheck.worlds.simulated.rounds import NOT_SEEN, TURNS, Tree, drawn
+from distcheck.worlds.simulated.schedules import NOT_SEEN, TURNS, Tree, drawn
+from distcheck.worlds.simulated.share import SEARCH, SearchRequest
 
 _leave = os._exit  # which a world replaces
 _REPEATS = 2  # of both schedules, once they differ; chosen

@@ -11,13 +11,14 @@ import signal
 import struct
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from distcheck import backends
+from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.local_share import LocalShare
 from distcheck.worlds.shares import RankStart, Share
@@ -29,6 +30,35 @@ TURN, TURN_FD = struct.Struct("<I"), "turn"  # where the process notes which ran
 _TARGET = "distcheck.worlds.simulated.host:run"
 _LOOK_EVERY_S = 0.05
 _NO_WORD = "the process of the simulated world ended while another rank ran"
+
+
+class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run `target` with each of `payloads`, one per rank, in `environments`, one per rank.
+
+    Descriptors are every rank's, or, where their name begins with `RANK/`, that rank's alone.
+    """
+
+    target: str
+    order: str
+    deadline_s: float
+    payloads: list[bytes]
+    environments: list[dict[str, str]]
+    order_seeds: list[int | None]
+    schedule: str = ""
+
+
+class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run a world under the usual schedule twice, and under those of seeds 1 to `schedules`; or,
+    with `switches`, under those with at most so many switches, at most `schedules` of them.
+    """
+
+    host: HostRequest
+    schedules: int
+    deadline_s: float
+    switches: int = 0
+
+
+SEARCH = Job("distcheck.worlds.simulated.search:run", SearchRequest, Searched, ("data", "turn"))
 
 
 class RankOfHost(Child):
@@ -156,15 +186,15 @@ class SimulatedShare(Share):
     ) -> None:
         self._host = HostProcess(len(starts))
         own = {f"{rank}/{name}": fd for rank, s in starts.items() for name, fd in s.fds.items()}
-        request: dict[str, Any] = {
-            "target": target,
-            "order": backends.order_of(backend),
-            "deadline_s": deadline_s,
-            "payloads": [start.payload for start in starts.values()],
-            "environments": [dict(start.environment) for start in starts.values()],
-            "schedule": schedule,
-            "order_seeds": [start.order_seed for start in starts.values()],
-        }
+        request = HostRequest(
+            target=target,
+            order=backends.order_of(backend),
+            deadline_s=deadline_s,
+            payloads=[start.payload for start in starts.values()],
+            environments=[dict(start.environment) for start in starts.values()],
+            order_seeds=[start.order_seed for start in starts.values()],
+            schedule=schedule,
+        )
         self._share = LocalShare(
             pool,
             target=_TARGET,
