@@ -18,7 +18,7 @@ matching.py        calls of one group, which must be alike; messages
 collectives.py     what each collective leaves, from what every rank gave
 work.py            a started call, and waiting for it
 in_flight.py       tensors that a call still reads or writes
-leaks.py           groups that are made again and again, and never destroyed
+groups.py          the groups that ranks make: whether the same, and whether they destroy them
 odd_calls.py       calls that gloo takes, and that are rarely meant
 store.py           the store at which ranks meet
 

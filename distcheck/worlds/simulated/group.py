@@ -37,10 +37,9 @@ class SimulatedGroup(PythonGroup):
         super().__init__(options)
         self._world = world.here()
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
-        self._channel = self._world.channel(self._name, self._ranks)
+        self._channel, self._made = self._world.enter_group(self._name, self._ranks)
         self._destroyed = False
         self._limit_s = options.timeout.total_seconds()
-        self._made = self._world.made_group(self._ranks)
 
     def set_timeout(self, timeout: Any) -> None:
         """Sets after how long a call may give up, instead of what the group was made with."""

@@ -25,10 +25,11 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
 from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.reporter import Reporter
-from distcheck.worlds.simulated import leaks, limits
+from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated import world as simulated
 from distcheck.worlds.simulated.baton import RankThread, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall, is_theirs
+from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
@@ -149,7 +150,7 @@ class SimulatedHost:
         self._isolation.end()
 
     def _begins(self, rank: int, step: int) -> None:
-        self._world.kept.steps[rank] = step
+        self._world.groups.steps[rank] = step
 
     def _switch(self, before: int, after: int) -> None:
         self._isolation.switch(before, after)
@@ -185,8 +186,8 @@ class SimulatedHost:
         """Says what the world has seen, before the last of its ranks says that it is done."""
         self._done += 1
         if self._done == len(self._reporters):
-            kept = [(leaks.NAME, text) for text in self._world.kept.in_words()]
-            for name, text in (*kept, *self._world.odd.in_words()):
+            left = [(NOT_DESTROYED, text) for text in self._world.groups.not_destroyed()]
+            for name, text in (*left, *self._world.odd.in_words()):
                 self._reporter.send(messages.Remarked(name, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distcheck.records import posted_calls
-from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.calls import SimulatedCall, place_of_caller
+from distcheck.worlds.simulated.calls import SimulatedCall
 
 
 @dataclass(eq=False)
@@ -103,37 +102,4 @@ class Channel:
                 return posted_calls.meeting_in_words(number, calls, missing)
         for sent, received in self.misfits:
             return posted_calls.message_in_words(sent, received)
-        return ""
-
-
-class GroupsMade:
-    """Which ranks each rank has made a group of. torch names groups by counting them, so that
-    ranks which make others, or in another order, have one name for different groups.
-    """
-
-    def __init__(self) -> None:
-        self._times: defaultdict[tuple[int, str], int] = defaultdict(int)
-        self._made: defaultdict[tuple[str, int], dict[int, tuple[tuple[int, ...], str]]]
-        self._made = defaultdict(dict)
-
-    def made(self, rank: int | None, name: str, ranks: Sequence[int]) -> None:
-        """A rank makes a group; one that it makes again is another one."""
-        if rank is not None:
-            self._times[rank, name] += 1
-            place = place_of_caller()
-            self._made[name, self._times[rank, name]][rank] = (tuple(ranks), place)
-
-    def mismatch(self) -> str:
-        """The first group that not all ranks have made of the same ranks, in a sentence."""
-        for made in self._made.values():
-            alike: dict[tuple[tuple[int, ...], str], list[int]] = {}
-            for rank, key in sorted(made.items()):
-                alike.setdefault(key, []).append(rank)
-            if len({ranks for ranks, _ in alike}) > 1:
-                said = [
-                    f"{ranks_in_words(own)} made a group of {ranks_in_words(ranks)}"
-                    f"{f' at {place}' * bool(place)}"
-                    for (ranks, place), own in alike.items()
-                ]
-                return f"{' and '.join(said)}, which torch takes for the same group"
         return ""

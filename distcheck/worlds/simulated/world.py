@@ -17,15 +17,10 @@ from distcheck.records.schedules import Schedule
 from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 from distcheck.worlds.simulated import collectives
 from distcheck.worlds.simulated.baton import Baton, ThreadState
-from distcheck.worlds.simulated.calls import (
-    SimulatedCall,
-    calling_stack,
-    is_called_by_theirs,
-    place_of_caller,
-)
+from distcheck.worlds.simulated.calls import SimulatedCall, place_of_caller
+from distcheck.worlds.simulated.groups import GroupsMade, MadeGroup
 from distcheck.worlds.simulated.in_flight import InFlight, unseen
-from distcheck.worlds.simulated.leaks import GroupsKept, MadeGroup
-from distcheck.worlds.simulated.matching import Channel, GroupsMade
+from distcheck.worlds.simulated.matching import Channel
 from distcheck.worlds.simulated.odd_calls import OddCalls
 from distcheck.worlds.simulated.schedules import Chooser
 
@@ -89,25 +84,20 @@ class SimulatedWorld:
         self._channels: dict[str, Channel] = {}
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
-        self._groups = GroupsMade()
-        self.kept = GroupsKept()
+        self.groups = GroupsMade()
         self.odd = OddCalls()
         self._in_flight = [InFlight(rank, self._accuse_of_buffer) for rank in range(size)]
 
-    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
-        """The calls of a group, which its ranks share."""
-        self._groups.made(self.baton.rank, name, ranks)
+    def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
+        """The rank that runs makes a group: its calls, which its ranks share, and what is noted of
+        it, if code under test makes it itself.
+        """
+        rank = self.baton.rank
+        made = None if rank is None else self.groups.made(rank, name, ranks)
         found = self._channels.get(name)
         if found is None or found.ranks != tuple(ranks):
             found = self._channels[name] = Channel(name, ranks, self.order)
-        return found
-
-    def made_group(self, ranks: Sequence[int]) -> MadeGroup | None:
-        """The group that the rank that runs makes now, if code under test makes it itself."""
-        rank = self.baton.rank
-        if rank is None or not is_called_by_theirs(calling_stack()):
-            return None
-        return self.kept.made(rank, place_of_caller(), tuple(ranks))
+        return found, made
 
     def post(self, channel: Channel, call: SimulatedCall) -> None:
         """Notes a call of the rank that runs, and completes what it completes."""
@@ -224,7 +214,7 @@ class SimulatedWorld:
 
     def _stuck(self) -> None:
         matched = (channel.mismatch() for channel in self._channels.values())
-        for said in (self._groups.mismatch(), *matched):
+        for said in (self.groups.mismatch(), *matched):
             if said:
                 self._ended("mismatch", said)
                 self.baton.freeze()

@@ -1,0 +1,105 @@
+"""The groups that ranks make: whether they make the same ones, and which are never destroyed.
+
+torch names groups by counting them, so that ranks which make others, or in another order, have one
+name for different groups.
+
+torch keeps each group, with its threads and connections, until it is destroyed or the process ends.
+Several groups of the same ranks that are made at set-up are usual, and so is one for each layer. So
+a group counts as left behind only if its rank has called it, and calls it no more once the same
+line has made the next one of the same ranks: then a step has made it anew. One that its rank never
+calls counts if the next one was made in a later step.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.worlds.simulated.calls import calling_stack, is_called_by_theirs, place_of_caller
+
+NOT_DESTROYED = "groups-not-destroyed"
+_FEWEST = 3  # made anew after the last one was of use: two could be a rest of setting up; chosen
+_MOST_NAMED = 8  # ranks; chosen
+_Line = tuple[
+    str, tuple[int, ...]
+]  # of the code under test, and the ranks that it makes a group of
+
+
+@dataclass(eq=False)
+class MadeGroup:
+    """A group that a line of the code under test has made on one rank; `alike` are those that it
+    has made there of the same ranks, in order.
+    """
+
+    alike: list["MadeGroup"]
+    step: int
+    called: bool = False
+    called_later: bool = False  # since the next one was made
+    destroyed: bool = False
+
+    def call(self) -> None:
+        """Notes that its rank calls something in it."""
+        self.called = True
+        self.called_later |= self.alike[-1] is not self
+
+
+class GroupsMade:
+    """The groups that each rank has made."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._by_name: defaultdict[tuple[str, int], dict[int, _Line]] = defaultdict(dict)
+        self._by_line: defaultdict[tuple[int, _Line], list[MadeGroup]] = defaultdict(list)
+        self.steps: defaultdict[int, int] = defaultdict(int)  # that each rank is in
+
+    def made(self, rank: int, name: str, ranks: Sequence[int]) -> MadeGroup | None:
+        """A rank makes a group; one that it makes again is another one. Returns what is noted of
+        it, if code under test makes it itself.
+        """
+        self._times[rank, name] += 1
+        line = place_of_caller(), tuple(ranks)
+        self._by_name[name, self._times[rank, name]][rank] = line
+        if not is_called_by_theirs(calling_stack()):
+            return None
+        alike = self._by_line[rank, line]
+        alike.append(MadeGroup(alike, self.steps[rank]))
+        return alike[-1]
+
+    def mismatch(self) -> str:
+        """The first group that not all ranks have made of the same ranks, in a sentence."""
+        for made in self._by_name.values():
+            alike: dict[_Line, list[int]] = {}
+            for rank, line in sorted(made.items()):
+                alike.setdefault(line, []).append(rank)
+            if len({ranks for _, ranks in alike}) > 1:
+                clauses = [
+                    f"{ranks_in_words(makers)} made a group of {ranks_in_words(ranks)}"
+                    f"{f' at {place}' * bool(place)}"
+                    for (place, ranks), makers in alike.items()
+                ]
+                return f"{' and '.join(clauses)}, which torch takes for the same group"
+        return ""
+
+    def not_destroyed(self) -> Iterator[str]:
+        """What was made and never destroyed, a sentence for each line."""
+        leaks: defaultdict[_Line, dict[int, int]] = defaultdict(dict)
+        for (rank, line), groups in self._by_line.items():
+            kept = [group for group in groups if not group.destroyed]
+            left = [
+                group
+                for group, following in pairwise(kept)
+                if (not group.called_later if group.called else following.step > group.step)
+            ]
+            if len(left) + 1 >= _FEWEST:
+                leaks[line][rank] = len(kept)
+        for (place, ranks), counts in leaks.items():
+            yield (
+                f"{_in_words(counts)} made {max(counts.values())} groups of {_in_words(ranks)} at "
+                f"{place}, one after the other, and never destroyed them, so that torch keeps each "
+                "with its connections: make it once, or call destroy_process_group(group)"
+            )
+
+
+def _in_words(ranks: Collection[int]) -> str:
+    return ranks_in_words(ranks) if len(ranks) <= _MOST_NAMED else f"{len(ranks)} ranks"
