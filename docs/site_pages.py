@@ -14,7 +14,10 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
-OTHER_PAGES = ("strategies/README.md", "tests/mutants/README.md")
+OTHER_PAGES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "strategies/README.md",
+    "tests/mutants/README.md",
+)  # fmt: skip
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

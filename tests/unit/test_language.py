@@ -14,7 +14,7 @@ from tests.sources import ROOT, found, nodes, text_of
 CODE = sorted(
     p for room in ("distcheck", "strategies", "examples") for p in (ROOT / room).rglob("*.py")
 )
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each with the word to use in its place: see docs/glossary.md.
 HARD = re.compile(

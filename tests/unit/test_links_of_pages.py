@@ -9,7 +9,8 @@ from hatchling.plugin.manager import PluginManager
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "strategies/README.md")),
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "strategies" / "README.md",
     *sorted((ROOT / "tests").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -68,7 +69,8 @@ def test_its_links_there_name_pages_of_the_site() -> None:
     text, base = described()
     for path, anchor in LINK.findall(prose(text)):
         name = path.removeprefix(f"{base}/").removesuffix("/")
-        sources = [ROOT / f"docs/{name}.md", ROOT / f"docs/{name}/README.md", ROOT / name]
+        places = (f"docs/{name}.md", f"docs/{name}/README.md", f"{name}.md", name)
+        sources = [ROOT / place for place in places]
         source = next((s for s in sources if s.exists()), None)
         assert source is not None, path
         assert not anchor or anchor in anchors(source)

@@ -20,6 +20,10 @@ from tests.world.command import COMMAND, ROOT
 
 CI = ROOT / "examples" / "ci"
 GUIDE = (ROOT / "docs" / "gate.md").read_text()
+INSTALLS = (
+    "install --extra-index-url https://download.pytorch.org/whl/cpu "
+    "git+https://HOST/OWNER/distcheck@COMMIT"
+)
 BROKEN = """import torch.distributed as dist
 
 
@@ -62,7 +66,7 @@ class Service:
         own = self.folder / "bin"
         if not own.exists():
             own.mkdir()
-            (own / "pip").write_text('#!/bin/sh\ntest "$1 $2" = "install distcheck"\n')
+            (own / "pip").write_text(f"#!/bin/sh\ntest \"$*\" = '{INSTALLS}'\n")
             (own / "distcheck").write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
             for script in own.iterdir():
                 script.chmod(0o755)
@@ -95,7 +99,8 @@ def run_on_github(
     for values in github_cells(workflow["jobs"][name]):
         job = service.checkout()
         more = {"GITHUB_WORKSPACE": str(job), "GITHUB_STEP_SUMMARY": str(job / "summary.md")}
-        more |= {key: str(value) for key, value in workflow["env"].items()}
+        said = {**workflow["env"], **workflow["jobs"][name].get("env", {})}
+        more |= {key: filled(str(value), values) for key, value in said.items()}
         red = False
         for step in workflow["jobs"][name]["steps"]:
             if red and step.get("if") != "always()":
