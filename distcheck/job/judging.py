@@ -217,10 +217,11 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     text += f", since {replayed.failure}" if replayed.failure else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
     text += "" if replayed.steps[0].draws else ", which failed"
-    if len(replayed.scales) > 1 and replayed.scale != 1:
+    if replayed.scale != max(replayed.scales):
         text += (
-            f"; gradients are {replayed.scale:g} times those of one process, whose loss is a sum "
-            "over samples that has no scale of its own"
+            f"; gradients are {replayed.scale / max(replayed.scales):g} times those of one "
+            "process, whose loss is a sum over samples that has no scale of its own: times the "
+            "number of ranks it would be that of all samples"
         )
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"

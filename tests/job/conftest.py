@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from distcheck.job.inside import start
+from distcheck.job.inside.marking import MARK
 
 
 @pytest.fixture(autouse=True)
 def no_rank() -> Iterator[None]:
     """A recorder that a test has made here says that what this process starts is not a rank."""
     yield
-    os.environ.pop(start.MARK, None)
+    os.environ.pop(MARK, None)

@@ -196,7 +196,7 @@ def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _copies(rank_gradients: list[Any], **about: float) -> choosing.Copies:
-    plain = {"loss": 1.0, "passes": 1.0, "count": 0.0, "is_sum": 0.0, "own": 1.0, **about}
+    plain = {"loss": 1.0, "passes": 1.0, "count": 0.0, "sums": 0.0, "own": 1.0, **about}
     numbers = {name: torch.tensor(value) for name, value in plain.items()}
     return {Role(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
 
@@ -216,6 +216,26 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
     assert "--reference COMMAND" in choice.failure
     found = _copies([gradients(0, 0), gradients(1, 0)])
     assert not choosing.choose(job, Feeding(job), found, "", "").failure
+
+
+@pytest.mark.parametrize(
+    ("sums", "count", "expected"),
+    [
+        ("", 4.0, (1.0,)),
+        ("sum", 4.0, (1.0,)),  # divided by what one rank has
+        ("sum", 8.0, (2.0,)),
+        ("sum", 1.0, (1.0, 2.0)),
+        ("times", 4.0, (1.0, 2.0)),  # a mean times its samples has no scale of its own either
+    ],
+)
+def test_a_sum_over_samples_may_be_that_of_all_ranks(
+    sums: str, count: float, expected: tuple[float, ...], tmp_path: Path
+) -> None:
+    job = make(tmp_path, lambda facts: None)
+    about = {"sums": float(choosing.SUMS.index(sums)), "count": count}
+    found = _copies([gradients(0, 0), gradients(1, 0)], **about)
+    choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+    assert choice.scales == expected
 
 
 # -- weights ---------------------------------------------------------------------------------------

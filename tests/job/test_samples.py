@@ -12,6 +12,7 @@ from distcheck.job.checks import reference as against
 from distcheck.job.checks import samples
 from distcheck.job.settings import Read
 from tests.job.recordings import Facts, make, reference
+from tests.job.scripts import recorded
 
 
 def apart(facts: Facts) -> None:
@@ -38,6 +39,22 @@ def augmented(facts: Facts) -> None:
     facts.of_batch["drawn"] = {"torch": f"{facts.rank}-{facts.step}"}
 
 
+def augmented_from_own_files(facts: Facts) -> None:
+    """A data set for each rank, which says so by the files that samples are from."""
+    augmented(facts)
+    facts.of_batch["files"] = tuple(f"{facts.rank}-{index}" for index in range(4))
+
+
+def augmented_from_the_same_files(facts: Facts) -> None:
+    augmented(facts)
+    facts.of_batch["files"] = tuple(f"{facts.step}-{index}" for index in range(4))
+
+
+def augmented_from_one_file(facts: Facts) -> None:
+    augmented(facts)
+    facts.of_batch["files"] = ("all",) * 4
+
+
 def own_data(facts: Facts) -> None:
     """A data set for each rank: one index is another sample on each."""
     alike(facts)
@@ -54,6 +71,9 @@ def augmented_alike(facts: Facts) -> None:
         (apart, "pass", []),
         (twice_in_the_data, "pass", []),
         (augmented, "unknown", []),
+        (augmented_from_own_files, "pass", []),
+        (augmented_from_the_same_files, "fail", ["same-data"]),
+        (augmented_from_one_file, "unknown", []),
         (own_data, "pass", []),
         (augmented_alike, "fail", ["same-randomness"]),
     ],
@@ -76,6 +96,32 @@ def test_an_evaluation_gives_no_samples(tmp_path: Path) -> None:
         facts.passes = [other, facts.a_pass(1)]
 
     assert samples.disjoint(make(tmp_path, evaluates)).verdict == "pass"
+
+
+FILES = """
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.randn(3), index % 2, ("/etc/hosts", "/etc", "/", "/etc/passwd")[index]
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for x, y, names in torch.utils.data.DataLoader(Images(), batch_size=2):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_the_files_that_samples_are_from_are_noted(tmp_path: Path) -> None:
+    """Where they are there; other text is no name of a sample."""
+    job = recorded(FILES, tmp_path, steps=2)
+    found = [batch.files for step in job.steps for batch in job.records[0, step].batches]
+    assert [len(one) for one in found] == [2, 2]
+    assert len({name for one in found for name in one}) == 4
+    (tmp_path / "other").mkdir()
+    job = recorded(FILES.replace('"/etc"', '"a cat"'), tmp_path / "other", steps=2)
+    assert [len(b.files) for step in job.steps for b in job.records[0, step].batches] == [0, 2]
 
 
 def test_workers_that_draw_alike_are_named(tmp_path: Path) -> None:

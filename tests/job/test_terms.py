@@ -13,7 +13,7 @@ from distcheck.job.checks import exchange, terms
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding
-from distcheck.job.inside.terms import terms_of
+from distcheck.job.inside.terms import count_of, terms_of
 from distcheck.job.settings import Role
 from distcheck.recordings.jobs.records import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
@@ -79,6 +79,26 @@ def test_it_is_said_why_a_loss_has_no_terms(of: Losses, why: str) -> None:
     found, said = read(of)
     assert found == ()
     assert why in said
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (lambda a, b, x: a, (4.0, "")),
+        (lambda a, b, x: a * 4 * 2, (1.0, "times")),  # the samples, and two ranks
+        (lambda a, b, x: b * 4, (3.0, "times")),  # of a mean over three numbers a sample
+        (lambda a, b, x: (a + b) * 4, (0.0, "times")),
+        (lambda a, b, x: a * 4 + b, (0.0, "")),
+        (lambda a, b, x: a * 4.0, (4.0, "")),  # a weight
+        (lambda a, b, x: x.square().sum() / 4, (4.0, "sum")),
+    ],
+)
+def test_a_mean_times_its_samples_is_a_sum(of: Losses, expected: tuple[float, str]) -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+    mse = F.mse_loss(logits, torch.zeros(4, 3))
+    heard = [("ce", "mean", ce, 4), ("mse", "mean", mse, 12)]
+    assert count_of(of(ce, mse, logits), heard, 4) == expected
 
 
 def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:

@@ -15,6 +15,7 @@ from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 
 SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
+SUMS = ("", "sum", "times")  # how a loss is a sum over samples: as in `terms.count_of`
 Copies = dict[Role, state.Tensors | None]
 
 
@@ -106,8 +107,10 @@ def _scales(job: JobRecording, alone: state.Tensors | None) -> tuple[float, ...]
     """What the mean of the ranks' gradients may be multiplied by, where a loss is a sum: by nothing
     if it is divided by what one rank has, by the world if by what all have; else by either.
     """
-    if alone is None or not float(alone["is_sum"]):
+    if alone is None or not int(alone["sums"]):
         return (1.0,)
+    if SUMS[int(alone["sums"])] == "times":
+        return (1.0, float(job.world))
     counts = _counts(job.records[0, job.steps[0]])
     own = {number for number in counts if number}
     if float(alone["count"]) in own:

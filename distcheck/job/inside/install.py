@@ -10,16 +10,17 @@ import torch
 
 from distcheck.errors import ExitCode
 from distcheck.job import settings as asked
-from distcheck.job.inside import hooks, start
+from distcheck.job.inside import hooks
 from distcheck.job.inside.answering import Answering
 from distcheck.job.inside.loaders import InWorker
+from distcheck.job.inside.marking import is_of_a_rank
 from distcheck.job.inside.rank import world_of
 from distcheck.job.inside.recorder import Recorder
 
 
 def _in_child(folder: Path) -> None:
     """What a rank forks is not a rank; its data loaders' processes note what they draw from."""
-    if start.is_of_a_rank():
+    if is_of_a_rank():
         hooks.listen(InWorker(folder, world_of()[0]))
         hooks.beat = lambda: None
 

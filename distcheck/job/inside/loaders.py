@@ -1,17 +1,19 @@
 """Data loaders of a script: which samples were handed out, in which order, in which epoch."""
 
+import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listening import Deaf
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
 
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
@@ -127,7 +129,7 @@ class Loaders:
         rows = tensors.rows_of(given)
         noted = LoadedBatch(
             loader=loader, epoch=epoch, number=number, leaves=(), rows=rows, indices=indices,
-            drawn=drawn,
+            files=_files_of(batch, len(indices)), drawn=drawn,
         )  # fmt: skip
         own = {row for one in given for row in tensors.rows_of([one])}
         self._handed.append(_HandedOut(noted, [t.detach().cpu().clone() for t in given], own))
@@ -161,11 +163,7 @@ class Loaders:
         for one in self._handed:
             leaves = tuple(file.add_data(tensor) for tensor in one.tensors)
             if not one.batch.leaves:
-                b = one.batch
-                one.batch = LoadedBatch(
-                    loader=b.loader, epoch=b.epoch, number=b.number, leaves=leaves, rows=b.rows,
-                    indices=b.indices, drawn=b.drawn,
-                )  # fmt: skip
+                one.batch = replace(one.batch, leaves=leaves)
                 taken.append(one.batch)
         self._handed = [one for one in self._handed if not one.is_used]
         return tuple(taken)
@@ -206,6 +204,16 @@ def _noting(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
     for one in samples:
         given.append(one)
         yield one
+
+
+def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
+    """Digests of the names of the files that a batch says its samples are from, if it does."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    for part in parts if isinstance(parts, Iterable) else ():
+        several = part if isinstance(part, list | tuple) and len(part) == samples else [None]
+        if all(isinstance(one, str | os.PathLike) and os.path.exists(one) for one in several):
+            return tuple(digest(os.fsencode(one)) for one in several)
+    return ()
 
 
 def length_of(loader: Any) -> int:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
-from distcheck.job.inside import start
+from distcheck.job.inside.marking import MARK
 from distcheck.job.settings import JobSettings, Role
 
 _MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
@@ -63,7 +63,7 @@ class Processes:
         self._folder, self._asked = folder, asked
         self._project = Path(asked.project)
         # Each is watched as the rank that it is.
-        self._environment = {k: v for k, v in os.environ.items() if k != start.MARK}
+        self._environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._here = Path.cwd().relative_to(self._project)
         self._copies: dict[Key, _Copy] = {}
         self.why: dict[Role, str] = {}  # of copies that failed

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from distcheck.job.inside import ending, start, tensors
+from distcheck.job.inside import ending, tensors
+from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.recordings.jobs import records
 
@@ -33,7 +34,7 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
     """Makes the folder of a rank, and writes who it is."""
     mine = records.rank_folder(folder, rank)
     mine.mkdir()
-    start.mark_rank()
+    mark_rank()
     atexit.register((mine / "ended").touch)
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = next(iter(parameters.by_name.values()), torch.empty(0))

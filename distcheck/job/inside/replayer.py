@@ -53,7 +53,7 @@ class Replayer(Deaf):
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
         self._losses: dict[int, float] = {}  # by forward pass
-        self._counts: dict[int, tuple[float, bool]] = {}
+        self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
         self._candidate: dict[str, torch.Tensor] = {}  # gradients when backward was over
         self._own: float | None = None  # what the script's own exchange multiplied them by
@@ -194,7 +194,9 @@ class Replayer(Deaf):
         if loss.numel() == 1:
             place = self._hands.passes - 1
             self._losses[place] = self._losses.get(place, 0.0) + float(loss.detach())
-            self._counts[place] = count_of(loss, self._heard)
+            passes = self._record.passes
+            rows = len(passes[place % len(passes)].rows) if passes else 0
+            self._counts[place] = count_of(loss, self._heard, rows)
         self._heard = []
 
     def backward_over(self) -> None:
@@ -221,13 +223,13 @@ class Replayer(Deaf):
         if not self._is_target or self._copy is None or self._is_ready:
             return
         self._is_ready = True  # where it is a process, it goes on
-        counts = {self._counts.get(place, (0.0, False)) for place in self._losses_of_step()}
-        count, is_sum = counts.pop() if len(counts) == 1 else (0.0, False)
+        counts = {self._counts.get(place, (0.0, "")) for place in self._losses_of_step()}
+        count, sums = counts.pop() if len(counts) == 1 else (0.0, "")
         about = {
             "loss": self._loss(),
             "passes": torch.tensor(float(self._hands.passes)),
             "count": torch.tensor(count),
-            "is_sum": torch.tensor(float(is_sum)),
+            "sums": torch.tensor(choosing.SUMS.index(sums)),
             "own": torch.tensor(1.0 if self._own is None else self._own),
         }
         raw = {n: g / self._scale for n, g in self._candidate.items()}

@@ -16,14 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from distcheck.job import in_use
+from distcheck.job.inside.marking import MARK, called, mark_rank, note
 
 _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, of what a rank has raised and noted itself
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
-
-
-# In the environment of a rank: its own process, and what a launcher calls it.
-MARK = "DISTCHECK_JOB_RANK"
-_CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def begin(settings: str) -> None:
@@ -31,10 +27,10 @@ def begin(settings: str) -> None:
     starts.
     """
     in_use.hold(os.path.dirname(settings))
-    own, of = f"{os.getpid()} {_called()}", os.environ.get(MARK, "")
-    if of and of != own and of.partition(" ")[2] == _called():
+    own, of = f"{os.getpid()} {called()}", os.environ.get(MARK, "")
+    if of and of != own and of.partition(" ")[2] == called():
         return
-    if _called():
+    if called():
         mark_rank()
     note(settings, "python", "\0".join([str(os.getppid()), *sys.orig_argv]))
     _note_what_ends_it(settings)
@@ -43,28 +39,6 @@ def begin(settings: str) -> None:
     else:
         sys.meta_path.insert(0, _Waiting(settings))
         atexit.register(_note_what_was_missed, settings)
-
-
-def _called() -> str:
-    """What a launcher calls this process, if one has started it."""
-    return ",".join(os.environ.get(name, "") for name in _CALLED).strip(",")
-
-
-def mark_rank() -> None:
-    """What this process starts from now on is not a rank, unless a launcher calls it otherwise."""
-    os.environ[MARK] = f"{os.getpid()} {_called()}"
-
-
-def is_of_a_rank() -> bool:
-    """Whether a rank has forked this process."""
-    return os.environ.get(MARK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
-
-
-def note(settings: str, what: str, text: str = "") -> None:
-    """Leaves a file for the front: it says what a process reached before it ended."""
-    with contextlib.suppress(OSError):  # the front says that nothing was recorded
-        file = Path(os.path.dirname(settings), f"{what}-{os.getpid()}")
-        file.write_text(text, errors="surrogateescape")
 
 
 def _note_what_was_missed(settings: str) -> None:

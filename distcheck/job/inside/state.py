@@ -8,7 +8,7 @@ from distcheck.job.inside import tensors
 
 Tensors = dict[str, torch.Tensor]
 # What a copy writes beside its gradients.
-NOT_GRADIENTS = ("loss", "passes", "backwards", "count", "is_sum", "own", "kind", "weights")
+NOT_GRADIENTS = ("loss", "passes", "backwards", "count", "sums", "own", "kind", "weights")
 
 
 def load(

@@ -43,27 +43,34 @@ def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[Term, ..
     return tuple(term for term, _ in found), why
 
 
-def count_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[float, bool]:
+def count_of(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple[float, str]:
     """What a loss is divided by, as its graph says: the elements or targets that it is a mean of,
     or the number that a sum was divided by; 0 where its terms say several numbers, or nothing. And
-    whether it is one sum.
+    how it is a sum over samples: a `sum`, or means `times` the number of samples (`rows`), or not.
     """
     found, _ = ends_of(loss, heard)
     counts = set[float]()
+    times = rows if rows > 1 and found and all(_is_times(term, rows) for term, _ in found) else 1
     for term, end in found:
         if term.reduction == "sum":
             counts.add(_rounded(1 / abs(term.weight)) if term.weight else 0.0)
         else:
-            of_node = 0.0 if term.call >= 0 else float(_elements(end.node))
-            counts.add(float(heard[term.call][3]) if term.call >= 0 else of_node)
+            several = heard[term.call][3] if term.call >= 0 else _elements(end.node)
+            counts.add(several / times if several % times == 0 else 0.0)
     is_sum = len(found) == 1 and found[0][0].reduction == "sum"
-    return (counts.pop() if len(counts) == 1 else 0.0), is_sum
+    how = "times" if times > 1 else "sum" if is_sum else ""
+    return (counts.pop() if len(counts) == 1 else 0.0), how
 
 
 def _rounded(number: float) -> float:
     """A whole number where it is one but for the rounding of single precision."""
     near = round(number)
     return float(near) if near and abs(number - near) < 1e-3 else number
+
+
+def _is_times(term: Term, rows: int) -> bool:
+    """Whether a whole loss was multiplied by the number of samples."""
+    return any(one.outer and not one.computed and one.number == rows for one in term.factors)
 
 
 def _elements(node: Node) -> int:

@@ -34,6 +34,7 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What a data loader handed out: the leaves that are tensors, by digest, and its rows.
 
     indices  what the sampler gave for it, where the data set has indices
+    files    digests of the names of the files that its samples are from, where it has these
     drawn    digests of the random streams that making it has drawn from, as they were before
     """
 
@@ -43,6 +44,7 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
     leaves: tuple[str, ...]
     rows: tuple[str, ...]
     indices: tuple[int, ...] = ()
+    files: tuple[str, ...] = ()
     drawn: dict[str, str] = {}
 
 
