@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,8 @@ def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
     """Digests of the names of the files that a batch says its samples are from, if it does."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
     for part in parts if isinstance(parts, Iterable) else ():
-        several = part if isinstance(part, list | tuple) and len(part) == samples else [None]
+        has_all = isinstance(part, list | tuple) and len(part) == samples
+        several: Sequence[Any] = part if has_all else [None]
         if all(isinstance(one, str | os.PathLike) and os.path.exists(one) for one in several):
             return tuple(digest(os.fsencode(one)) for one in several)
     return ()
