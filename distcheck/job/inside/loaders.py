@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
