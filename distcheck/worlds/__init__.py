@@ -2,7 +2,7 @@
 
 world.py         one world of ranks: linger, deadline, blame
 launch.py        starting a world of ranks, or a lone job
-pool.py          the front's side of the helper: start, kill, pump events
+pool.py          what ranks are forked from here: the helper, and further interpreters
 kept.py          processes that stay from request to request
 jobs.py          what a process can be asked to do: the type of a job, and no job
 reporter.py      a forked process's line to the front
@@ -24,7 +24,7 @@ scratch.py       folders that go even where the process that made them is killed
 linux.py         the few Linux calls that Python does not wrap
 
 local/           ranks on this machine: the helper that imports torch once and forks everything
-                 else, what a forked process does, further interpreters
+                 else, the front's side of it, what a forked process does
 remote/          ranks in processes that a launcher started, here or on other machines
 mpi/             ranks of an MPI job that is started here
 simulated/       ranks that are threads of one process

@@ -21,7 +21,7 @@ from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import LISTEN, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
-from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool

@@ -1,11 +1,11 @@
 """What front, helper and children say to each other; `framing.py` says how it travels.
 
 front -> helper    Spawn (with the child's file descriptors), Signal
-helper -> front    Ready, Spawned, Exited
+helper -> front    Ready; of a child Spawned and Exited, as Of
 child -> front     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over a pipe of its own
 
-A child that holds a simulated world says the same of each rank, as OfRank, and of them all
-Proven and Remarked.
+Of ranks that have no pipe to the front the same is said as Of: by the child that holds a simulated
+world, which says of them all Proven and Remarked; and by another machine, see `remote/wire.py`.
 """
 
 import time
@@ -14,6 +14,7 @@ import msgspec
 
 from distcheck.records import Collective
 from distcheck.records.posted_calls import Posted
+from distcheck.worlds.call_log import LoggedCall
 
 SETTING_UP = "set up"  # the phase in which an engine is made, which may build extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
@@ -56,17 +57,19 @@ class Ready(msgspec.Struct, tag=True):
 class Spawned(msgspec.Struct, tag=True):
     """A child was forked; or not, and why."""
 
-    key: int
     pid: int
     error: str = ""
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A child is gone: its exit code, or the signal that killed it."""
+    """A child is gone: its exit code, or the signal that killed it. Of one on another machine, also
+    what faulthandler wrote there, and the calls that it logged.
+    """
 
-    key: int
     code: int | None
-    signal: int | None
+    signal: int | None = None
+    stacks: str = ""
+    called: list[LoggedCall] = []
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -125,15 +128,9 @@ class Stacks(msgspec.Struct, tag=True):
 
 
 class Printed(msgspec.Struct, tag=True):
-    """A rank of a simulated world printed something."""
+    """A rank wrote to its output, which does not come through a pipe of its own."""
 
-    text: str
-
-
-class Left(msgspec.Struct, tag=True):
-    """A rank of a simulated world called os._exit."""
-
-    code: int
+    data: bytes
 
 
 class Waits(msgspec.Struct, tag=True, kw_only=True):
@@ -171,16 +168,6 @@ class Remarked(msgspec.Struct, tag=True):
     text: str
 
 
-RanksEvent = Progress | Said | Done | Raised | Stacks | Printed | Left
-
-
-class OfRank(msgspec.Struct, tag=True):
-    """What one rank of a simulated world says, or is said of it."""
-
-    rank: int
-    event: RanksEvent
-
-
 class Proven(msgspec.Struct, tag=True):
     """A world can go no further: by a "mismatch" of calls, by a "deadlock", or because
     what it does cannot be simulated ("refused"); `what` says it in a sentence.
@@ -190,10 +177,26 @@ class Proven(msgspec.Struct, tag=True):
     what: str
 
 
+ChildEvent = Spawned | Progress | Said | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+
+
+class Of(msgspec.Struct, tag=True):
+    """What a child or a rank says, or is said of it. `key` is a child's, or the number of a rank;
+    of a rank on another machine, `world` numbers its world, and it was said `age_s` ago: clocks of
+    two machines have nothing in common.
+    """
+
+    key: int
+    event: ChildEvent
+    world: int = 0
+    age_s: float = 0.0
+
+
 Request = Spawn | Signal
-Notice = Ready | Spawned | Exited
-Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | OfRank | Proven | Remarked
-AnyEvent = Event | RanksEvent
+Notice = Ready | Of
+# What comes through a child's pipe.
+Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
+AnyEvent = Event | ChildEvent
 
 
 def garbled() -> Raised:

@@ -1,128 +1,119 @@
-"""The front's side of the helper: starts children, moves their events, ends them.
+"""What ranks and lone jobs are forked from here: the helper, and for a rerun further interpreters.
 
-One pool serves one front process. Its users decide how many children there are at a time, and call
-`pump` until they are done.
+Two further ones, whatever the world, each with torch of its own, which it imports for about two
+seconds of a core. They are started one after another, so that on two cores the helper is not slowed
+down, and kept as long as the pool.
 """
 
-import contextlib
-import os
 import selectors
-import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import msgspec
-
-from distcheck.errors import CannotRunError, HelperError
-from distcheck.worlds import interrupts, messages
-from distcheck.worlds.framing import Frames, Line
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.children import Child
+from distcheck.machine.cores import cores
+from distcheck.machine.free_memory import available_bytes
+from distcheck.worlds import messages
+from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.local.helper_process import (
     NO_TORCH_IN_TIME,
     START_DEADLINE_S,
     CleanHelper,
     HelperProcess,
-    child_environment,
-    folder_and_path,
-    in_order,
 )
-from distcheck.worlds.local.helper_watch import HelperWatch
-from distcheck.worlds.local.local_share import LocalShare
-from distcheck.worlds.shares import RankStart, Readable, Share, Shared, descriptors_of
+from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
+from distcheck.worlds.surroundings import HASH_SEEDS
 
-if TYPE_CHECKING:
-    from distcheck.worlds.local.interpreters import Interpreters
-
-_PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
+_NEEDED_BYTES = 1 << 30  # of an interpreter: 0.4 of it for torch; the rest is for the ranks
 
 
-class Pool:
-    """A helper process and what it forked. Close it; nothing outlives it.
-
-    With `open_interpreters` it has further interpreters, each a pool that shares its selector.
+class Interpreter(Forker):
+    """A further interpreter. That it could not be started fails nothing: a rerun is possible
+    without it.
     """
 
-    def __init__(
-        self,
-        helper: HelperProcess | None = None,
-        *,
-        selector: selectors.BaseSelector | None = None,
-        imports: dict[str, None] | None = None,
-    ) -> None:
-        self._helper = helper or CleanHelper()
-        self._owner = os.getpid()
-        self._opened = False
-        self._closed = False
-        self._children: dict[int, Child] = {}
-        self._next_key = 0
-        self._imports = {} if imports is None else imports  # what children needed
-        self._shares_selector = selector is not None
-        self._selector = selector or selectors.DefaultSelector()
-        self._interpreters: Interpreters | None = None
-        self._connection: socket.socket | None = None
-        self._line: Line | None = None
-        self._ready: messages.Ready | None = None
-        self._watch = HelperWatch(self._helper)
+    def _helper_died(self) -> None:
+        self.let_go()
+        if self._ready is not None:
+            super()._helper_died()
+        self._ready = messages.Ready("", self._helper.last_words() or "it ended")
+
+
+class Interpreters:
+    """Starts them in turn; `advance` has to be called now and then."""
+
+    def __init__(self, selector: selectors.BaseSelector, imports: dict[str, None]) -> None:
+        self._made = [
+            Interpreter(
+                CleanHelper(hash_seed=seed, variant=number), selector=selector, imports=imports
+            )
+            for number, seed in enumerate(HASH_SEEDS, start=1)
+        ]
+        self._started = 0
+        self._since = time.monotonic()
+        self.error = ""
+
+    def __getitem__(self, number: int) -> Forker:
+        return self._made[number]
 
     @property
     def usable(self) -> bool:
-        """Whether this process may go on using it: its own, and the helper has not ended."""
-        if os.getpid() != self._owner:
-            return False
-        return not self._closed and (not self._opened or self._helper.running)
+        """Whether ranks can be, or will be, forked from them."""
+        return not self.error and all(one.usable for one in self._made)
 
-    def open(self) -> None:
-        """Starts the helper; returns at once, while it gets ready."""
-        if self._opened:
+    @property
+    def ready(self) -> bool:
+        """Whether all have imported torch."""
+        started = self._started == len(self._made)
+        return started and not self.error and not any(one.importing for one in self._made)
+
+    def advance(self, *, others_importing: int) -> None:
+        """Starts as many as there are cores for; notes one that could not be made ready."""
+        if self.error or self.ready:
             return
-        if not sys.platform.startswith("linux"):
-            raise CannotRunError(
-                f"distcheck forks its ranks with Linux calls and cannot run on {sys.platform}; "
-                "use a Linux machine, container or WSL"
-            )
-        ours, theirs = socket.socketpair()
-        self._helper.start(theirs, ours=ours, imports=list(self._imports))
-        self._opened = True
-        theirs.close()
-        ours.setblocking(False)
-        self._connection, self._line = ours, Line(ours, messages.Notice)
-        self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
+        importing = others_importing + sum(one.importing for one in self._made)
+        while self._started < len(self._made) and importing < cores():
+            if (available := available_bytes()) < _NEEDED_BYTES:
+                self.error = f"it needs 1.0 GiB of memory and {available / 2**30:.1f} are available"
+                break
+            try:
+                self._made[self._started].open()
+            except OSError as error:
+                self.error = str(error.strerror)
+                break
+            self._started += 1
+            importing += 1
+        errors = [self.error, *(one.start_error for one in self._made)]
+        self.error = next(filter(None, errors), "")
+        if not self.error and time.monotonic() - self._since > START_DEADLINE_S:
+            self.error = NO_TORCH_IN_TIME
+        if self.error:
+            self.close()
 
-    def will_need(self, modules: Iterable[str]) -> None:
-        """Makes the helper import modules of distcheck's, or torch's compiler, once for all."""
-        self._imports.update(dict.fromkeys(modules))
+    def look(self) -> None:
+        """Raises HelperError where one of them is stopped."""
+        for one in self._made[: self._started]:
+            one.look_at_helper()
 
-    def wait_ready(self) -> str:
-        """Waits until children can be started; returns torch's version.
+    def let_go(self) -> None:
+        """Tells them to end."""
+        for one in self._made:
+            one.let_go()
 
-        Raises CannotRunError when torch cannot be imported.
-        """
-        self.open()
-        deadline = time.monotonic() + START_DEADLINE_S
-        while self._ready is None:
-            self.pump(0.5)
-            if time.monotonic() > deadline:
-                raise CannotRunError(NO_TORCH_IN_TIME)
-        if self._ready.error:
-            raise CannotRunError(
-                f"torch cannot be imported by {sys.executable}: {self._ready.error}; "
-                "distcheck doctor shows more"
-            )
-        return self._ready.torch_version
+    def close(self) -> None:
+        """Ends them, all at once."""
+        self.let_go()
+        for one in self._made:
+            one.close()
 
-    @property
-    def importing(self) -> bool:
-        """Whether the helper was started and is not ready."""
-        return self._opened and self._ready is None
 
-    @property
-    def start_error(self) -> str:
-        """Why the helper could not be made ready; empty where it could, or still may."""
-        return "" if self._ready is None else self._ready.error
+class Pool(Forker):
+    """A helper process, with `open_interpreters` further ones, and what they forked. Close it;
+    nothing outlives it.
+    """
+
+    def __init__(self, helper: HelperProcess | None = None) -> None:
+        super().__init__(helper or CleanHelper())
+        self._interpreters: Interpreters | None = None
 
     def why_no_interpreters(self) -> str:
         """Why ranks cannot be forked from further interpreters; empty where they can be."""
@@ -136,10 +127,8 @@ class Pool:
             if self._interpreters.usable:
                 return
             self._interpreters.close()
-        from distcheck.worlds.local.interpreters import Interpreters  # which are pools as well
-
         self.open()
-        self._interpreters = Interpreters(CleanHelper, self._selector, self._imports)
+        self._interpreters = Interpreters(self._selector, self._imports)
         self._interpreters.advance(others_importing=int(self.importing))
 
     @property
@@ -147,8 +136,8 @@ class Pool:
         """Whether ranks can be forked from the further interpreters."""
         return self._interpreters is not None and self._interpreters.ready
 
-    def place_of(self, interpreter: int | None) -> "Pool":
-        """The pool that forks from a further interpreter; this one for None."""
+    def place_of(self, interpreter: int | None) -> Forker:
+        """What forks from a further interpreter; this one for None."""
         if interpreter is None:
             return self
         assert self._interpreters is not None, "open_interpreters comes first"
@@ -158,15 +147,6 @@ class Pool:
     def address(self) -> str:
         """An address of this machine at which every rank can reach it."""
         return "127.0.0.1"
-
-    def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
-        """Makes `pump` call `on_readable` whenever there is something to read from `source`."""
-        self._selector.register(source, selectors.EVENT_READ, on_readable)
-
-    def unwatch(self, source: Readable | int) -> None:
-        """Ends that, if it has not ended."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(source)
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
         """Makes processes elsewhere read the data set too; what each found, by its name."""
@@ -191,206 +171,30 @@ class Pool:
         """Starts the ranks of a world, in as many shares as there are places for them; or all
         `together`, where they are part of a job that was started here.
         """
-        own = dict(enumerate(starts))
-        return [LocalShare(self, target=target, starts=own, fds=descriptors_of(fds))]
-
-    def start(
-        self,
-        target: str,
-        start: RankStart,
-        *,
-        fds: Descriptors,
-        release_fd: int,
-        dump_fd: int,
-        child: Child | None = None,
-    ) -> Child:
-        """Forks a child that calls `target` ("module:function") with the payload of `start`, its
-        descriptors and `fds`.
-
-        The caller keeps its own copies of the descriptors. The child lingers after its job until
-        there is something to read from `release_fd`, and tells what it is doing when there is from
-        `dump_fd`. `child` is what to note it in, if not a new one.
-        """
-        fds = {**fds, **start.fds}
-        own = {**child_environment(), **self._helper.variables(), **start.environment}
-        self.wait_ready()
-        folder, path = folder_and_path(self._helper)
-        child = child or Child()
-        child.key = self._next_key
-        self._next_key += 1
-        self._children[child.key] = child
-        events, output = child.open_pipes()
-        frames = Frames(messages.Event)
-        self._selector.register(
-            child._events_fd, selectors.EVENT_READ, lambda: self._on_events(child, frames)
-        )
-        self._selector.register(
-            child._output_fd, selectors.EVENT_READ, lambda: self._on_output(child)
-        )
-        spawn = messages.Spawn(
-            key=child.key,
-            target=target,
-            payload=start.payload,
-            cwd=folder,
-            path=path,
-            env=in_order(own, start.order_seed),
-            given=list(fds),
-            fd_names=list(start.named_fds),
-            imports=list(self._imports),
-        )
-        assert self._connection is not None
-        assert self._line is not None
-        try:
-            self._connection.settimeout(_PATIENCE_S)
-            given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds.values()]
-            given += start.named_fds.values()
-            self._line.send(spawn, given)
-        except TimeoutError:
-            self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
-        except (BrokenPipeError, ConnectionError):
-            self._helper_died()
-        finally:
-            self._connection.setblocking(False)
-            os.close(events)
-            os.close(output)
-        return child
-
-    def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a child, if it is still there."""
-        if child.gone or self._connection is None or self._line is None:
-            return
-        try:
-            self._connection.settimeout(_PATIENCE_S)
-            self._line.send(messages.Signal(child.key, number))
-        except TimeoutError:
-            self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
-        except (BrokenPipeError, ConnectionError):
-            pass  # the helper is gone, and the child died with it
-        finally:
-            self._connection.setblocking(False)
+        starts_here = dict(enumerate(starts))
+        return [LocalShare(self, target=target, starts=starts_here, fds=descriptors_of(fds))]
 
     def pump(self, timeout_s: float) -> None:
-        """Waits at most `timeout_s` for something to happen, and takes note of all of it."""
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
-        self.look_at_helper()
+        """Waits at most `timeout_s` for something to happen, and takes note of all of it. Raises
+        HelperError for a helper that is stopped.
+        """
+        super().pump(timeout_s)
         if self._interpreters is not None:
             self._interpreters.advance(others_importing=int(self.importing))
 
     def look_at_helper(self) -> None:
         """Raises HelperError where the helper, or that of a further interpreter, is stopped."""
-        if self._closed:
-            return
-        self._watch.look()
-        if self._interpreters is not None:
+        super().look_at_helper()
+        if self._interpreters is not None and not self._closed:
             self._interpreters.look()
 
-    def forget(self, child: Child) -> None:
-        """Closes a child's descriptors, once; it must be gone."""
-        for name in ("_events_fd", "_output_fd", "_stacks_fd"):
-            self._close(child, name)
-        self._children.pop(child.key, None)
-
-    def close(self) -> None:
-        """Ends the helper and with it every child. Ctrl-C is heard when they are gone: what says
-        that nothing is left running speaks after it.
-        """
-        self.let_go()
-        if self._opened and os.getpid() == self._owner:
-            with interrupts.waiting():
-                if self._interpreters is not None:
-                    self._interpreters.close()
-                self._watch.end(0.0 if self._ready is None else _PATIENCE_S)
-
     def let_go(self) -> None:
-        """Tells the helper to end, and does not wait for it; `close` it later."""
-        if self._closed or os.getpid() != self._owner:
-            return
-        self._closed = True
+        """Tells the helpers to end, and does not wait for them; `close` it later."""
         if self._interpreters is not None:
             self._interpreters.let_go()
-        if self._connection is not None:
-            self.unwatch(self._connection)
-            # Not only closed: a helper that was forked later has a copy of this end.
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-            self._connection.close()
-            self._connection = None
-        for child in list(self._children.values()):
-            self.forget(child)
-        if not self._shares_selector:
-            self._selector.close()
+        super().let_go()
 
-    def _on_notices(self) -> None:
-        assert self._line is not None
-        try:
-            notices = self._line.receive()
-        except (EOFError, ConnectionError):
-            self._helper_died()
-            return
-        for notice in notices:
-            self._take_notice(notice)
-
-    def _take_notice(self, notice: messages.Notice) -> None:
-        if isinstance(notice, messages.Ready):
-            self._ready = notice
-        elif (child := self._children.get(notice.key)) is None:
-            pass  # it was forgotten
-        elif isinstance(notice, messages.Spawned):
-            child.pid, child.spawn_error = notice.pid, notice.error
-            child.gone = bool(notice.error)
-        else:
-            child.exit_code, child.exit_signal = notice.code, notice.signal
-            child.gone = True
-
-    def _on_events(self, child: Child, frames: Frames) -> None:
-        for data in self._read(child, "_events_fd"):
-            try:
-                events = frames.feed(data)
-            except msgspec.DecodeError:
-                self._end_garbled(child)
-                return
-            for event in events:
-                child.take(event)
-                if isinstance(event, messages.Done):
-                    self.will_need(event.imported)
-
-    def _end_garbled(self, child: Child) -> None:
-        self._close(child, "_events_fd")
-        if child.raised is None:
-            child.take(messages.garbled())
-        self.signal(child, signal.SIGKILL)
-
-    def _on_output(self, child: Child) -> None:
-        for data in self._read(child, "_output_fd"):
-            child.take_output(data)
-
-    def _read(self, child: Child, name: str) -> list[bytes]:
-        """Everything that is in one of a child's pipes now; closes the pipe at its end."""
-        parts: list[bytes] = []
-        while True:
-            try:
-                data = os.read(getattr(child, name), 65536)
-            except BlockingIOError:
-                return parts
-            except OSError:
-                data = b""
-            if not data:
-                self._close(child, name)
-                return parts
-            parts.append(data)
-
-    def _close(self, child: Child, name: str) -> None:
-        """Closes one of a child's descriptors, once: its number may be another child's by now."""
-        fd = getattr(child, name)
-        if fd >= 0:
-            self.unwatch(fd)
-            os.close(fd)
-            setattr(child, name, -1)
-
-    def _helper_died(self) -> None:
-        last = self._helper.last_words() or "it said nothing"
-        raise HelperError(
-            f"the process that forks the ranks ended unexpectedly: {last}; "
-            "out of memory is the usual reason"
-        )
+    def _end(self) -> None:
+        if self._interpreters is not None:
+            self._interpreters.close()
+        super()._end()

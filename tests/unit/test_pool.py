@@ -121,7 +121,7 @@ def test_interpreters_are_started_in_turn(
     monkeypatch: pytest.MonkeyPatch, further: type[Further]
 ) -> None:
     """On two cores one beside the helper; the second when one of the two is ready."""
-    monkeypatch.setattr("distcheck.worlds.local.interpreters.cores", lambda: 2)
+    monkeypatch.setattr("distcheck.worlds.pool.cores", lambda: 2)
     pool = Pool(Helper(ready=False))
     pool.open_interpreters()
     assert further.started == [1]
@@ -163,7 +163,7 @@ def test_an_interpreter_that_cannot_start_fails_nothing(
 def test_an_interpreter_is_not_started_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, further: type[Further]
 ) -> None:
-    monkeypatch.setattr("distcheck.worlds.local.interpreters.available_bytes", lambda: 700 << 20)
+    monkeypatch.setattr("distcheck.worlds.pool.available_bytes", lambda: 700 << 20)
     pool = Pool(Helper(ready=True))
     pool.open_interpreters()
     assert further.started == []

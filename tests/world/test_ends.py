@@ -18,7 +18,7 @@ from distcheck.verification.early_ends import Interrupted
 from distcheck.verification.session import Session
 from distcheck.worlds import interrupts, world
 from distcheck.worlds.launch import run_until_over, start_job
-from distcheck.worlds.local import helper_watch
+from distcheck.worlds.local import forking
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from tests.world import warm
@@ -263,7 +263,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
 def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(helper_watch, "_STOPPED_S", 1.0)
+    monkeypatch.setattr(forking, "_STOPPED_S", 1.0)
     pool = Pool(ForkedHelper())
     pool.wait_ready()
     job = start_job(pool, lone("sleeps_alone"), b"", deadline_s=9)
@@ -278,7 +278,7 @@ def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed(
 
 def test_a_pause_of_everything_is_no_stopped_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended machine or job: the front did not look either."""
-    monkeypatch.setattr(helper_watch, "_STOPPED_S", 2.0)
+    monkeypatch.setattr(forking, "_STOPPED_S", 2.0)
     pool = Pool(ForkedHelper())
     pool.wait_ready()
     pool.pump(0)

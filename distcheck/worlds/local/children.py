@@ -41,8 +41,8 @@ class Child:
     progress: messages.Progress | None = None
     progress_count: int = 0
     output_left_out: int = 0  # bytes that it wrote before those that `output` has
-    on_progress: Callable[[messages.Progress], None] | None = None
-    on_said: Callable[[bytes], None] | None = None
+    on_progress: Callable[[messages.Progress], None] = lambda _: None
+    on_said: Callable[[bytes], None] = lambda _: None
     on_output: Callable[[bytes], None] | None = None
     _output: deque[bytes] = field(default_factory=deque)
     _output_bytes: int = 0
@@ -121,16 +121,14 @@ class Child:
         """Whether it was within a call when it last logged that."""
         return is_within_call(self._stacks_fd)
 
-    def take(self, event: messages.Event) -> None:
+    def take(self, event: messages.AnyEvent) -> None:
         """Notes an event."""
         if isinstance(event, messages.Progress):
             self.progress = event
             self.progress_count += 1
-            if self.on_progress is not None:
-                self.on_progress(event)
+            self.on_progress(event)
         elif isinstance(event, messages.Said):
-            if self.on_said is not None:
-                self.on_said(event.payload)
+            self.on_said(event.payload)
         elif isinstance(event, messages.Done):
             self.done = event
             self.late = self.shaken or self.stacks is not None
@@ -145,6 +143,14 @@ class Child:
         elif isinstance(event, messages.Stacks):
             self.stacks = event
             self.woken = self.shaken
+        elif isinstance(event, messages.Printed):
+            self.take_output(event.data)
+        elif isinstance(event, messages.Spawned):
+            self.pid, self.spawn_error = event.pid, event.error
+            self.gone = bool(event.error)
+        elif isinstance(event, messages.Exited):
+            self.exit_code, self.exit_signal = event.code, event.signal
+            self.gone = True
 
     def forget_output(self) -> None:
         """Begins anew, with nothing kept."""

@@ -75,6 +75,9 @@ class Helper:
         """Tells the front."""
         self._line.send(notice)
 
+    def _say_of(self, key: int, event: messages.ChildEvent) -> None:
+        self.say(messages.Of(key, event))
+
     def _wake_on_child_exit(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -98,7 +101,7 @@ class Helper:
         try:
             pid = os.fork()
         except OSError as error:
-            self.say(messages.Spawned(request.key, 0, f"fork: {error.strerror}"))
+            self._say_of(request.key, messages.Spawned(0, f"fork: {error.strerror}"))
             pid = -1
         if pid == 0:
             self._become_child(request, fds, helper_pid)
@@ -106,7 +109,7 @@ class Helper:
             os.close(fd)
         if pid > 0:
             self._children[pid] = request.key
-            self.say(messages.Spawned(request.key, pid))
+            self._say_of(request.key, messages.Spawned(pid))
 
     def _import_own(self, modules: Sequence[str]) -> None:
         """Imports modules of distcheck, and torch's compiler, that every child would otherwise
@@ -150,8 +153,8 @@ class Helper:
             if key is None:
                 continue  # an orphan of a rank; its own children are orphans now
             code = os.waitstatus_to_exitcode(status)
-            notice = messages.Exited(key, code, None) if code >= 0 else None
-            self.say(notice or messages.Exited(key, None, -code))
+            end = messages.Exited(code) if code >= 0 else messages.Exited(None, -code)
+            self._say_of(key, end)
         if gone:
             self._end_orphans()
 

@@ -18,8 +18,8 @@ import psutil
 
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.local.helper_process import CleanHelper
-from distcheck.worlds.local.local_share import LocalShare
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings

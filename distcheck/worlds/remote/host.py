@@ -22,7 +22,7 @@ from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.local.children import Child
-from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.fleet import LEAST_SILENCE_S, ask_store, placed
@@ -45,20 +45,23 @@ class HostedChild(Child):
     host: "Host | None" = None
     world: int = 0
     rank: int = 0
-    told_start: bool = False
-    told_end: bool = False
+    end_is_known: bool = False  # to the front
 
-    def take(self, event: messages.Event) -> None:
-        """Notes an event, and passes it on."""
+    def take(self, event: messages.AnyEvent) -> None:
+        """Notes an event, and passes it on; its end comes once all else has, see `Host`."""
         super().take(event)
-        assert self.host is not None
-        age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
-        self.host.send(wire.Came(self.world, self.rank, age_s, event))
+        if isinstance(event, messages.ChildEvent) and not isinstance(event, messages.Exited):
+            self.pass_on(event)
 
     def take_output(self, data: bytes) -> None:
         """Passes output on."""
+        self.pass_on(messages.Printed(data))
+
+    def pass_on(self, event: messages.ChildEvent) -> None:
+        """Tells the front."""
         assert self.host is not None
-        self.host.send(wire.Printed(self.world, self.rank, data))
+        age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
+        self.host.send(messages.Of(self.rank, event, self.world, age_s))
 
 
 @dataclass(eq=False)
@@ -113,7 +116,7 @@ class Host:
         while self._over is None:
             self._silent_s += looks.since_last(time.monotonic())
             self._pool.pump(0.1)
-            self._pass_on()
+            self._pass_on_ends()
             self._tick_preparing()
             asked_at = self._asked_to_end_at
             if asked_at is not None and time.monotonic() - asked_at > _FAREWELL_S:
@@ -222,18 +225,16 @@ class Host:
             self._prepare(message)
         elif isinstance(message, wire.StartRanks):
             self._start(message)
-        elif isinstance(message, wire.CloseRanks):
-            self._close_ranks(message.world)
-        elif isinstance(message, wire.SignalRank | wire.AskRanks | wire.ReleaseRanks):
-            hosted = self._shares.get(message.world)
-            if hosted is None:
-                return
-            if isinstance(message, wire.SignalRank):
-                hosted.share.signal(hosted.share.children[message.rank], message.number)
-            elif isinstance(message, wire.AskRanks):
-                hosted.share.ask()
+        elif isinstance(message, wire.ToRanks) and message.world in self._shares:
+            share = self._shares[message.world].share
+            if message.do == "signal":
+                share.signal(share.children[message.rank], message.number)
+            elif message.do == "ask":
+                share.ask()
+            elif message.do == "release":
+                share.release()
             else:
-                hosted.share.release()
+                self._close_ranks(message.world)
 
     def _prepare(self, message: wire.Prepare) -> None:
         if self._data_fd >= 0:
@@ -310,19 +311,16 @@ class Host:
         finally:
             os.close(nothing)
 
-    def _pass_on(self) -> None:
+    def _pass_on_ends(self) -> None:
         for world, hosted in list(self._shares.items()):
             for rank, child in hosted.share.children.items():
                 assert isinstance(child, HostedChild)
-                if not child.told_start and (child.pid or child.spawn_error):
-                    child.told_start = True
-                    self.send(wire.Started(world, rank, child.pid, child.spawn_error))
-                if child.gone and not child.told_end and not child.spawn_error:
-                    child.told_end = True
+                if child.gone and not child.end_is_known and not child.spawn_error:
+                    child.end_is_known = True
                     self._send_trace(world, rank, hosted)
-                    stacks = child.low_level_stacks
-                    code, number, called = child.exit_code, child.exit_signal, child.called
-                    self.send(wire.Gone(world, rank, code, number, stacks, called))
+                    stacks, called = child.low_level_stacks, child.called
+                    end = messages.Exited(child.exit_code, child.exit_signal, stacks, called)
+                    child.pass_on(end)
         now = time.monotonic()
         if now - self._last_signs >= wire.SIGN_EVERY_S:
             self._last_signs = now

@@ -57,6 +57,12 @@ class RemoteChild(Child):
         """What it logged there, which is sent when it is gone."""
         return self.heard_called
 
+    def take(self, event: messages.AnyEvent) -> None:
+        """Notes an event."""
+        if isinstance(event, messages.Exited):
+            self.heard_stacks, self.heard_called = event.stacks, event.called
+        super().take(event)
+
 
 class Link:
     """The connection to one process, and the shares of worlds that it runs."""
@@ -150,7 +156,7 @@ class Link:
     def forget(self, world: int) -> None:
         """Makes the other end drop a share."""
         self._shares.pop(world, None)
-        self.send(wire.CloseRanks(world))
+        self.send(wire.ToRanks(world, "close"))
 
 
 class RemoteShare(Share):
@@ -166,15 +172,15 @@ class RemoteShare(Share):
     def signal(self, child: Child, number: int) -> None:
         """Sends a signal to a rank, if it is still there."""
         rank = next(rank for rank, other in self.children.items() if other is child)
-        self._link.send(wire.SignalRank(self._world, rank, number))
+        self._link.send(wire.ToRanks(self._world, "signal", rank, number))
 
     def ask(self) -> None:
         """Makes every rank tell what it is doing."""
-        self._link.send(wire.AskRanks(self._world))
+        self._link.send(wire.ToRanks(self._world, "ask"))
 
     def release(self) -> None:
         """Lets ranks that are done leave."""
-        self._link.send(wire.ReleaseRanks(self._world))
+        self._link.send(wire.ToRanks(self._world, "release"))
 
     def close(self) -> None:
         """Makes the other end forget them."""
@@ -190,34 +196,24 @@ class RemoteShare(Share):
         """Notes what a rank there did."""
         if isinstance(message, wire.Coming | wire.Hello | wire.Prepared):
             return
-        told = set(message.busy_s) if isinstance(message, wire.Signs) else {message.rank}
-        if not told <= self.children.keys():
-            self._link.lose(f"it names rank {max(told - self.children.keys())}, not its own")
-            return
         if isinstance(message, wire.Signs):
+            ranks = set(message.busy_s)
+        else:
+            ranks = {message.key if isinstance(message, messages.Of) else message.rank}
+        if not ranks <= self.children.keys():
+            self._link.lose(f"it names rank {max(ranks - self.children.keys())}, not its own")
+        elif isinstance(message, wire.Signs):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
                 child.heard_busy_s, child.heard_awake = busy_s, rank in message.awake
                 child.heard_stopped = rank in message.stopped
                 child.heard_at = time.monotonic()
-            return
-        child = self._child(message.rank)
-        if isinstance(message, wire.Started):
-            child.pid, child.spawn_error = message.pid, message.error
-            child.gone = bool(message.error)
-        elif isinstance(message, wire.Came):
-            event = message.event
-            if isinstance(event, messages.Raised):
-                event.at = time.monotonic() - message.age_s
-            child.take(event)
-        elif isinstance(message, wire.Printed):
-            child.take_output(message.data)
         elif isinstance(message, wire.Written):
             self._write(message)
-        elif isinstance(message, wire.Gone):
-            child.exit_code, child.exit_signal = message.code, message.signal
-            child.heard_stacks, child.heard_called = message.stacks, message.called
-            child.gone = True
+        else:
+            if isinstance(message.event, messages.Raised):
+                message.event.at = time.monotonic() - message.age_s
+            self.children[message.key].take(message.event)
 
     def _child(self, rank: int) -> RemoteChild:
         child = self.children[rank]

@@ -1,21 +1,20 @@
 """What the front and the processes on other machines say to each other, over one connection each.
 
-host -> front    Coming, Hello, then of its ranks Started, Came, Printed, Written, Gone; Signs
-front -> host    Prepare, StartRanks, SignalRank, AskRanks, ReleaseRanks, CloseRanks; Beat; Over
+host -> front    Coming, Hello, Prepared; of its ranks Of, Written, and Signs of life
+front -> host    Prepare, StartRanks, ToRanks; Beat; Over
 
 Either side that hears nothing for the deadline holds the other for lost.
 """
 
 import socket
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from distcheck.worlds import messages
-from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.framing import Line
+from distcheck.worlds.messages import Of
 
-PROTOCOL = 5  # counts up with every change of a message below
+PROTOCOL = 6  # counts up with every change of a message below
 SIGN_EVERY_S = 0.25
 
 
@@ -36,32 +35,6 @@ class Hello(msgspec.Struct, tag=True):
     error: str = ""
 
 
-class Started(msgspec.Struct, tag=True):
-    """A rank was forked, or not."""
-
-    world: int
-    rank: int
-    pid: int
-    error: str = ""
-
-
-class Came(msgspec.Struct, tag=True):
-    """A rank said something, `age_s` ago: clocks of two machines have nothing in common."""
-
-    world: int
-    rank: int
-    age_s: float
-    event: messages.Event
-
-
-class Printed(msgspec.Struct, tag=True):
-    """A rank wrote to its output."""
-
-    world: int
-    rank: int
-    data: bytes
-
-
 class Written(msgspec.Struct, tag=True):
     """Part of what a rank that is gone has written into its trace."""
 
@@ -69,17 +42,6 @@ class Written(msgspec.Struct, tag=True):
     rank: int
     offset: int
     data: bytes
-
-
-class Gone(msgspec.Struct, tag=True):
-    """A rank is gone, and everything it has written was sent."""
-
-    world: int
-    rank: int
-    code: int | None
-    signal: int | None
-    stacks: str
-    called: list[LoggedCall]
 
 
 class Signs(msgspec.Struct, tag=True):
@@ -133,30 +95,15 @@ class StartRanks(msgspec.Struct, tag=True):
     given: tuple[Given, ...]
 
 
-class SignalRank(msgspec.Struct, tag=True):
-    """Send a signal to a rank."""
+class ToRanks(msgspec.Struct, tag=True):
+    """Of a world's ranks there: send a signal to one (`rank`, `number`), have all tell what they
+    are doing, let those that are done leave, or end what is left of them and forget them.
+    """
 
     world: int
-    rank: int
-    number: int
-
-
-class AskRanks(msgspec.Struct, tag=True):
-    """Have them tell what they are doing."""
-
-    world: int
-
-
-class ReleaseRanks(msgspec.Struct, tag=True):
-    """Let those that are done leave."""
-
-    world: int
-
-
-class CloseRanks(msgspec.Struct, tag=True):
-    """End what is left of them and forget them."""
-
-    world: int
+    do: Literal["signal", "ask", "release", "close"]
+    rank: int = -1
+    number: int = 0
 
 
 class Beat(msgspec.Struct, tag=True):
@@ -170,8 +117,8 @@ class Over(msgspec.Struct, tag=True):
     summary: str
 
 
-FromHost = Coming | Hello | Started | Came | Printed | Written | Gone | Signs | Prepared
-FromFront = Prepare | StartRanks | SignalRank | AskRanks | ReleaseRanks | CloseRanks | Beat | Over
+FromHost = Coming | Hello | Of | Written | Signs | Prepared
+FromFront = Prepare | StartRanks | ToRanks | Beat | Over
 
 
 class Wire(Line):

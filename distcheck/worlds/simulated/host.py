@@ -60,8 +60,8 @@ class RankReporter(Reporter):
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
         """Sends one event as this rank's."""
-        assert isinstance(event, messages.RanksEvent)
-        self._reporter.send(messages.OfRank(self._rank, event), patience_s=patience_s)
+        assert isinstance(event, messages.ChildEvent)
+        self._reporter.send(messages.Of(self._rank, event), patience_s=patience_s)
 
 
 class RankStream(io.TextIOBase):
@@ -82,14 +82,17 @@ class RankStream(io.TextIOBase):
         """Sends whole lines."""
         lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
-            self._reporter.send(messages.Printed(messages.printable(lines + newline)))
+            self._send(lines + newline)
         return len(text)
 
     def flush(self) -> None:
         """Sends what has been begun."""
         if self._begun:
-            self._reporter.send(messages.Printed(messages.printable(self._begun)))
+            self._send(self._begun)
             self._begun = ""
+
+    def _send(self, text: str) -> None:
+        self._reporter.send(messages.Printed(text.encode(errors="backslashreplace")))
 
 
 class SimulatedHost:
@@ -171,7 +174,7 @@ class SimulatedHost:
             text = child.shown_of(_where_left(left))
             said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
             reporter.send(said)
-            reporter.send(messages.Left(left.status))
+            reporter.send(messages.Exited(left.status))
             self._world.lose(rank)
         except BaseException as error:
             if self._refused and isinstance(error, NotSimulatedError):

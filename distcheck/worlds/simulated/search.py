@@ -290,17 +290,17 @@ class _Collected(Reporter):
                 self._raised = (event.how, event.what)
             self.finish()
             _leave(0)
-        if not isinstance(event, messages.OfRank):
+        if not isinstance(event, messages.Of):
             return
         own = event.event
         if isinstance(own, messages.Done):
-            self._results[event.rank] = own.payload
+            self._results[event.key] = own.payload
         elif isinstance(own, messages.Raised) and self._raised is None:
             usual = own.exit_code in (int(ExitCode.CANNOT_RUN), int(ExitCode.USAGE))
             end = "refused" if usual else "raised"
-            self._raised = (end, f"rank {event.rank} raised {own.kind}: {own.message}")
-        elif isinstance(own, messages.Left) and self._raised is None:
-            self._raised = ("left", f"rank {event.rank} called os._exit({own.code})")
+            self._raised = (end, f"rank {event.key} raised {own.kind}: {own.message}")
+        elif isinstance(own, messages.Exited) and self._raised is None:
+            self._raised = ("left", f"rank {event.key} called os._exit({own.code})")
 
     def finish(self) -> bool:
         """Writes what has been noted; returns whether all ranks have finished."""

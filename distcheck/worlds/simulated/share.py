@@ -11,7 +11,6 @@ import signal
 import struct
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,11 +19,8 @@ from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.local.children import Child
-from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.shares import RankStart, Share
-
-if TYPE_CHECKING:
-    from distcheck.worlds.pool import Pool
 
 TURN, TURN_FD = struct.Struct("<I"), "turn"  # where the process notes which rank runs
 _TARGET = "distcheck.worlds.simulated.host:run"
@@ -94,17 +90,11 @@ class RankOfHost(Child):
         blocks = self._host.low_level_stacks.split("\n\n")
         return "\n\n".join(b for b in blocks if not b.startswith("Thread "))
 
-    def hear(self, event: messages.RanksEvent) -> None:
-        """Notes what the process says of this rank."""
-        if isinstance(event, messages.Printed):
-            self.take_output(event.text.encode())
-            return
-        if isinstance(event, messages.Left):
-            self.gone, self.exit_code = True, event.code
-            return
-        self.take(event)
+    def take(self, event: messages.AnyEvent) -> None:
+        """Notes an event; a thread that raised is gone."""
+        super().take(event)
         if isinstance(event, messages.Raised):
-            self.gone, self.exit_code = True, 1
+            super().take(messages.Exited(1))
 
 
 class HostProcess(Child):
@@ -123,11 +113,11 @@ class HostProcess(Child):
         """The rank that runs, or ran last."""
         return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
 
-    def take(self, event: messages.Event) -> None:
+    def take(self, event: messages.AnyEvent) -> None:
         """Notes an event, or hands it to the rank that it is of."""
-        if isinstance(event, messages.OfRank):
-            if 0 <= event.rank < len(self.ranks):
-                self.ranks[event.rank].hear(event.event)
+        if isinstance(event, messages.Of):
+            if 0 <= event.key < len(self.ranks):
+                self.ranks[event.key].take(event.event)
         elif isinstance(event, messages.Proven):
             for rank in self.ranks:
                 rank.proven = event
@@ -136,7 +126,7 @@ class HostProcess(Child):
         elif isinstance(event, messages.Raised):
             for rank in self.ranks:
                 if rank.done is None and rank.raised is None and not rank.gone:
-                    rank.hear(event)
+                    rank.take(event)
         else:
             super().take(event)
 
@@ -175,7 +165,7 @@ class SimulatedShare(Share):
 
     def __init__(
         self,
-        pool: "Pool",
+        forker: Forker,
         *,
         backend: str,
         deadline_s: float,
@@ -196,7 +186,7 @@ class SimulatedShare(Share):
             schedule=schedule,
         )
         self._share = LocalShare(
-            pool,
+            forker,
             target=_TARGET,
             starts={0: RankStart(payload=msgspec.msgpack.encode(request), environment={}, fds=own)},
             fds={**fds, TURN_FD: self._host.turn_fd},
