@@ -129,6 +129,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     parallel   the axes of the mesh in which ranks train one model together, each with its size
                (-1: what the others leave of the world). Ranks that differ in another axis than
                `data` are given the same samples
+    workload   what it is verified with where no workload is asked for: a layout divides the layers
+               of the models that it was written for
     """
 
     order: Order | None = None
@@ -147,6 +149,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     device: Device | None = None
     declines: tuple[CellName, ...] = ()
     parallel: Axes = ()
+    workload: str | None = None
 
     def mesh(self, world: int) -> Mesh | None:
         """The mesh in a world, None where none is promised. Raises ValueError where it does not
@@ -161,8 +164,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_bare(self) -> bool:
         """Whether it promises nothing about gradients: only where and on what it works, if that."""
-        beside = {"backend": None, "device": None, "declines": (), "initial_state": None}
-        return msgspec.structs.replace(self, **beside) == Contract()
+        beside = dict.fromkeys(("backend", "device", "initial_state", "workload"))
+        return msgspec.structs.replace(self, declines=(), **beside) == Contract()
 
     @property
     def observes_loss(self) -> bool:
@@ -354,6 +357,7 @@ def strategy(
     device: Device | None = None,
     declines: tuple[CellName, ...] = (),
     parallel: Mapping[str, int] | None = None,
+    workload: str | None = None,
 ) -> Callable[[T], T]:
     """Declares the contract of the function or class below it; see `Contract` for the words.
 
@@ -366,6 +370,7 @@ def strategy(
         initial_state=initial_state, wire=wire, micro_batches=micro_batches,
         optimizer_state=optimizer_state, gradients=gradients, loss=loss, one_group=one_group,
         backend=backend, device=device, declines=declines, parallel=axes_of(parallel),
+        workload=workload,
     )  # fmt: skip
     try:
         msgspec.convert(msgspec.to_builtins(contract), Contract)
@@ -378,8 +383,8 @@ def strategy(
             '"rank 0" or None; wire "bfloat16", "float16", "float32" or None; micro_batches a '
             'number from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every '
             'rank" or "owner"; loss "tokens" or None; one_group True or False; backend a name or '
-            'None; device "cpu", "cuda" or None; '
-            "declines names of cells (distcheck list); parallel a mapping of axes to sizes"
+            'None; device "cpu", "cuda" or None; declines names of cells (distcheck list); '
+            "parallel a mapping of axes to sizes; workload a name or None"
         ) from None
     if loss and (order, weighting, micro_batches, parallel) != (None, None, 1, None):
         raise ValueError(

@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         return outputs
 
 
-@strategy(parallel={"tensor": -1})
+@strategy(parallel={"tensor": -1}, workload="mlp")
 class ColumnParallel:
     """Every linear layer whose outputs can be divided by the number of ranks."""
 

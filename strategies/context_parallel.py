@@ -88,7 +88,7 @@ class RingAttention(nn.Module):
         return outputs
 
 
-@strategy(parallel={"sequence": -1})
+@strategy(parallel={"sequence": -1}, workload="transformer")
 class ContextParallel:
     """For the workload `transformer`, whose number of tokens the number of ranks must divide."""
 

@@ -32,7 +32,7 @@ def pairs_of(model: nn.Module) -> dict[str, ParallelStyle]:
     return plan
 
 
-@strategy(parallel={"data": -1, "tensor": 2})
+@strategy(parallel={"data": -1, "tensor": 2}, workload="mlp")
 class DataTensor:
     """World 4 is a mesh of 2 x 2, world 8 one of 4 x 2."""
 

@@ -112,7 +112,7 @@ class ExpertParallelLayer(nn.Module):
         return outputs
 
 
-@strategy(parallel={"expert": -1})
+@strategy(parallel={"expert": -1}, workload="experts")
 class ExpertParallel:
     """For the workload `experts`, whose number of experts the number of ranks must divide."""
 

@@ -50,7 +50,7 @@ def layers_of(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*layers[cuts[stage] : cuts[stage + 1]])
 
 
-@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES)
+@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class GPipe:
     """All forward passes, then all backward passes."""
 
@@ -90,7 +90,7 @@ class GPipe:
         return None
 
 
-@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES)
+@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class OneForwardOneBackward(GPipe):
     """Forward and backward passes in turn, once the pipeline is full."""
 

@@ -30,7 +30,7 @@ def receive(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES)
+@strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class PipelineByHand:
     """A stage for each rank."""
 
@@ -78,7 +78,7 @@ class PipelineByHand:
         return total if self._is_last else None
 
 
-@strategy(parallel={"data": -1, "pipeline": 2}, micro_batches=MICRO_BATCHES)
+@strategy(parallel={"data": -1, "pipeline": 2}, micro_batches=MICRO_BATCHES, workload="mlp")
 class DataPipeline(PipelineByHand):
     """Pairs of ranks are pipelines; each pair reads its own samples. World 4 is 2 x 2."""
 

@@ -64,7 +64,7 @@ class RowParallelLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
-@strategy(parallel={"tensor": -1})
+@strategy(parallel={"tensor": -1}, workload="mlp")
 class RowParallel:
     """Every linear layer whose inputs can be divided by the number of ranks."""
 

@@ -55,7 +55,7 @@ class GatherForAttention(Gather):
         return my_tokens(total)
 
 
-@strategy(parallel={"sequence": -1})
+@strategy(parallel={"sequence": -1}, workload="transformer")
 class SequenceParallel:
     """For the workload `transformer`, whose number of tokens the number of ranks must divide."""
 

@@ -32,7 +32,7 @@ def pairs_of(model: nn.Module) -> dict[str, ParallelStyle]:
     return plan
 
 
-@strategy(parallel={"tensor": -1})
+@strategy(parallel={"tensor": -1}, workload="mlp")
 class TensorParallel:
     """Every pair of linear layers; one that is left over stays whole, on every rank."""
 
@@ -50,7 +50,7 @@ class TensorParallel:
         return parallelize_module(model, mesh, plan)
 
 
-@strategy(parallel={"tensor": -1})
+@strategy(parallel={"tensor": -1}, workload="transformer")
 class TransformerTensorParallel:
     """A transformer: each rank has some of the heads, and some of the feed-forward's columns."""
 

@@ -1,6 +1,6 @@
 """From what was asked for to cases, and from a case to the checks that it needs. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -15,7 +15,12 @@ from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
-from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
+from distcheck.plan.cells_to_run import (
+    ALWAYS,
+    cells_to_run,
+    promised_to_run,
+    with_own_workload,
+)
 from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.request import Request
 from distcheck.plan.settings import DTYPES
@@ -176,6 +181,20 @@ def check_case(case: Case) -> Case:
 def plan_cases(request: Request) -> list[Case]:
     """The cases, strategy by strategy, world by world."""
     check_request(request)
+    cases = [
+        case
+        for strategy in dict.fromkeys(request.strategies)
+        for case in _cases_of(with_own_workload(request, strategy), strategy)
+    ]
+    cases += [
+        _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
+    ]
+    return name_apart(cases)
+
+
+def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
+    for spec in request.workloads:  # one of the strategy's own is seen here first
+        check_workload(spec)
     workloads = dict.fromkeys(request.workloads or ALWAYS)
     if request.dtype not in (None, *EXACT_DTYPES):
         workloads.pop("lattice", None)
@@ -183,27 +202,13 @@ def plan_cases(request: Request) -> list[Case]:
         workloads.pop("lattice", None)
     if not request.workloads and not acceptance.keeps_scalars(request.accept):
         workloads.pop("composite")
-    cases = [
-        case
-        for strategy in dict.fromkeys(request.strategies)
-        for world in dict.fromkeys(request.worlds)
-        for case in [
-            *scheduled.searched(request, partial(_case, request, strategy, world)),
-            *(
-                _case(request, strategy, world, workload, dtype)
-                for workload in (*workloads, *promised_to_run(request, strategy, world))
-                for dtype in _dtypes(request, workload)
-            ),
-            *(
-                msgspec.structs.replace(_case(own, strategy, world, name, "float32"), **said)
-                for name, own, said in cells_to_run(request, world, besides=workloads)
-            ),
-        ]
-    ]
-    cases += [
-        _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
-    ]
-    return name_apart(cases)
+    for world in dict.fromkeys(request.worlds):
+        yield from scheduled.searched(request, partial(_case, request, strategy, world))
+        for workload in (*workloads, *promised_to_run(request, strategy, world)):
+            for dtype in _dtypes(request, workload):
+                yield _case(request, strategy, world, workload, dtype)
+        for name, own, said in cells_to_run(request, world, besides=workloads):
+            yield msgspec.structs.replace(_case(own, strategy, world, name, "float32"), **said)
 
 
 def _against_cpu(case: Case) -> Case:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from distcheck.plan.request import Request
-from distcheck.plan.source_files import promises
+from distcheck.plan.source_files import promises_of
 from distcheck.records import Case
 from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
@@ -57,9 +57,18 @@ def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str
     """
     if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
         return
+    promised = promises_of(strategy).items()
     for name, how in DEFAULT_RUN.items():
-        if how.promised and promises(strategy, **how.promised):
+        if how.promised and how.promised.items() <= promised:
             yield name
+
+
+def with_own_workload(request: Request, strategy: str) -> Request:
+    """The request for a strategy that brings its own workload, as in `@strategy(workload="mlp")`:
+    with that in place of the default run.
+    """
+    own = None if request.workloads else promises_of(strategy).get("workload")
+    return msgspec.structs.replace(request, workloads=(own,)) if isinstance(own, str) else request
 
 
 def _fits(request: Request, world: int) -> bool:

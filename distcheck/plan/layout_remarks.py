@@ -38,8 +38,8 @@ def why_left_out(case: Case, facts: CaseFacts) -> str:
         return "a layout divides the layers of the models that it was written for"
     if workload.partition(":")[0] in _NOT_DIVIDED:
         return (
-            "a layout divides the layers of the models that it was written for; --workload mlp has "
-            "a case in float64 as well"
+            "a layout divides the layers of the models that it was written for; name one in "
+            '@strategy(workload="mlp") or by --workload, and it also runs in float64'
         )
     if case.dtype not in EXACT_DTYPES:
         return f"no reference has a bound for sums that are split over ranks in {case.dtype}"

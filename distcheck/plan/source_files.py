@@ -48,26 +48,25 @@ def mentions(pattern: str, spec: str) -> bool:
     return any(re.search(pattern.encode(), text) for text in texts)
 
 
-def promises(spec: str, **wanted: str) -> bool:
-    """Whether the decorator of a strategy that is given as file, name or module has these words, as
-    in `@strategy(loss="tokens")`. Nothing is imported to find out.
+def promises_of(spec: str) -> dict[str, object]:
+    """The words of the decorator of a strategy that is given as file, name or module, as in
+    `@strategy(loss="tokens")`, where they are constants. Nothing is imported to find out.
     """
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:
         body = parse_source(path).body if path is not None and name else []
     except (OSError, SyntaxError):
-        return False
+        return {}
     kinds = (ast.FunctionDef, ast.ClassDef)
     found = [node for node in body if isinstance(node, kinds) and node.name == name]
     calls = [d for node in found for d in node.decorator_list if isinstance(d, ast.Call)]
-    said = {
+    return {
         word.arg: word.value.value
         for call in calls
         for word in call.keywords
-        if isinstance(word.value, ast.Constant)
+        if word.arg and isinstance(word.value, ast.Constant)
     }
-    return all(said.get(word) == value for word, value in wanted.items())
 
 
 def _file_of(spec: str) -> Path | None:

@@ -28,7 +28,7 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
         elif contract.backend not in (None, "gloo"):
             elsewhere.append((name, f"needs backend {contract.backend}"))
         elif contract.parallel:
-            elsewhere.append((name, "divides a model's layers; verify it with --workload mlp"))
+            elsewhere.append((name, "divides a model's layers; give it to distcheck verify"))
         else:
             here.append(name)
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))

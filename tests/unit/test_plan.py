@@ -13,7 +13,9 @@ from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.plan.request import Request
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.training.jobs import CaseFacts
+from distcheck.training.loading import load_strategy
 from distcheck.verification.case_run import is_separate
+from tests.correct import LAYOUTS
 
 MODEL = ModelLayout(
     parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),
@@ -53,6 +55,31 @@ def checks(
     facts = facts_of(contract, draws=draws)
     planned = plan_checks(case, facts, sizes=[sizes] * case.steps, calibration_failure=failure)
     return {(p.check, p.layer): p for p in planned}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_brings_its_own_workload(name: str) -> None:
+    """Read without an import, as it stands in the decorator, and as it is after one."""
+    promised = load_strategy(name).contract.workload
+    planned = cases(strategies=[name, "allreduce"])
+    own = [case for case in planned if case.strategy == name]
+    assert promised in ("mlp", "cnn", "transformer", "experts")
+    assert [(case.workload, case.dtype) for case in own] == [
+        (promised, "float32"), (promised, "float64"),
+    ]  # fmt: skip
+    assert own[0].rerun
+    assert planned[len(own) :] == cases()
+    assert {case.workload for case in cases(strategies=[name], workloads=["mlp:small"])} == {
+        "mlp:small"
+    }
+
+
+def test_a_promised_workload_that_is_not_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("@strategy(workload='mpl')\nclass Mine: ...\n")
+    with pytest.raises(UsageError, match="unknown workload 'mpl'"):
+        cases(strategies=[f"{file}:Mine"])
+    assert cases(strategies=[f"{file}:Mine"], workloads=["mlp"])[0].workload == "mlp"
 
 
 def test_the_default_run() -> None:

@@ -14,7 +14,7 @@ from distcheck.judge.checks import happened_in_loop
 from distcheck.judge.diagnosis import token_counts, token_weights, weights
 from distcheck.judge.diagnosis.combinations import readings
 from distcheck.judge.oracles.shares import Shares
-from distcheck.plan.source_files import promises
+from distcheck.plan.source_files import promises_of
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import expected_events as events
 from distcheck.training.loaded import LoadedStrategy
@@ -177,10 +177,10 @@ def test_a_promise_is_read_from_a_decorator_without_an_import(tmp_path: Path) ->
         "raise RuntimeError\n@strategy(loss='tokens')\nclass Yes: ...\n"
         "@strategy(loss=other)\ndef no(model): 'loss=tokens'\n"
     )
-    assert promises(f"{file}:Yes", loss="tokens")
-    assert promises("token_weighted", loss="tokens")
+    assert promises_of(f"{file}:Yes") == {"loss": "tokens"}
+    assert promises_of("token_weighted") == {"loss": "tokens"}
     for other in (f"{file}:no", f"{file}:missing", str(file), "allreduce", "nothing", "a/b.py:c"):
-        assert not promises(other, loss="tokens")
+        assert "loss" not in promises_of(other)
 
 
 def test_what_does_not_go_with_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

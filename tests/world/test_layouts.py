@@ -47,6 +47,14 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_alone_says_enough(name: str) -> None:
+    report = distcheck.verify(name, separate=False).raise_for_verdict()
+    assert [case.case.dtype for case in report.cases] == ["float32", "float64"]
+    assert report.left_out == {}
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", RIGHT)
