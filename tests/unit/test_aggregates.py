@@ -11,9 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck.judge.checks.comparison import bits_of, bitwise, by_norm, ulp_distance, within
+from distcheck.judge.checks.comparison import (
+    bits_of,
+    bitwise,
+    by_norm,
+    ulp_bins,
+    ulp_distance,
+    within,
+)
 from distcheck.judge.checks.sums import Sums
-from distcheck.judge.checks.ulps import ulp_bins
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.records import Case, CaseReport, CheckResult
 from distcheck.records.picture_sums import MOST_ELEMENTS, NONFINITE, merge_aggregates

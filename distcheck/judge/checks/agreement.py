@@ -54,16 +54,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 if together:
                     found.add(kind)
                 first = trace.tensor(compared_with, kind, slot, index)
+                alike = None if first is None else partial(bitwise, expected=first)
                 match_ranks(
-                    tally,
-                    trace,
-                    kind=kind,
-                    slot=slot,
-                    step=expectation.step,
-                    index=index,
-                    ranks=evidence.holding,
-                    compare=None if first is None else partial(bitwise, expected=first),
-                )
+                    tally, trace, kind, expectation.step, index,
+                    ranks=evidence.holding, compare=alike,
+                )  # fmt: skip
     if found:
         names = [kind.name.lower() for kind in Kind if kind in found]
         tally.remark(f"{TOGETHER} (of kind {', '.join(names)})")

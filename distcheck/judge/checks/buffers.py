@@ -25,16 +25,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         for position, rank in enumerate(evidence.with_data):
             for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
+                compare_with = _comparison(evidence, expectation, tally, rank, index, expected)
                 match_ranks(
-                    tally,
-                    evidence.trace,
-                    kind=Kind.BUFFER,
-                    slot=expectation.step + 1,
-                    step=expectation.step,
-                    index=index,
-                    ranks=[rank],
-                    compare=_comparison(evidence, expectation, tally, rank, index, expected),
-                )
+                    tally, evidence.trace, Kind.BUFFER, expectation.step, index,
+                    ranks=[rank], compare=compare_with,
+                )  # fmt: skip
 
 
 def _comparison(

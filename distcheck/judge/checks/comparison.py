@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from distcheck.judge.checks.ulps import ulp_bins
+from distcheck.records.picture_sums import NONFINITE
 
 _SHOWN = 4  # of the elements of one tensor that fail
+_LOOKED_AT = 1 << 14  # elements of one tensor, for ULP; a histogram needs no more
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _STRUCT = {torch.float64: ("d", "q"), torch.float32: ("f", "i"), torch.float16: ("e", "h")}
 
 
@@ -194,6 +196,38 @@ def by_norm(
     ok = error <= tolerance < math.inf
     first = None if ok else place
     return Comparison(ok, actual.numel(), place, first, places=() if ok else (place,))
+
+
+def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
+    """How far two tensors are apart in ULP, signed, in bins of powers of two: bin to number of
+    elements, see `distcheck.records.picture_sums`. Large tensors are sampled
+    evenly, and counts scaled up. `expected` is rounded to the dtype of `actual`; empty for other
+    dtypes than floats.
+    """
+    elements = actual.numel()
+    if actual.dtype not in _FLOATS or elements == 0:
+        return {}
+    stride = -(-elements // _LOOKED_AT)
+    ours = actual.reshape(-1)[::stride]
+    theirs = expected.to(actual.device).reshape(-1)[::stride].to(actual.dtype)
+    finite = torch.isfinite(ours) & torch.isfinite(theirs)
+    one, two = _ordered_bits(ours), _ordered_bits(theirs)
+    distance = one - two
+    rough = one.double() - two.double()  # the difference of large int64 may overflow
+    distance = torch.where(rough.abs() < 2.0**53, distance.double(), rough)
+    place = torch.frexp(distance.abs()).exponent * torch.sign(distance).to(torch.int32)
+    place = torch.where(finite | (distance == 0), place, NONFINITE)
+    found, counts = torch.unique(place, return_counts=True)
+    scale = elements / ours.numel()
+    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    return {int(b): max(1, round(count * scale)) for b, count in pairs}
+
+
+def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats, neighbours one apart; both zeros are 0."""
+    raw = bits(tensor)
+    magnitude = (raw & torch.iinfo(raw.dtype).max).to(torch.int64)
+    return torch.where(raw < 0, -magnitude, magnitude)
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:

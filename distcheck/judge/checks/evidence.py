@@ -1,15 +1,10 @@
 """What a check gets to see: the case, the trace, and what is expected. All of it is frozen."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Any
-
-import torch
 
 from distcheck.contract import Contract, Training
 from distcheck.judge.oracles.averaging import Averages
-from distcheck.recordings.recording import Entry, Kind
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
@@ -73,22 +68,3 @@ class Evidence:
     def among(self) -> TraceReader:
         """The trace of the ranks with data, numbered from 0."""
         return self.trace.of_ranks(self.with_data)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One slot of one rank, as a check meets it."""
-
-    entry: Entry
-    _read: Callable[[], torch.Tensor | None]
-
-    @cached_property
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor, mapped when it is asked for: the digest may do."""
-        return self._read()
-
-
-def recorded(trace: TraceReader, rank: int, kind: Kind, slot: int, index: int) -> Recorded:
-    """What a rank recorded in a slot."""
-    entry = trace.entry(rank, kind, slot, index)
-    return Recorded(entry, partial(trace.tensor, rank, kind, slot, index))

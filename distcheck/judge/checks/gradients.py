@@ -11,10 +11,16 @@ S32, S64  per tensor, relative L2 norm against the whole batch in one process (S
 import torch
 
 from distcheck.judge.acceptance import COMPRESSED
-from distcheck.judge.checks.by_form import comparison_of, comparison_with, projected
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import Compare, match_ranks, note_not_given
+from distcheck.judge.checks.matching import (
+    Compare,
+    comparison_of,
+    comparison_with,
+    match_ranks,
+    note_not_given,
+    projected,
+)
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import EachItsOwn, Form, Projection
 from distcheck.recordings.recording import Kind
@@ -26,7 +32,13 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         forms = expectation.what
         if isinstance(forms, EachItsOwn):
-            _compare_own(evidence, expectation, forms, tally)
+            # Ranks that train by themselves: each must hold its own shard's, bit for bit.
+            for rank in evidence.ranks:
+                for index, own in enumerate(forms.parts[rank]):
+                    match_ranks(
+                        tally, evidence.trace, Kind.GRADIENT, expectation.step, index,
+                        ranks=[rank], compare=comparison_with(own, tally),
+                    )  # fmt: skip
             continue
         if forms.opening:
             tally.remark(forms.opening)
@@ -35,17 +47,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             shown = expectation.shown[index]
             if shown is not None:
                 tally.would_show(shown, parameter=spec.name, step=expectation.step)
+            compare_with = _comparison(forms.of(index), tally, spec, expectation.step, kept)
             match_ranks(
-                tally,
-                evidence.trace,
-                kind=Kind.GRADIENT,
-                slot=expectation.step,
-                step=expectation.step,
-                index=index,
-                ranks=evidence.holding,
-                compare=_comparison(forms.of(index), tally, spec, expectation.step, kept),
-                zero_will_do=True,
-            )
+                tally, evidence.trace, Kind.GRADIENT, expectation.step, index,
+                ranks=evidence.holding, compare=compare_with, zero_will_do=True,
+            )  # fmt: skip
             if evidence.mesh is not None:
                 note_not_given(
                     tally, evidence.trace, Kind.GRADIENT, expectation.step, index, evidence.holding
@@ -55,24 +61,6 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             tally.remark(forms.closing)
         if forms.excuse:
             tally.excuse(forms.excuse)
-
-
-def _compare_own(
-    evidence: Evidence, expectation: Expectation, forms: EachItsOwn, tally: Tally
-) -> None:
-    """Ranks that train by themselves: each must hold its own shard's, bit for bit."""
-    for rank in evidence.ranks:
-        for index, own in enumerate(forms.parts[rank]):
-            match_ranks(
-                tally,
-                evidence.trace,
-                kind=Kind.GRADIENT,
-                slot=expectation.step,
-                step=expectation.step,
-                index=index,
-                ranks=[rank],
-                compare=comparison_with(own, tally),
-            )
 
 
 def _comparison(

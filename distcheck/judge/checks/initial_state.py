@@ -1,10 +1,11 @@
 """Every rank begins with the parameters and buffers that one machine would begin with."""
 
-from distcheck.judge.checks.by_form import comparison_with
+from functools import partial
+
+from distcheck.judge.checks.comparison import bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks, note_not_given
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Bits
 from distcheck.recordings.recording import Kind
 
 
@@ -20,14 +21,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for kind, tensors in parts.items():
             for index, expected in enumerate(tensors):
                 match_ranks(
-                    tally,
-                    evidence.trace,
-                    kind=kind,
-                    slot=0,
-                    step=0,
-                    index=index,
-                    ranks=evidence.ranks,
-                    compare=comparison_with(Bits(expected), tally),
-                )
+                    tally, evidence.trace, kind, 0, index,
+                    ranks=evidence.ranks, compare=partial(bitwise, expected=expected), slot=0,
+                )  # fmt: skip
                 if evidence.mesh is not None and kind is Kind.PARAMETER:
                     note_not_given(tally, evidence.trace, kind, 0, index, evidence.ranks)

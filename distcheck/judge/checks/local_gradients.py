@@ -1,8 +1,7 @@
 """What every rank's backward produced before anything was exchanged is that rank's own shard."""
 
-from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.matching import comparison_with, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.recording import EntryState, Kind
 
@@ -14,15 +13,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             for index, form in enumerate(own):
                 _note_unseen(evidence, tally, rank, expectation.step, index)
                 match_ranks(
-                    tally,
-                    evidence.trace,
-                    kind=Kind.LOCAL_GRADIENT,
-                    slot=expectation.step,
-                    step=expectation.step,
-                    index=index,
-                    ranks=[rank],
-                    compare=comparison_with(form, tally),
-                )
+                    tally, evidence.trace, Kind.LOCAL_GRADIENT, expectation.step, index,
+                    ranks=[rank], compare=comparison_with(form, tally),
+                )  # fmt: skip
 
 
 def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: int) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.comparison import bitwise, by_norm
 from distcheck.judge.checks.evidence import Evidence, Expectation
+from distcheck.judge.checks.matching import comparison_with
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import MeanLoss, Near, RankLosses
 from distcheck.recordings.traces.layout import has_loss

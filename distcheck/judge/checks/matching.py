@@ -1,16 +1,26 @@
-"""Matching what ranks recorded against expectations, tensor by tensor.
+"""How what ranks recorded is compared with what it may be, tensor by tensor.
 
 Ranks that recorded the same bits are compared once and counted each.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from distcheck.judge.checks.comparison import Comparison
-from distcheck.judge.checks.evidence import recorded
+from distcheck.judge.checks.comparison import (
+    Comparison,
+    Place,
+    bitwise,
+    by_norm,
+    equal_numbers,
+    within,
+)
 from distcheck.judge.checks.tally import Tally
-from distcheck.recordings.recording import EntryState, Kind
+from distcheck.judge.oracles.forms import Bits, Either, Form, Near, Numbers, Projection, Within
+from distcheck.judge.oracles.low_rank import Projected, project
+from distcheck.recordings.recording import OF_A_STEP, EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
 
@@ -20,40 +30,107 @@ Compare = Callable[[torch.Tensor], Comparison]
 def match_ranks(
     tally: Tally,
     trace: TraceReader,
-    *,
     kind: Kind,
-    slot: int,
     step: int,
     index: int,
+    *,
     ranks: Iterable[int],
     compare: Compare | None,
+    slot: int | None = None,
     zero_will_do: bool = False,
 ) -> None:
-    """Compares one tensor of every rank with one expectation.
+    """Compares one tensor of every rank with one expectation, as the step left it, or in another
+    `slot`.
 
     `compare` is None where no tensor is expected (a parameter without a gradient); with
     `zero_will_do` one that is zero everywhere is the same. What a rank never recorded is not
     counted: the verdict will then be unknown.
     """
+    if slot is None:
+        slot = step if kind in OF_A_STEP else step + 1
     spec = trace.layout.specs(kind)[index]
     known: dict[bytes, Comparison] = {}
     for rank in ranks:
-        found = recorded(trace, rank, kind, slot, index)
-        if compare is None and zero_will_do and is_zero(found.tensor):
+        entry = trace.entry(rank, kind, slot, index)
+        if compare is None and zero_will_do and is_zero(trace.tensor(rank, kind, slot, index)):
             tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
             tally.remark(
                 f"{spec.name} has a gradient of zero where one machine has none, which counts as "
                 "right as long as the optimizer does not move it"
             )
             continue
-        state, digest = found.entry.state, found.entry.digest
-        if state is not EntryState.STORED or compare is None:
-            _without_tensor(tally, state, spec, rank, step, expected=compare is not None)
+        if entry.state is not EntryState.STORED or compare is None:
+            _without_tensor(tally, entry.state, spec, rank, step, expected=compare is not None)
             continue
-        if digest not in known:
-            assert found.tensor is not None, "what is stored has bytes"
-            known[digest] = compare(found.tensor)
-        tally.add(known[digest], parameter=spec.name, rank=rank, step=step)
+        if entry.digest not in known:
+            tensor = trace.tensor(rank, kind, slot, index)
+            assert tensor is not None, "what is stored has bytes"
+            known[entry.digest] = compare(tensor)
+        tally.add(known[entry.digest], parameter=spec.name, rank=rank, step=step)
+
+
+def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
+    """How a tensor is compared; None where there must be none. What is excused is said."""
+    if form is None:
+        return None
+    if isinstance(form, Bits):
+        return partial(bitwise, expected=form.expected)
+    if isinstance(form, Numbers):
+        return partial(equal_numbers, expected=form.expected)
+    if isinstance(form, Within):
+        nan = form.nan_is_expected
+        return partial(within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
+    if isinstance(form, Near):
+        return partial(_near, form)
+    if isinstance(form, Projection):
+        return partial(_as_projection, form)
+    return partial(_either, form, tally)
+
+
+def _near(form: Near, actual: torch.Tensor) -> Comparison:
+    found = by_norm(actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected)
+    assert found.worst is not None, "a comparison by norm has one place"
+    may_be_rounding = not found.ok and found.worst.error <= form.rounding
+    return replace(found, undecided=form.why) if may_be_rounding else found
+
+
+def projected(actual: torch.Tensor, form: Projection) -> Projected:
+    """How one rank's result fits what went into its exchange."""
+    return project(actual, form.given, rank=form.rank, world=form.world, unit=form.unit)
+
+
+def _as_projection(form: Projection, actual: torch.Tensor) -> Comparison:
+    return comparison_of(actual, form, projected(actual, form))
+
+
+def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> Comparison:
+    """The same as a comparison of norms."""
+    place = Place(
+        index=(),
+        actual=float(actual.double().norm()),
+        expected=float(form.given.mean.norm()),
+        error=found.error,
+        bound=found.bound,
+        ulp=None,
+        unit="L2 norm",
+    )
+    return Comparison(not found.why, actual.numel(), place, place if found.why else None)
+
+
+def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
+    """As the first form has it; what that refuses, as the second has it."""
+    first, second = (comparison_with(one, tally) for one in (form.first, form.second))
+    assert first is not None
+    assert second is not None
+    found = first(actual)
+    if found.ok:
+        return found
+    beside = second(actual)
+    if form.excuse and not beside.ok:
+        return found  # what is further from both is measured by the first
+    if form.excuse:
+        tally.excuse(form.excuse)
+    return beside
 
 
 def note_not_given(

@@ -6,9 +6,9 @@ all too large by one number, and a mean over the samples for rows in another ord
 
 from collections.abc import Sequence
 
-from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
+from distcheck.judge.checks.matching import comparison_with
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
 from distcheck.recordings.recording import EntryState, Kind

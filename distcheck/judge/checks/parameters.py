@@ -13,10 +13,9 @@ from functools import partial
 import torch
 
 from distcheck.judge.checks import sensitivity
-from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.comparison import within
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.matching import comparison_with, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.forms import (
@@ -88,15 +87,9 @@ def _compare_rank(
                 if rank not in holders:
                     continue
             match_ranks(
-                tally,
-                evidence.trace,
-                kind=kind,
-                slot=step + 1,
-                step=step,
-                index=index,
-                ranks=[rank],
-                compare=comparison_with(expected, tally),
-            )
+                tally, evidence.trace, kind, step, index,
+                ranks=[rank], compare=comparison_with(expected, tally),
+            )  # fmt: skip
 
 
 def _compare_average(
@@ -113,15 +106,10 @@ def _compare_average(
             name = evidence.trace.layout.model.parameters[index].name
             tally.would_show(found, parameter=name, step=step)
         match_ranks(
-            tally,
-            evidence.trace,
-            kind=Kind.PARAMETER,
-            slot=step + 1,
-            step=step,
-            index=index,
+            tally, evidence.trace, Kind.PARAMETER, step, index,
             ranks=evidence.ranks,
             compare=partial(within, expected=mean.mean, bound=mean.bound),
-        )
+        )  # fmt: skip
 
 
 def _compare_exact(
@@ -129,15 +117,9 @@ def _compare_exact(
 ) -> None:
     for index, form in enumerate(exact.parameters):
         match_ranks(
-            tally,
-            evidence.trace,
-            kind=Kind.PARAMETER,
-            slot=expectation.step + 1,
-            step=expectation.step,
-            index=index,
-            ranks=evidence.holding,
-            compare=comparison_with(form, tally),
-        )
+            tally, evidence.trace, Kind.PARAMETER, expectation.step, index,
+            ranks=evidence.holding, compare=comparison_with(form, tally),
+        )  # fmt: skip
 
 
 def _one_holder(

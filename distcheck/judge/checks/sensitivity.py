@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import torch
 
-from distcheck.judge.checks.by_form import projected
+from distcheck.judge.checks.matching import projected
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.judge.oracles.forms import GradientForms, Projection
 from distcheck.machine.numerics import real_parts
