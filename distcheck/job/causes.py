@@ -149,6 +149,19 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
             )
 
 
+def divided_sum(job: Recording, reference: Reference | None) -> Iterator[Diagnosis]:
+    """A remark: a loss that is a sum over samples, of which the exchange takes the mean."""
+    replayed = None if reference is None else reference.replayed
+    if replayed is not None and replayed.scale != max(replayed.scales):
+        yield name_cause(
+            "double-division",
+            f"gradients are {replayed.scale / max(replayed.scales):g} times those of one process, "
+            "whose loss is a sum over samples: the exchange takes the mean of the ranks' sums",
+            "job-of-sums",
+            world=job.world,
+        )
+
+
 def _of_scaler(reason: str) -> Diagnosis:
     clips_first = BEFORE_UNSCALE in reason
     return name_cause("clip-before-unscale" if clips_first else "scaler-skips-differ", reason)

@@ -71,10 +71,10 @@ def judge(
         diagnosis = causes.diagnose(job, of_job, reference)
     left = {one.cause for one in diagnosis} | set(asked.accept)
     remarks = [one for one in before if one.cause in common and one.cause not in left]
-    remarks += causes.average_differs(job)
+    remarks += [*causes.average_differs(job), *causes.divided_sum(job, reference)]
     if asked.strict and remarks:
-        said = "ranks average the model differently"
-        results.append(CheckResult(check="averages", layer=NO_LAYER, verdict="fail", reason=said))
+        said = "; ".join(one.evidence for one in remarks)
+        results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
         diagnosis, remarks = [*diagnosis, *remarks], []
     return CaseReport(
         case=_case_of(asked, job),
@@ -217,12 +217,6 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     text += f", since {replayed.failure}" if replayed.failure else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
     text += "" if replayed.steps[0].draws else ", which failed"
-    if replayed.scale != max(replayed.scales):
-        text += (
-            f"; gradients are {replayed.scale / max(replayed.scales):g} times those of one "
-            "process, whose loss is a sum over samples that has no scale of its own: times the "
-            "number of ranks it would be that of all samples"
-        )
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
     return text

@@ -3,12 +3,14 @@ reference runs in, one process that knows that it is alone, weights, remarks, an
 """
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -236,6 +238,30 @@ def test_a_sum_over_samples_may_be_that_of_all_ranks(
     found = _copies([gradients(0, 0), gradients(1, 0)], **about)
     choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
     assert choice.scales == expected
+
+
+@pytest.mark.parametrize(
+    ("scales", "scale", "strict", "verdict"),
+    [
+        ((1.0, 2.0), 2.0, True, "pass"),
+        ((1.0, 2.0), 1.0, False, "pass"),
+        ((0.5, 1.0), 0.5, False, "pass"),  # as one process all batches were put together
+        ((1.0, 2.0), 1.0, True, "fail"),
+    ],
+)
+def test_the_mean_of_the_ranks_sums_is_a_remark(
+    scales: tuple[float, ...], scale: float, strict: bool, verdict: str, tmp_path: Path
+) -> None:
+    job = make(tmp_path, lambda facts: None)
+    alone = reference(job, tmp_path)
+    replayed = msgspec.structs.replace(alone.replayed, scales=scales, scale=scale)
+    alone = dataclasses.replace(alone, replayed=replayed)
+    asked = JobOptions(words=("python", "train.py"), steps=3, strict=strict)
+    case = judging.judge(asked, job, Ran(0, ()), alone, "")
+    assert case.verdict == verdict
+    said = [*case.remarks, *case.diagnosis]
+    assert [one.cause for one in said] == ["double-division"] * (scale != max(scales))
+    assert all("0.5 times those of one process" in one.evidence for one in said)
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -210,10 +210,10 @@ def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
     """Digests of the names of the files that a batch says its samples are from, if it does."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
     for part in parts if isinstance(parts, Iterable) else ():
-        has_all = isinstance(part, list | tuple) and len(part) == samples
-        several: Sequence[Any] = part if has_all else [None]
-        if all(isinstance(one, str | os.PathLike) and os.path.exists(one) for one in several):
-            return tuple(digest(os.fsencode(one)) for one in several)
+        several = part if isinstance(part, list | tuple) else []
+        names = [one for one in several if isinstance(one, str | os.PathLike)]
+        if len(several) == len(names) == samples > 0 and all(map(os.path.exists, names)):
+            return tuple(digest(os.fsencode(one)) for one in names)
     return ()
 
 

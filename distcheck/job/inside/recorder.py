@@ -103,15 +103,10 @@ class Recorder(Deaf):
         is_new = not any(model is one for one in self.parameters.roots)
         new = self.parameters.add_root(model)
         file = self._open_step(new)
+        buffers = self.parameters.buffers(model) if is_new else {}
         looks = self._passes and not self.parameters.has_parts  # to look is a collective then
-        if (
-            looks
-            and not self.parameters.hold()
-            and (
-                file.differ(self.parameters.by_name)
-                or (is_new and file.differ(self.parameters.buffers(model), "buffer"))
-            )
-        ):
+        looks = looks and not self.parameters.hold()
+        if looks and (file.differ(self.parameters.by_name) or file.differ(buffers, "buffer")):
             file.restart()
             self._take_state(file, list(self.parameters.by_name))
         given, random = tensors.inputs_of((args, kwargs)), tensors.random_state()
@@ -133,10 +128,9 @@ class Recorder(Deaf):
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
-        file.add(f"random/{len(self._passes) - 1}", random)
-        file.add(
-            f"origin/{len(self._passes) - 1}", random if self._origin is None else self._origin
-        )
+        number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
+        file.add(f"random/{number}", random)
+        file.add(f"origin/{number}", origin)
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
         """Notes whether the forward pass drew random numbers, and hears of a backward pass through
