@@ -94,18 +94,16 @@ class Recorder(Deaf):
         self.parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Takes the state before the first forward pass of a step, and the inputs of each. Where
-        parameters have changed since, and no gradient is there, it takes the state again; so it
-        does where a dry pass through parts of a module has left other buffers.
+        """Takes the inputs, and before the first forward pass of a step the state; again where that
+        was a dry pass: it has left no gradient, and other parameters, or buffers of what is new.
         """
         if not self._active:
             return
         is_new = not any(model is one for one in self.parameters.roots)
-        new = self.parameters.add_root(model)
-        file = self._open_step(new)
+        file = self._open_step(self.parameters.add_root(model))
         buffers = self.parameters.buffers(model) if is_new else {}
-        looks = self._passes and not self.parameters.has_parts  # to look is a collective then
-        looks = looks and not self.parameters.hold()
+        # With parts, to look is a collective.
+        looks = self._passes and not (self.parameters.has_parts or self.parameters.hold())
         if looks and (file.differ(self.parameters.by_name) or file.differ(buffers, "buffer")):
             file.restart()
             self._take_state(file, list(self.parameters.by_name))
