@@ -149,7 +149,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
             )
 
 
-def divided_sum(job: Recording, reference: Reference | None) -> Iterator[Diagnosis]:
+def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
     """A remark: a loss that is a sum over samples, of which the exchange takes the mean."""
     replayed = None if reference is None else reference.replayed
     if replayed is not None and replayed.scale != max(replayed.scales):
