@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from distcheck.job import causes
 from distcheck.job.checks import reference as against
 from distcheck.job.checks import samples
+from distcheck.job.inside.contents import read_alike
 from distcheck.job.settings import Read
 from tests.job.recordings import Facts, make, reference
 from tests.job.scripts import recorded
@@ -86,6 +90,66 @@ def test_a_sample_is_what_the_sampler_gave(
     result = samples.disjoint(job)
     assert result.verdict == verdict
     assert [one.cause for one in causes.diagnose(job, [result])] == named
+
+
+SHARDS = [
+    (augmented, "own", "pass", []),
+    (augmented, "same", "fail", ["same-data"]),
+    (own_data, "own", "pass", []),
+    (own_data, "same", "fail", ["same-data"]),
+]
+
+
+@pytest.mark.parametrize(("change", "data", "verdict", "named"), SHARDS)
+def test_labels_that_ranks_have_in_common_do_not_make_their_samples_the_same(
+    change: Callable[[Facts], None], data: str, verdict: str, named: list[str], tmp_path: Path
+) -> None:
+    """A shard for each rank, or one data set for all, with the same classes in the same order."""
+    job = make(tmp_path, change)
+    for rank, index in product(range(2), range(4)):
+        image = f"{index} of {rank if data == 'own' else 0}"
+        job.alike[rank, 0, index] = (image, str(index % 2))
+    result = samples.disjoint(job)
+    assert result.verdict == verdict
+    assert [one.cause for one in causes.diagnose(job, [result])] == named
+
+
+def test_shards_that_are_augmented_alike_are_named(tmp_path: Path) -> None:
+    def seeded_alike(facts: Facts) -> None:
+        alike(facts)
+        facts.of_batch["drawn"] = {"torch": str(facts.step)}
+
+    job = make(tmp_path, seeded_alike)
+    job.alike.update({(rank, 0, 0): (f"of {rank}", "label") for rank in range(2)})
+    found = causes.diagnose(job, [samples.disjoint(job)])
+    assert [one.cause for one in found] == ["same-randomness"]
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    def __init__(self, shard: float, draws: torch.Generator | None = None) -> None:
+        self.images, self.draws = shard + torch.zeros(20, 3), draws
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.images[index] + torch.randn(3, generator=self.draws), index % 2
+
+
+def test_ranks_read_samples_with_the_same_random_numbers() -> None:
+    def read(data: Noisy) -> list[tuple[int, tuple[str, ...]]]:
+        torch.manual_seed(int(data.images[0, 0]))
+        before = torch.get_rng_state()
+        found = [(one.index, one.parts) for one in read_alike({2: DataLoader(data, batch_size=4)})]
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    first = read(Noisy(0.0))
+    assert [(index, len(parts)) for index, parts in first] == [(i, 2) for i in range(8)]
+    assert read(Noisy(0.0)) == first
+    other = read(Noisy(1.0))
+    assert all(a[1][0] != b[1][0] and a[1][1] == b[1][1] for a, b in zip(first, other, strict=True))
+    assert read(Noisy(0.0, torch.Generator())) == []  # its own numbers differ each time
 
 
 def test_an_evaluation_gives_no_samples(tmp_path: Path) -> None:

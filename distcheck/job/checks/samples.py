@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
+import torch
+
 from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
@@ -88,16 +90,18 @@ def _trained(job: JobRecording) -> _Trained:
     }
     found.batches = {key: value for key, value in found.batches.items() if key in used}
     for loader in {batch.loader for _, batch in found.batches.values()}:
-        differs, drawn = _each_has_its_own(job, found, loader)
+        differs, unclear = _each_has_its_own(job, found, loader)
         if differs:
-            (found.unclear if drawn else found.own).add(loader)
+            (found.unclear if unclear else found.own).add(loader)
     return found
 
 
 def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
-    """Whether one index of a loader is another sample on every rank, and whether reading drew;
-    where it is from another file, however that is read, it is another sample, and where each is
-    from the same one, it is not.
+    """Whether one index of a loader is another sample on every rank, and whether that is unclear.
+
+    It is another one where it is from another file, however that is read, and the same one where
+    each is from one file. Else what ranks read with the same random streams says so; else what they
+    had: of that the largest part, since ranks may have the same labels in the same order.
     """
     by_index: dict[int, dict[int, tuple[int, LoadedBatch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
@@ -111,22 +115,25 @@ def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tupl
         return True, False
     if all(named) and len(set.union(*named)) == len(met) > 1:
         return False, False
-    kept = [0] * max(len(pair[0][1][1].leaves) for pair in met)
-    for pair in met[:_MOST]:
-        one, two = (_parts(job, rank, *about) for rank, about in pair)
-        kept = [count + (a == b) for count, a, b in zip(kept, one, two, strict=False)]
+    read: dict[int, list[tuple[str, ...]]] = {}
+    for (_, number, index), parts in job.alike.items():
+        read.setdefault(index, []).extend([parts] if number == loader else [])
+    if any(len(several) > 1 for several in read.values()):
+        return all(len({parts[0] for parts in several}) > 1 for several in read.values()), False
+    pairs = [[_parts(job, rank, *about) for rank, about in pair] for pair in met[:_MOST]]
+    equal = [[a == b for a, b in zip(one, two, strict=False)] for one, two in pairs]
+    same = [all(of_part) for of_part in zip(*equal, strict=False)]
     drawn = any(batch.drawn for pair in met for _, (_, batch, _) in pair)
-    return len(met[:_MOST]) not in kept, drawn
+    return same[:1] != [True], drawn or any(same)
 
 
 def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
-    """A digest of each part of a sample."""
-    found = []
-    for name in batch.leaves:
-        leaf = job.tensors(rank, step).get(f"data/{name}")
-        rows = tensors.rows_of([leaf]) if leaf is not None else ()
-        found.append(rows[row] if row < len(rows) else "")
-    return found
+    """A digest of each part of a sample, the largest first."""
+    nothing = torch.empty(0)
+    kept = [job.tensors(rank, step).get(f"data/{name}", nothing) for name in batch.leaves]
+    kept.sort(key=lambda one: -one.numel())
+    parts = [tensors.rows_of([leaf]) for leaf in kept]
+    return [rows[row] if row < len(rows) else "" for rows in parts]
 
 
 def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:

@@ -5,12 +5,14 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distcheck.job.inside import ending, tensors
+from distcheck.job.inside.contents import read_alike
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.recordings.jobs import records
@@ -62,12 +64,14 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
     )
 
 
-def end(folder: Path, rank: int, world: int) -> None:
-    """Ends the process when every rank has written its last step, as one that succeeded. Where
-    others do not come to that they may wait for this one: it goes on, and is asked again after a
-    step.
+def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:
+    """Ends the process when every rank has written its last step, as one that succeeded; before
+    that it reads some samples of its loaders once more. Where others do not come to that they may
+    wait for this one: it goes on, and is asked again after a step.
     """
     mine = records.rank_folder(folder, rank) / "ended"
+    if not (read := mine.with_name("read.json")).exists():
+        records.write_json(read, records.Samples(tuple(read_alike(loaders))))
     mine.touch()
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]

@@ -351,7 +351,7 @@ class Recorder(Deaf):
     def _end_if_over(self) -> None:
         is_over = self.steps_over > self._ends[1]
         if is_over and not self._settings.keep_going:
-            end(self._folder, self._rank, self._world)
+            end(self._folder, self._rank, self._world, self.loaders.datasets)
 
     # -- what this process holds -----------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from distcheck.recordings.jobs.records import (
     digest,
     rank_folder,
     read_rank,
+    read_samples,
     read_step,
 )
 from distcheck.recordings.recording import Entry, EntryState, Kind
@@ -54,6 +55,8 @@ class JobRecording:
     records: dict[tuple[int, int], StepRecord]
     uneven: dict[int, int] = field(default_factory=dict)  # rank: steps, where they are not alike
     drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
+    alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # what ranks
+    # read with streams that are alike, by rank, loader and index: parts, the largest first
     _loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
@@ -194,7 +197,12 @@ def read(folder: Path) -> JobRecording:
         rank, _, stream = file.name.removeprefix("drawn-").partition("-")
         if rank.isdecimal():
             drawn.setdefault(int(rank), set()).add(stream)
-    return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn)
+    read = {
+        (rank, one.loader, one.index): one.parts
+        for rank in range(world)
+        for one in read_samples(rank_folder(folder, rank) / "read.json")
+    }
+    return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn, read)
 
 
 def keep(folder: Path, kept: Path) -> None:

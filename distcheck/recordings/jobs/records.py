@@ -1,6 +1,7 @@
 """What one rank writes of one optimizer step: a record in JSON, and its tensors beside it.
 
     rank-0002/rank.json                who this is, and how its script was started
+    rank-0002/read.json                the last thing: some samples, read once more
     rank-0002/step-000003.json         a StepRecord
     rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
 
@@ -19,6 +20,7 @@ the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitud
 import math
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -28,6 +30,7 @@ from distcheck.records.decoding import decode_json, read_bounded
 
 MOST_ROWS = 1 << 16  # digests of samples in one batch
 MOST_CALLS = 256  # collectives of one step
+Read = TypeVar("Read", bound=msgspec.Struct)
 
 
 class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,22 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
     indices: tuple[int, ...] = ()
     files: tuple[str, ...] = ()
     drawn: dict[str, str] = {}
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank reads for an index, with random streams that are alike on all ranks: a digest of
+    each part, the largest first.
+    """
+
+    loader: int
+    index: int
+    parts: tuple[str, ...]
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """Those that a rank has read once more, after its last step."""
+
+    samples: tuple[Sample, ...]
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,15 +258,21 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
 
 def read_step(file: Path) -> StepRecord:
     """A record again. Raises UsageError for one that is damaged."""
-    try:
-        return decode_json(read_bounded(file), StepRecord)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+    return _read(file, StepRecord)
 
 
 def read_rank(file: Path) -> RankRecord:
     """A rank's record again. Raises UsageError for one that is damaged."""
+    return _read(file, RankRecord)
+
+
+def read_samples(file: Path) -> tuple[Sample, ...]:
+    """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
+    return _read(file, Samples).samples if file.exists() else ()
+
+
+def _read(file: Path, kind: type[Read]) -> Read:
     try:
-        return decode_json(read_bounded(file), RankRecord)
+        return decode_json(read_bounded(file), kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
