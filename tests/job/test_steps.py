@@ -66,7 +66,7 @@ def test_the_passes_of_a_step_are_those_that_the_optimizer_gets(name: str, tmp_p
         assert [one.live for one in record.passes] == live
         assert not record.carried
         for parameter in ("weight", "bias"):  # one rank: what backward added is what is there
-            local, given = (job.gradient(k, 0, step, parameter) for k in ("local", "step"))
+            local, given = (job.gradient(k, 0, step, parameter) for k in KINDS)
             assert local is not None
             assert given is not None
             assert torch.allclose(local, given, atol=1e-6)
@@ -134,7 +134,7 @@ def test_a_parameter_that_no_module_has_is_of_its_optimizer(tmp_path: Path) -> N
     assert job.parameters(1) == (name,)
     assert job.records[0, 1].passes == ()
     assert job.records[0, 1].earlier == ((0, 0),)
-    local, given = (job.gradient(kind, 0, 1, name) for kind in ("local", "step"))
+    local, given = (job.gradient(kind, 0, 1, name) for kind in KINDS)
     assert local is not None
     assert given is not None
     assert torch.equal(local, given)
@@ -163,7 +163,7 @@ def test_a_step_with_a_closure_is_a_step(how: str, tmp_path: Path) -> None:
     for step in job.steps:
         record = job.records[0, step]
         assert (len(record.trained), record.evaluations) == (1, 1)
-        local, given = (job.gradient(kind, 0, step, "weight") for kind in ("local", "step"))
+        local, given = (job.gradient(kind, 0, step, "weight") for kind in KINDS)
         assert local is not None
         assert given is not None
         assert torch.equal(local, given)
@@ -237,6 +237,9 @@ def test_the_first_state_is_that_of_what_trains_when_it_begins(whole: bool, tmp_
 
 AVERAGES = """
 import copy
+from distcheck.recordings.recording import Kind
+
+KINDS = (Kind.LOCAL_GRADIENT, Kind.GRADIENT)
 class Around(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
