@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from distcheck.recordings.recording import Kind
 from tests.job.scripts import recorded
+
+KINDS = (Kind.LOCAL_GRADIENT, Kind.GRADIENT)
 
 LOOP = """
 model = torch.nn.Linear(3, 2)
@@ -237,9 +240,6 @@ def test_the_first_state_is_that_of_what_trains_when_it_begins(whole: bool, tmp_
 
 AVERAGES = """
 import copy
-from distcheck.recordings.recording import Kind
-
-KINDS = (Kind.LOCAL_GRADIENT, Kind.GRADIENT)
 class Around(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
