@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 
 _ROWS = 1 << 15  # that are factored at once, so that nothing is copied whole
 
@@ -42,7 +42,7 @@ def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
     """
     r: torch.Tensor | None = None
     for actual, *bases in rows:
-        columns = [real_parts(one).double().reshape(-1) for one in (*bases, actual)]
+        columns = [wide(one).reshape(-1) for one in (*bases, actual)]
         for start in range(0, len(columns[0]), _ROWS):
             block = torch.stack([one[start : start + _ROWS] for one in columns], dim=1).cpu()
             whole = block if r is None else torch.cat([r, block])

@@ -71,6 +71,21 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers in float64, complex ones as pairs."""
+    return real_parts(tensor).double()
+
+
+def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Every so-many-th number [n] of a tensor; a complex element is two."""
+    return real_parts(tensor).reshape(-1)[::stride]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The L2 norm of a difference, in float64."""
+    return float((wide(one) - wide(other.to(one.device))).norm())
+
+
 def gamma(roundings: int, unit: float) -> float:
     """The relative error that `roundings` roundings can add up to. Raises NotBoundedError."""
     if roundings * unit >= 1 / 2:  # gamma is 1 there: zero would be within it of anything

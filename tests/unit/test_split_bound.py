@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from distcheck.judge.oracles import whole_batch
 from distcheck.records import TensorSpec
+from distcheck.records.layers import IN_FLOAT32
 from distcheck.records.mesh import Mesh
 
 # Two modules with parameters, k - 1 additions between ranks in each, forward and backward.
@@ -23,7 +23,7 @@ def a_step(tensor: int, *, data: int = 1) -> Any:
         references=SimpleNamespace(mesh=Mesh((("data", data), ("tensor", tensor)))),
         full_batch=SimpleNamespace(positions=POSITIONS),
         shares=SimpleNamespace(samples=SAMPLES),
-        ingredients=SimpleNamespace(dtype=torch.float32),
+        whole_batch_layer=IN_FLOAT32,
         module_scales={"0": 3.0, "3": 0.5},
     )
 

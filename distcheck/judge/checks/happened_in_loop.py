@@ -13,7 +13,7 @@ import torch
 
 from distcheck.judge.checks.evidence import Expectation
 from distcheck.judge.checks.recording import RunOfEvents
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
 
@@ -111,7 +111,7 @@ def clipped(event: events.Clipped, run: RunOfEvents) -> str:
     limit, norms = run.training.clip_norm, []
     for step in run.steps:
         found = run.trace.tensors(0, Kind.GRADIENT, step.step)
-        sizes = [real_parts(g).double().norm() for g in found if g is not None]
+        sizes = [wide(g).norm() for g in found if g is not None]
         norms.append(float(torch.stack(sizes).norm()) if sizes else 0.0)
     if limit is not None and any(norm > limit for norm in norms):
         return ""

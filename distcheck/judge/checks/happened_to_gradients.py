@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.recording import RunOfEvents, all_there, holds_any
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.layout import memory_order, spec_bytes
 from distcheck.records import TensorSpec
@@ -70,7 +70,7 @@ def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
     """At some step, on every rank."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
-        there = [real_parts(g).double().abs().flatten() for g in own if g is not None]
+        there = [wide(g).abs().flatten() for g in own if g is not None]
         sizes = torch.cat(there) if len(there) == len(own) else torch.empty(0)
         sizes = sizes[sizes > 0]
         if not sizes.numel():

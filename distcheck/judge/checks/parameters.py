@@ -7,10 +7,8 @@ over the ranks is taken from, and compared on, the rank that holds it. Ranks tha
 themselves must hold, after every average, the mean of what their own updates left (R).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-
-import torch
 
 from distcheck.judge.checks import sensitivity
 from distcheck.judge.checks.comparison import within
@@ -18,15 +16,7 @@ from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import comparison_with, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.forms import (
-    Averaged,
-    Bits,
-    Either,
-    ExactParameters,
-    Form,
-    Near,
-    Updates,
-)
+from distcheck.judge.oracles.forms import After, Averaged, ExactParameters, Form, Updates
 from distcheck.recordings.recording import Kind
 
 
@@ -46,40 +36,18 @@ def _compare_updates(
     evidence: Evidence, expectation: Expectation, updates: Updates, tally: Tally
 ) -> None:
     ranks = evidence.with_data if evidence.mesh is None else evidence.ranks
-    for place, (rank, after) in enumerate(zip(ranks, updates.after, strict=True)):
+    for rank, after in zip(ranks, updates.after, strict=True):
         if after is not None:  # otherwise counted as not compared
-            forms = _forms(after, updates, place)
-            _compare_rank(evidence, rank, expectation.step, forms, updates, tally)
-
-
-def _forms(
-    after: Mapping[Kind, Sequence[torch.Tensor | None]], updates: Updates, place: int
-) -> dict[Kind, list[Form | None]]:
-    """What each tensor of a rank may be after the step."""
-    near = updates.near[place] if updates.near else {}
-    forms: dict[Kind, list[Form | None]] = {}
-    for kind, tensors in after.items():
-        forms[kind] = [None if t is None else Bits(t) for t in tensors]
-        for index, tolerance in enumerate(near.get(kind, ())):
-            tensor = tensors[index]
-            if tensor is not None:
-                beside = Near(tensor, tolerance)
-                forms[kind][index] = Either(Bits(tensor), beside, excuse=updates.why_near)
-    return forms
+            _compare_rank(evidence, rank, expectation.step, after, updates, tally)
 
 
 def _compare_rank(
-    evidence: Evidence,
-    rank: int,
-    step: int,
-    after: Mapping[Kind, Sequence[Form | None]],
-    updates: Updates,
-    tally: Tally,
+    evidence: Evidence, rank: int, step: int, after: After, updates: Updates, tally: Tally
 ) -> None:
-    for kind, tensors in after.items():
+    for kind, forms in after.items():
         if kind is Kind.PARAMETER and updates.averaged:
             continue  # expected under R: the mean over the ranks
-        for index, expected in enumerate(tensors):
+        for index, expected in enumerate(forms):
             if kind is Kind.OPTIMIZER and index in updates.holders:
                 holders = updates.holders[index]
                 if rank == 0:

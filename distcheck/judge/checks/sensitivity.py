@@ -13,7 +13,7 @@ import torch
 from distcheck.judge.checks.matching import projected
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.judge.oracles.forms import GradientForms, Projection
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import every, real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.layers import BITWISE, ROUNDING
@@ -48,11 +48,6 @@ def of_step(
     return found
 
 
-def _every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Every so-many-th number [n] of a tensor; a complex element is two."""
-    return real_parts(tensor).reshape(-1)[::stride]
-
-
 class _Look:
     """One layer's comparisons of a step."""
 
@@ -85,7 +80,7 @@ class _Look:
         def parts_at(stride: int) -> Parts:
             bits = self._forms.every(index, stride) if in_bits else None
             return Parts(
-                gradients=torch.stack([_every(stride, gradient).double() for gradient in own]),
+                gradients=torch.stack([every(stride, gradient).double() for gradient in own]),
                 shares=shares,
                 # Where a rank keeps its gradient, a GradScaler's scale is taken back all the same.
                 own=1.0 / per_rank(shared.loss_scales),
@@ -212,7 +207,7 @@ def of_average(
 
     def parts_at(stride: int) -> Parts:
         return Parts(
-            gradients=torch.stack([_every(stride, update).double() for update in updates]),
+            gradients=torch.stack([every(stride, update).double() for update in updates]),
             shares=even,
             own=torch.ones_like(even),
             weights=even,

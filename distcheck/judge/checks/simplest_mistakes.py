@@ -37,6 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distcheck.machine.numerics import every
 from distcheck.records import number
 from distcheck.records.mistakes import MISTAKES, Shown
 
@@ -133,9 +134,9 @@ def _try(
         "divided-by-world": shows(mean.unsqueeze(0) / world, 1.0),
     }
     if before is not None:
-        of_all["stale"] = shows(_flat(before, stride).unsqueeze(0), 0.0)
+        of_all["stale"] = shows(every(stride, before).double().unsqueeze(0), 0.0)
     if others:
-        rows = torch.stack([_flat(other, stride) for other in others[:_MOST_TWINS]])
+        rows = torch.stack([every(stride, other).double() for other in others[:_MOST_TWINS]])
         of_all["other-parameter"] = shows(rows, 0.0).all().reshape(1)
     shown = {
         name: tuple(rank for rank, seen in zip(ranks, rows.tolist(), strict=True) if seen)
@@ -160,11 +161,6 @@ def _added(scaled: torch.Tensor, parts: Parts) -> torch.Tensor:
     else:
         share = sizes / sizes.sum(0)
     return torch.maximum(share.nan_to_num(nan=1.0), parts.weights.unsqueeze(1))
-
-
-def _flat(tensor: torch.Tensor, stride: int) -> torch.Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.reshape(-1)[::stride].double()
 
 
 def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:

@@ -13,8 +13,8 @@ from distcheck.judge.diagnosis.layout_facts import (
 )
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import whole_batch
-from distcheck.judge.oracles.at_step import AtStep
-from distcheck.machine.numerics import real_parts
+from distcheck.judge.oracles.references import AtStep
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records.mesh import Mesh
 
@@ -74,11 +74,11 @@ def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
         place = mesh.coordinate(rank, "data")
         held = at.references.whole.tensor(rank, Kind.OUTPUT, at.step, 0)
         form = expected.expected[place]
-        right = real_parts(form.expected).double()
+        right = wide(form.expected)
         allowed = max(form.tolerance, form.rounding)
         if held is None or not bool(right.any()):
             continue
-        found = real_parts(held[: len(form.expected)]).double()
+        found = wide(held[: len(form.expected)])
         if not float((found - right).norm()) <= allowed:
             return _described(rank, found.flatten(1), right.flatten(1))
     return None
@@ -105,9 +105,9 @@ class _Measuring:
         self._at, self._mesh, self._index = at, mesh, index
         whole = at.references.whole
         held = [whole.tensor(r, Kind.GRADIENT, at.step, index) for r in range(mesh.world)]
-        self._held = [None if h is None else real_parts(h).double() for h in held]
+        self._held = [None if h is None else wide(h) for h in held]
         expected = at.full_batch.gradients[index]
-        self._expected = None if expected is None else real_parts(expected).double()
+        self._expected = None if expected is None else wide(expected)
         self._allowed = self._known_allowed()
 
     def _known_allowed(self) -> float:
@@ -205,7 +205,7 @@ class _Measuring:
             return False
         for rank, held in enumerate(self._held):
             own = self._at.shards[self._mesh.coordinate(rank, "data")].gradients[self._index]
-            if held is None or own is None or not self._near(held, real_parts(own).double()):
+            if held is None or own is None or not self._near(held, wide(own)):
                 return False
         return True
 
@@ -214,7 +214,7 @@ class _Measuring:
         if len(set(self._at.shares.counts)) < 2:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
-        present = [real_parts(part).double() for part in parts if part is not None]
+        present = [wide(part) for part in parts if part is not None]
         return len(present) == len(parts) and self._all_near(held, torch.stack(present).mean(0))
 
     def _lost_passes(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class _Measuring:
             part = of_pass[self._index]
             if part is None:
                 continue
-            if self._all_near(held, expected - real_parts(part).double()):
+            if self._all_near(held, expected - wide(part)):
                 return (number,)
         return ()
 
@@ -236,7 +236,7 @@ class _Measuring:
             return None
         before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]
         # The model is now in that step's state; what is asked next loads its own.
-        return None if before is None else real_parts(before).double()
+        return None if before is None else wide(before)
 
 
 def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Region | None:

@@ -8,7 +8,7 @@ from distcheck.judge.diagnosis.facts import LeftFacts
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
 _MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
@@ -56,7 +56,7 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
             if (found is None) != (own is None):
                 return None  # not seen: nothing is known of it
             continue
-        pairs.append((m.index, real_parts(found).double()))
+        pairs.append((m.index, wide(found)))
         if not torch.equal(found, own):
             names.append(m.name)
     if not names:
@@ -67,8 +67,8 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
     for index, found in pairs:
         own = expectation.shards[rank].gradients[index]
         assert own is not None
-        apart += float((found - real_parts(own).double()).norm()) ** 2
-        size += float(real_parts(own).double().norm()) ** 2
+        apart += float((found - wide(own)).norm()) ** 2
+        size += float(wide(own).norm()) ** 2
     buffers = () if source >= 0 else _other_buffers(expectation, rank, pairs)
     named = source >= 0 or buffers
     return LeftFacts(
@@ -96,7 +96,7 @@ def _autocast(
         except RuntimeError:  # an operation that has no such kernel
             continue
         squares = [
-            float((found - real_parts(own).double()).norm()) ** 2
+            float((found - wide(own)).norm()) ** 2
             for index, found in pairs
             if (own := gradients[index]) is not None
         ]
@@ -127,7 +127,7 @@ def _other_buffers(
     def apart(sources: list[int]) -> float:
         gradients = expectation.shard_from(rank, sources).gradients
         return sum(
-            float((found - real_parts(own).double()).norm()) ** 2
+            float((found - wide(own)).norm()) ** 2
             for index, found in pairs
             if (own := gradients[index]) is not None
         )
@@ -150,7 +150,7 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
         gradient = expectation.shards[rank].gradients[index]
         if gradient is None:
             return False
-        wanted = real_parts(gradient).double()
+        wanted = wide(gradient)
         # Chosen: far above rounding in float32; other ranks' gradients are others by far more.
         if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
             return False

@@ -7,7 +7,7 @@ import torch
 from distcheck.judge.diagnosis.facts import Match
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
-from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
+from distcheck.machine.numerics import gamma, real_parts, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 
 _MOST_SORTED = 1 << 20
@@ -72,12 +72,7 @@ def _size(expectation: StepExpectation, index: int) -> float:
     for weight, factor, shard in factors:
         gradient = shard.gradients[index]
         if gradient is not None and factor:
-            size += (
-                weight
-                / len(expectation.weights)
-                / abs(factor)
-                * float(real_parts(gradient).double().norm())
-            )
+            size += weight / len(expectation.weights) / abs(factor) * float(wide(gradient).norm())
     return size
 
 

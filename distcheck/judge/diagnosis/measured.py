@@ -7,7 +7,7 @@ import torch
 
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.rounding import Interval, interval
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
 
@@ -53,7 +53,7 @@ class Measured:
         gradient = self.expectation.shards[rank].gradients[self.index]
         if gradient is None:
             return torch.zeros_like(self.interval.mean)
-        return real_parts(gradient).double()
+        return wide(gradient)
 
     def shard(self, rank: int) -> torch.Tensor:
         """The gradient of a rank's mean loss, whatever was done to that loss."""
@@ -65,7 +65,7 @@ class Measured:
             rank, Kind.GRADIENT, self.expectation.step, self.index
         )
         assert found is not None
-        return real_parts(found).double()
+        return wide(found)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Given(Measured):
 
     def left(self, rank: int) -> torch.Tensor:
         """What backward was seen to leave on a rank."""
-        return real_parts(self._left_on(rank)).double()
+        return wide(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:
         found = self.expectation.trace.tensor(

@@ -16,7 +16,7 @@ from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff
+from distcheck.machine.numerics import gamma, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 
@@ -281,7 +281,7 @@ class StepMeasuring:
             seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
             if seen is None:
                 return False
-            seen = real_parts(seen).double()
+            seen = wide(seen)
             mean += seen * (share / factor)
             size += share / abs(factor) * float(seen.norm())
         return isfinite(size) and all(

@@ -7,7 +7,7 @@ import torch
 from distcheck.judge.diagnosis.facts import PassFacts
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
 _MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
@@ -52,5 +52,5 @@ def _used(expectation: StepExpectation) -> list[int]:
 
 
 def _flat(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
-    found = [real_parts(t).double().reshape(-1)[::stride] for t in tensors if t is not None]
+    found = [wide(t).reshape(-1)[::stride] for t in tensors if t is not None]
     return torch.cat(found)

@@ -138,7 +138,7 @@ class StepExpectation:
         """What went into the exchange of one parameter where a low-rank one is accepted. Raises
         NotRecordedError.
         """
-        return any_order.carried(self._at, self._mean, index)
+        return any_order.carried(self._at, index)
 
     def projected(self, result: torch.Tensor, given: Carried) -> Projected:
         """How one rank's result fits what went into its exchange."""

@@ -4,7 +4,7 @@ import torch
 
 from distcheck.judge.diagnosis.facts import Elsewhere
 from distcheck.judge.diagnosis.on_demand import StepExpectation
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
 
@@ -33,4 +33,4 @@ def owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
 
 
 def _within(held: torch.Tensor, mean: torch.Tensor, bound: torch.Tensor) -> bool:
-    return bool(((real_parts(held).double() - mean).abs() <= bound).all())
+    return bool(((wide(held) - mean).abs() <= bound).all())

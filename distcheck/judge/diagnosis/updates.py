@@ -14,7 +14,7 @@ from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
-from distcheck.machine.numerics import real_parts, unit_roundoff
+from distcheck.machine.numerics import unit_roundoff, wide
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 
@@ -50,8 +50,8 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
             wrong, parameters[spec.name] = True, parameters.get(spec.name, 0) + 1
             before = trace.tensor(rank, Kind.PARAMETER, step, index)
             assert before is not None, "the update was computed from it"
-            wide = [real_parts(t).double().reshape(-1) for t in (after, expected, before)]
-            rows.append((wide[0] - wide[2], wide[1] - wide[2], wide[2]))
+            moved, right, held = (wide(t).reshape(-1) for t in (after, expected, before))
+            rows.append((moved - held, right - held, held))
         for index, spec in enumerate(specs.optimizer):
             if expectation.update.is_sharded(index):
                 continue
@@ -102,7 +102,7 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
     if mesh is None or training.clip_norm is None or not 0 < factor < 1 - _SAME:
         return 1, ()
     held = [expectation.trace.tensor(0, Kind.GRADIENT, step, i) for i in range(len(names))]
-    squares = [0.0 if g is None else float(real_parts(g).double().square().sum()) for g in held]
+    squares = [0.0 if g is None else float(wide(g).square().sum()) for g in held]
     total, share = sum(squares), mesh.world // mesh.data
     if len(names) > _MOST_SUBSETS or share < 2 or sqrt(total) <= training.clip_norm:
         return 1, ()
@@ -139,13 +139,15 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
         )  # fmt: skip
         if before is None or after is None or gradient is None or expected is None:
             continue
-        wide = [real_parts(t).double().reshape(-1) for t in (before, after, expected, gradient)]
-        square += float(wide[3].square().sum())
-        right = wide[2] - wide[0]
+        start, end, wanted_end, own = (
+            wide(t).reshape(-1) for t in (before, after, expected, gradient)
+        )
+        square += float(own.square().sum())
+        right = wanted_end - start
         # Chosen: elements that moved by 4096 roundings and more, so that a factor is known.
-        known = right.abs() > 4096 * unit_roundoff(before.dtype) * wide[0].abs()
-        ratios.append(((wide[1] - wide[0]) / right)[known])
-        gradients.append(wide[3][known])
+        known = right.abs() > 4096 * unit_roundoff(before.dtype) * start.abs()
+        ratios.append(((end - start) / right)[known])
+        gradients.append(own[known])
     if not ratios or not len(factors := torch.cat(ratios)):
         return ()
     order = factors.argsort()
@@ -214,7 +216,7 @@ def _is_average(expectation: StepExpectation) -> bool:
             return False
         apart = apart or any(not torch.equal(present[0], other) for other in present[1:])
         mean = mean_of(present)
-        if not bool(((real_parts(held).double() - mean.mean).abs() <= mean.bound).all()):
+        if not bool(((wide(held) - mean.mean).abs() <= mean.bound).all()):
             return False
     return apart
 
@@ -237,13 +239,13 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)
         if given is None or result is None:
             continue
-        wide = real_parts(result).double()
-        if not expectation.projected(wide, given).why:
+        y = wide(result)
+        if not expectation.projected(y, given).why:
             continue
-        wrong.append((wide, given))
-        along = float((wide * given.mean).sum())
+        wrong.append((y, given))
+        along = float((y * given.mean).sum())
         if factor is None and along:
-            factor = float(wide.norm()) ** 2 / along
+            factor = float(y.norm()) ** 2 / along
     if not factor or any(expectation.projected(y / factor, given).why for y, given in wrong):
         return None
     return factor

@@ -12,8 +12,8 @@ it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to fro
 
 What they start from:
 
-    at_step.py      one step, as the ranks recorded it; shares.py: what each rank counts for
-    references.py   what is built once a process
+    references.py   what is built once a process; one step, as the ranks recorded it
+    shares.py       what each rank counts for
     shards.py       each rank's own part, again, from the state that rank recorded
     update.py       the optimizer's step
     ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from distcheck.records.layers import oracle_of
 
 if TYPE_CHECKING:
-    from distcheck.judge.oracles.at_step import AtStep
+    from distcheck.judge.oracles.references import AtStep
 
 
 def expect(check: str, layer: str, at: "AtStep") -> Any:

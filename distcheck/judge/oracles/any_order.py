@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
-from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import (
     Averaged,
     Either,
@@ -22,18 +21,14 @@ from distcheck.judge.oracles.forms import (
     Projection,
     Within,
 )
+from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import real_parts, unit_roundoff
+from distcheck.machine.numerics import every, real_parts, unit_roundoff
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
 
 Take = Callable[[torch.Tensor], torch.Tensor]
-
-
-def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Every so-many-th number [n] of a tensor; a complex element is two."""
-    return real_parts(tensor).reshape(-1)[::stride]
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ def gradients(at: AtStep) -> GradientForms:
         at.shares,
         mean.computed,
         mean=mean,
-        given=tuple(carried(at, mean, index) for index in range(len(at.specs))),
+        given=tuple(carried(at, index) for index in range(len(at.specs))),
         rank=accepted.amount,
         unit=unit_roundoff(at.ingredients.dtype),
         opening=at.shares.lost,
@@ -166,6 +161,10 @@ def gradients(at: AtStep) -> GradientForms:
 
 def mean_at(at: AtStep) -> AnyOrder:
     """The mean of a step, whatever is exchanged in its place. Raises NotBoundedError."""
+    return at.kept(_mean)
+
+
+def _mean(at: AtStep) -> AnyOrder:
     passes = at.training.accumulate
     return AnyOrder(
         at.shares,
@@ -173,7 +172,7 @@ def mean_at(at: AtStep) -> AnyOrder:
         gradients=at.shard_gradients,
         magnitudes=tuple(tuple(s.magnitudes) for s in at.shards) if passes > 1 else (),
         passes=passes,
-        half_quanta=half_quanta(at),
+        half_quanta=_half_quanta(at),
         nan_is_expected=at.nan_is_expected,
         near=unpromised.of_mean(at),
         why_near=unpromised.excuse(at),
@@ -181,24 +180,23 @@ def mean_at(at: AtStep) -> AnyOrder:
     )
 
 
-def half_quanta(at: AtStep) -> tuple[float, ...]:
-    """As `quantum.half_quanta`; empty where quantising is not accepted. Raises NotBoundedError."""
+def _half_quanta(at: AtStep) -> tuple[float, ...]:
     if at.accepted is None or at.accepted.family != "quantised":
         return ()
     by_rank = dict(zip(at.trace.ranks, at.shard_gradients, strict=True))
     return tuple(quantum.half_quanta(by_rank, at.accepted.amount, at.step))
 
 
-def carried(at: AtStep, mean: AnyOrder, index: int) -> low_rank.Carried | None:
+def carried(at: AtStep, index: int) -> low_rank.Carried | None:
     """What went into the exchange of one parameter where a low-rank one is accepted. Raises
     NotRecordedError.
     """
-    accepted, now = at.accepted, mean.interval(index)
+    accepted, now = at.accepted, mean_at(at).interval(index)
     if accepted is None or now is None:
         return None
     earlier = []
     for step in range(at.step) if accepted.feedback else ():
-        before = _intervals(at.references.at(step))[index]
+        before = at.references.kept(_EarlierMeans).of_step(step)[index]
         result = at.trace.tensor(0, Kind.GRADIENT, step, index)
         if before is None or result is None:
             raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
@@ -207,13 +205,18 @@ def carried(at: AtStep, mean: AnyOrder, index: int) -> low_rank.Carried | None:
     return low_rank.carried(now, earlier, unit=unit, world=world)
 
 
-def _intervals(at: AtStep) -> list[Interval | None]:
-    """R of every parameter at an earlier step; kept, as every later step needs it."""
-    kept = at.references.intervals
-    if at.step not in kept:
-        mean = mean_at(at)
-        kept[at.step] = [mean.interval(index) for index in range(len(at.specs))]
-    return kept[at.step]
+class _EarlierMeans:
+    """R of every parameter at earlier steps, which every later step needs."""
+
+    def __init__(self, references: References) -> None:
+        self._references = references
+        self._known: dict[int, list[Interval | None]] = {}
+
+    def of_step(self, step: int) -> list[Interval | None]:
+        if step not in self._known:
+            mean = mean_at(at := self._references.at(step))
+            self._known[step] = [mean.interval(index) for index in range(len(at.specs))]
+        return self._known[step]
 
 
 def parameters(at: AtStep) -> Averaged | None:

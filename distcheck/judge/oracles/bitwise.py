@@ -3,29 +3,47 @@
 What a rank computes by itself (its own gradients, its loss, the optimizer's step, its buffers) is
 computed again from what it recorded, and must have the same bits. So must the synchronised
 gradients where an order is promised (`order_exact.py`).
+
+Where the loop clips and each rank holds pieces of the gradients, ranks add up the squares of n
+numbers in another order than one process does. The relative error of such a sum grows like
+u sqrt(n) (as in `full_batch.py`), and that of its root is half of that. So the update is computed
+again for a norm that is larger and smaller by so much, with 8 u of room for the roundings of root,
+quotient and product. What the results differ by is how far the update may be from the one that is
+expected, as an L2 norm, with one rounding of the parameters themselves beside.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
 
 from distcheck.contract import DDPBuckets
-from distcheck.judge.oracles import any_order, clipped, order_exact, unpromised
-from distcheck.judge.oracles.any_order import AnyOrder, every
-from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles import any_order, order_exact, unpromised
+from distcheck.judge.oracles.any_order import AnyOrder
 from distcheck.judge.oracles.forms import (
     After,
     Bits,
     BufferWays,
     EachItsOwn,
+    Either,
     GradientForms,
     Gradients,
     Limit,
+    Near,
     RankLosses,
     Updates,
 )
+from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.machine.numerics import distance, every, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
+
+_CLIPPED = (
+    "the norm of all gradients is added up over the ranks' pieces, in another order than in one "
+    "process: the update is compared within what that may change"
+)
+_ROOM = 8.0  # Derived: one rounding each for root, sum, quotient and product, and as many here
 
 
 @dataclass(frozen=True)
@@ -110,8 +128,6 @@ def parameters(at: AtStep) -> Updates:
         after=tuple(after),
         holders={i: reference.holders(step + 1, i) for i in state if reference.is_sharded(i)},
         averaged=averages is not None and averages.at(step),
-        near=tuple(clipped.tolerances(at, rank) for rank in range(reference.world)),
-        why_near=clipped.EXCUSE,
     )
 
 
@@ -125,7 +141,40 @@ def _updated(at: AtStep, rank: int) -> After | None:
             found[Kind.PARAMETER] = moved[Kind.PARAMETER]
     except NotRecordedError:
         return None
-    return found
+    near = _tolerances(at, rank)
+    return {
+        kind: tuple(
+            Either(Bits(t), Near(t, near[kind][index]), excuse=_CLIPPED)
+            if near and t is not None
+            else bits(t)
+            for index, t in enumerate(tensors)
+        )
+        for kind, tensors in found.items()
+    }
+
+
+def _tolerances(at: AtStep, rank: int) -> Mapping[Kind, Sequence[float]]:
+    """How far each tensor may be from what is expected after a rank's step; nothing where bits are
+    expected.
+    """
+    if at.training.clip_norm is None or at.contract.optimizer_state != "cut":
+        return {}
+    unit = unit_roundoff(at.ingredients.dtype)
+    relative = unit * (sqrt(sum(spec.elements for spec in at.specs)) / 2 + _ROOM)
+    exact, more, less = (
+        at.references.update.run(rank, at.step, clip_factor=factor)
+        for factor in (1.0, 1.0 + relative, 1.0 - relative)
+    )
+    return {
+        kind: [
+            0.0
+            if one is None
+            else max(distance(one, other) for other in (above, below) if other is not None)
+            + unit * float(wide(one).norm())
+            for one, above, below in zip(exact[kind], more[kind], less[kind], strict=True)
+        ]
+        for kind in exact
+    }
 
 
 def _zeros_for_none(at: AtStep, rank: int) -> set[int]:

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 
 from distcheck.judge.oracles import any_order, bitwise
-from distcheck.judge.oracles.any_order import AnyOrder, every
-from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles.any_order import AnyOrder
 from distcheck.judge.oracles.forms import (
     EachItsOwn,
     Either,
@@ -29,8 +28,9 @@ from distcheck.judge.oracles.forms import (
     Updates,
 )
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
-from distcheck.judge.oracles.rounding import Interval
+from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.shares import declared_factor
+from distcheck.machine.numerics import every
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 
@@ -49,9 +49,9 @@ class ClosedForm:
     as every later one starts from it; it does not depend on which step was asked for first.
     """
 
-    def __init__(self, at_first: AtStep) -> None:
-        self._at, self._references = at_first, at_first.references
-        self._oracle = LatticeOracle(at_first.contract, at_first.case.dtype)
+    def __init__(self, references: References) -> None:
+        self._at, self._references = references.at(0), references
+        self._oracle = LatticeOracle(references.contract, self._at.case.dtype)
         self._steps: list[LatticeStep] = []
         self._standings: dict[int, Standing] = {}
 
@@ -62,11 +62,9 @@ class ClosedForm:
             done = len(self._steps)
             headers = [trace.header(rank, done) for rank in range(trace.layout.world)]
             ids = [header.ids for header in headers]
-            total = sum(map(len, ids))
-            factors = [
-                h.loss_factor * declared_factor(loss, len(h.ids), total, len(headers))
-                for h in headers
-            ]
+            sizes = list(map(len, ids))
+            declared = [declared_factor(loss, n, sum(sizes), len(sizes)) for n in sizes]
+            factors = [h.loss_factor * d for h, d in zip(headers, declared, strict=True)]
             self._steps.append(self._oracle.step(ids, factors))
         return self._steps[step]
 
@@ -95,34 +93,26 @@ class ClosedForm:
         self.standing(step)
         return self._standings.get(step) == "rounded"
 
-    def exact(self, step: int, index: int) -> torch.Tensor:
-        """The lattice's mean gradient of one parameter."""
-        spec = self._at.specs[index]
-        return as_tensor(spec, self.step(step).synced[spec.name])
-
     def _look(self, step: int, before: Standing) -> Standing:
         if before == "exact" and self._all_exact(step):
             return "exact"
         mean = any_order.mean_at(self._references.at(step))
         for index in range(len(self._at.specs)):
             interval = mean.interval(index)
-            for found in self._results(step, index):
-                if found is None or interval is None:
+            tolerance = mean.near[index] if mean.near else 0.0
+            for result in self._results(step, index):
+                if result is None or interval is None:
                     return "wrong"
-                if not self._is_near(found, interval, mean.near[index] if mean.near else 0.0):
+                apart = (result.double() - interval.mean).abs()
+                if not (bool((apart <= interval.bound).all()) or float(apart.norm()) <= tolerance):
                     return "wrong"
         return "rounded"
 
-    @staticmethod
-    def _is_near(found: torch.Tensor, interval: Interval, tolerance: float) -> bool:
-        apart = (found.double() - interval.mean).abs()
-        return bool((apart <= interval.bound).all()) or float(apart.norm()) <= tolerance
-
     def _all_exact(self, step: int) -> bool:
-        for index in range(len(self._at.specs)):
-            expected = self.exact(step, index)
-            for found in self._results(step, index):
-                if found is None or not torch.equal(found, expected):
+        for index, spec in enumerate(self._at.specs):
+            expected = as_tensor(spec, self.step(step).synced[spec.name])
+            for result in self._results(step, index):
+                if result is None or not torch.equal(result, expected):
                     return False
         return True
 
@@ -168,7 +158,7 @@ def as_tensor(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
 
 def gradients(at: AtStep) -> ExactGradients:
     """The synchronised gradients of a step. Raises HeadroomError."""
-    form, step = at.references.closed_form, at.step
+    form, step = at.references.kept(ClosedForm), at.step
     return ExactGradients(
         at.shares,
         at.computed_where_unseen,
@@ -181,11 +171,12 @@ def gradients(at: AtStep) -> ExactGradients:
 
 def local_gradients(at: AtStep) -> EachItsOwn:
     """What every rank's backward leaves. Raises HeadroomError."""
-    exact = at.references.closed_form.step(at.step)
+    form = at.references.kept(ClosedForm)
+    exact = form.step(at.step)
     parts: list[list[Form]] = [
         [Numbers(as_tensor(spec, own[spec.name])) for spec in at.specs] for own in exact.local
     ]
-    if at.references.closed_form.began_rounded(at.step) or at.references.unpromised:
+    if form.began_rounded(at.step) or at.references.unpromised:
         beside = bitwise.local_gradients(at).parts
         parts = [
             [one if other is None else Either(one, other) for one, other in zip(*pair, strict=True)]
@@ -196,7 +187,7 @@ def local_gradients(at: AtStep) -> EachItsOwn:
 
 def loss(at: AtStep) -> RankLosses:
     """The loss of every rank's own shard. Raises HeadroomError."""
-    form = at.references.closed_form
+    form = at.references.kept(ClosedForm)
     expected = tuple(float(value) for value in form.step(at.step).losses)
     if at.references.unpromised:  # whose micro-batches may not be fractions that a dtype holds
         again = bitwise.loss(at)
@@ -212,11 +203,11 @@ def parameters(at: AtStep) -> ExactParameters | Updates:
     """
     if _rounds(at):
         return bitwise.parameters(at)
-    after = at.references.closed_form.step(at.step).after
+    after = at.references.kept(ClosedForm).step(at.step).after
     return ExactParameters(tuple(Numbers(as_tensor(s, after[s.name])) for s in at.specs))
 
 
 def _rounds(at: AtStep) -> bool:
     """Whether sums are rounded on the way in this step, or were in one before it."""
-    form = at.references.closed_form
+    form = at.references.kept(ClosedForm)
     return form.standing(at.step) == "rounded" or form.began_rounded(at.step)

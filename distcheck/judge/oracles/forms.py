@@ -15,7 +15,6 @@ from distcheck.judge.oracles.shares import Shares
 from distcheck.recordings.recording import Kind
 
 Gradients = tuple[torch.Tensor | None, ...]  # of every parameter; None where there is none
-After = Mapping[Kind, Sequence[torch.Tensor | None]]
 Limit = Callable[[int], torch.Tensor | float]  # over every k-th number, or for the L2 norm
 
 
@@ -77,6 +76,7 @@ class Either:
 
 
 Form = Bits | Numbers | Within | Near | Projection | Either
+After = Mapping[Kind, Sequence[Form | None]]
 
 
 @dataclass(frozen=True)
@@ -177,18 +177,14 @@ class Averaged:
 
 @dataclass(frozen=True)
 class Updates:
-    """Of each rank, what the optimizer makes of a step; None where the trace lacks what it starts
-    from. `holders` are the ranks that hold each tensor of its state that is divided among them;
-    `averaged` says that parameters are averaged afterwards, and are not these. `near` has, of each
-    rank, how far the tensors of a kind may be from what is expected, for which `why_near` is the
-    reason; nothing where bits are expected.
+    """Of each rank, what its tensors may be after the optimizer's step; None where the trace lacks
+    what that starts from. `holders` are the ranks that hold each tensor of its state that is
+    divided among them; `averaged` says that parameters are averaged afterwards, and are not these.
     """
 
     after: tuple[After | None, ...]
     holders: Mapping[int, Sequence[int]]
     averaged: bool = False
-    near: Sequence[Mapping[Kind, Sequence[float]]] = ()
-    why_near: str = ""
 
 
 @dataclass(frozen=True)

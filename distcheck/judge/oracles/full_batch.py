@@ -79,7 +79,7 @@ within S64's tolerance.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import fsum, sqrt
@@ -93,9 +93,10 @@ from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.judge.oracles.longest_sum import LongestSum
 from distcheck.judge.oracles.shards import load_state, stretch_sizes
 from distcheck.machine import seeds
-from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
+from distcheck.machine.numerics import real_parts, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.building import Ingredients, trainable
 from distcheck.training.outputs import calls_of
@@ -153,7 +154,7 @@ def module_scales(
 
 def norm(tensor: torch.Tensor) -> float:
     """The L2 norm of what is finite, in float64; a complex number counts with both of its parts."""
-    parts = real_parts(tensor).double()
+    parts = wide(tensor)
     return float(torch.where(parts.isfinite(), parts, 0.0).norm())
 
 
@@ -163,6 +164,14 @@ def underflow(layer: str, batch: int, elements: int) -> float:
     """
     tiny = smallest(torch.float64 if layer == IN_FLOAT64 else torch.float32)
     return 2.0 * batch * tiny * sqrt(elements)
+
+
+def tolerance_of(
+    spec: TensorSpec, layer: str, relative: float, scales: Mapping[str, float], samples: int
+) -> float:
+    """The tolerance of one parameter's gradient, as an L2 norm, by those of its module."""
+    scale = scales.get(spec.name.rpartition(".")[0], 0.0)
+    return relative * scale + underflow(layer, samples, spec.elements)
 
 
 def loss_tolerance(layer: str, magnitude: float) -> float:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.judge.oracles.at_step import AtStep
-from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
+from distcheck.judge.oracles.references import AtStep
+from distcheck.machine.numerics import smallest, unit_roundoff, wide
 
 # Chosen: see above.
 _NEAR = 128 * unit_roundoff("float32")
@@ -71,17 +71,15 @@ def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
     held = [at.recorded_gradients(index) for index in indices]
     if not units or any(e is None for e in expected) or any(not h for h in held):
         return {}
-    right = [real_parts(e).double() for e in expected if e is not None]
-    apart = torch.cat(
-        [(real_parts(h[0]).double() - r).flatten() for h, r in zip(held, right, strict=True)]
-    )
+    right = [wide(e) for e in expected if e is not None]
+    apart = torch.cat([(wide(h[0]) - r).flatten() for h, r in zip(held, right, strict=True)])
     columns = []
     for unit in units:
         flipped = reference.run(at.step, within=Units([unit])).gradients
         moved = [flipped[index] for index in indices]
         if any(m is None for m in moved):
             return {}
-        parts = [real_parts(m).double() for m in moved if m is not None]
+        parts = [wide(m) for m in moved if m is not None]
         columns.append(torch.cat([(m - r).flatten() for m, r in zip(parts, right, strict=True)]))
     system = torch.stack(columns, dim=1)
     sides = torch.linalg.lstsq(system, apart.unsqueeze(1), driver="gelsd").solution.squeeze(1)

@@ -7,7 +7,6 @@ uses itself is not.
 """
 
 from collections import defaultdict
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,12 +30,7 @@ class LongestSum:
                 self._hooks.append(module.register_forward_hook(self._count))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

@@ -24,10 +24,10 @@ process as well: see `own_rounding.py`.
 
 import torch
 
-from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Near, Outputs
 from distcheck.judge.oracles.full_batch import FullBatch, norm, relative_tolerance
-from distcheck.machine.numerics import real_parts
+from distcheck.judge.oracles.references import AtStep
+from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records.layers import IN_FLOAT32
 
@@ -69,11 +69,11 @@ def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
     """The largest error in what ranks of a data coordinate recorded."""
     mesh, whole = at.references.mesh, at.references.whole
     assert mesh is not None, "outputs are recorded in a mesh"
-    wanted, found = real_parts(part).double(), [0.0]
+    wanted, found = wide(part), [0.0]
     for rank in mesh.ranks_of(place):
         held = whole.tensor(rank, Kind.OUTPUT, at.step, 0)
         if held is not None:
-            recorded = real_parts(held[: len(part)]).double().to(wanted.device)
+            recorded = wide(held[: len(part)]).to(wanted.device)
             found.append(float((recorded - wanted).norm()))
     return max(found)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import distance
 
 # Chosen: two ways of rounding that are this many times apart are one kind of error.
 _LIKE_ROUNDING = 16.0
@@ -52,7 +52,9 @@ class OwnRounding:
             return 0.0
         own, draws = 0.0, _DRAWS if right.numel() < _FEW else 1
         for draw in range(draws):
-            own = max(own, _apart(taken(self._run(draw)), right))
+            again = taken(self._run(draw))
+            apart = 0.0 if again is None else distance(again, right)
+            own = max(own, apart if apart < float("inf") else 0.0)  # also where it is NaN
             if error > _BEYOND_CHANCE * _LIKE_ROUNDING * own > 0:
                 break
         return _LIKE_ROUNDING * own if own > _UNUSUAL * bound else 0.0
@@ -61,10 +63,3 @@ class OwnRounding:
         while len(self._moved) <= draw:
             self._moved.append(self._reference.run(self._step, moved=len(self._moved)))
         return self._moved[draw]
-
-
-def _apart(one: torch.Tensor | None, other: torch.Tensor) -> float:
-    if one is None:
-        return 0.0
-    distance = float((real_parts(one).double() - real_parts(other).double()).norm())
-    return distance if distance < float("inf") else 0.0  # also where it is NaN

@@ -1,25 +1,37 @@
-"""What computes steps again, built once per process, and the steps that are computed with it."""
+"""What computes steps again, built once per process, and one step of a recorded run, as the oracle
+layers start from it.
 
+What several layers need of a step (the ranks' own parts, the whole batch) is computed once, when
+the first of them asks, and goes with the step. Checks are not given this: they get what the layers
+make of it.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from torch import nn
 
 from distcheck.contract import Contract
-from distcheck.judge.acceptance import read
-from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.acceptance import Accepted, read
 from distcheck.judge.oracles.averaging import Averages
-from distcheck.judge.oracles.closed_form import ClosedForm
-from distcheck.judge.oracles.full_batch import FullBatchReference
-from distcheck.judge.oracles.holding import ranks_that_hold
-from distcheck.judge.oracles.rounding import Interval
-from distcheck.judge.oracles.shards import ShardReference
+from distcheck.judge.oracles.forms import Gradients
+from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
+from distcheck.judge.oracles.own_rounding import OwnRounding
+from distcheck.judge.oracles.shards import ShardReference, ShardResult, loss_scale
+from distcheck.judge.oracles.shares import Shares
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine import seeds
+from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records.expected_events import NotFinite
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.building import Ingredients, trainable
+
+Made = TypeVar("Made")
 
 
 class References:
@@ -32,8 +44,14 @@ class References:
         self.mesh = contract.mesh(whole.layout.world)
         readers = ingredients.case.with_data if self.mesh is None else self.mesh.readers
         self.trace = whole.of_ranks(readers)
-        # R by step and parameter, kept for steps that come after it.
-        self.intervals: dict[int, list[Interval | None]] = {}
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, make: Callable[["References"], Made]) -> Made:
+        """What a layer keeps from step to step, made when it is first asked for."""
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        made: Made = self._kept[make]
+        return made
 
     @cached_property
     def unpromised(self) -> bool:
@@ -55,16 +73,31 @@ class References:
         counts = {self.trace.header(rank, 0).stretches for rank in range(self.trace.layout.world)}
         return counts.pop() if len(counts) == 1 else 1
 
-    def at(self, step: int) -> AtStep:
+    def at(self, step: int) -> "AtStep":
         """A step, of which nothing is computed yet."""
         return AtStep(self, step)
 
     @cached_property
     def holding(self) -> tuple[int, ...]:
-        """The ranks of the whole trace that must hold the mean gradient."""
+        """The ranks of the whole trace that must hold the mean gradient: those with data, and of
+        those without the ones whose gradients of zero were ever made something else. A server that
+        keeps the mean must hold the right one, one that only hands it on has nothing to compare.
+        """
         if self.mesh is not None:
             return tuple(range(self.mesh.world))
-        return ranks_that_hold(self.whole, self.ingredients.case.with_data)
+        with_data = self.ingredients.case.with_data
+        return tuple(
+            rank
+            for rank in range(self.whole.layout.world)
+            if rank in with_data or self._ever_held(rank)
+        )
+
+    def _ever_held(self, rank: int) -> bool:
+        return any(
+            tensor is not None and bool(tensor.any())
+            for step in range(self.whole.steps_written())
+            for tensor in self.whole.tensors(rank, Kind.GRADIENT, step)
+        )
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -114,7 +147,105 @@ class References:
             return None
         return Averages.seen_in(self.trace, accepted.amount)
 
+
+class AtStep:
+    """What the ranks did at `step`, computed again from what they recorded before it."""
+
+    def __init__(self, references: References, step: int) -> None:
+        self.references, self.step = references, step
+        self.ingredients, self.contract = references.ingredients, references.contract
+        self.trace = references.trace
+        self.case, self.training = self.ingredients.case, self.ingredients.training
+        self.specs = self.trace.layout.model.parameters
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, make: Callable[["AtStep"], Made]) -> Made:
+        """What is made once of a step, when it is first asked for, and goes with the step."""
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        made: Made = self._kept[make]
+        return made
+
     @cached_property
-    def closed_form(self) -> ClosedForm:
-        """The lattice's own training."""
-        return ClosedForm(self.at(0))
+    def shares(self) -> Shares:
+        """What each rank's part counts for."""
+        ranks = range(self.trace.layout.world)
+        return Shares(
+            step=self.step,
+            ranks=tuple(self.trace.ranks),
+            headers=tuple(self.trace.header(rank, self.step) for rank in ranks),
+            contract=self.contract,
+            loss=self.contract.loss_given(self.case.loss),
+            loss_scales=tuple(
+                loss_scale(self.ingredients, self.trace, rank, self.step) for rank in ranks
+            ),
+        )
+
+    @cached_property
+    def shards(self) -> tuple[ShardResult, ...]:
+        """Every rank's own part, computed again."""
+        ranks = range(self.trace.layout.world)
+        return tuple(self.references.shards.run(rank, self.step) for rank in ranks)
+
+    @property
+    def shard_gradients(self) -> tuple[Gradients, ...]:
+        """What backward should have left on every rank."""
+        return tuple(tuple(shard.gradients) for shard in self.shards)
+
+    @property
+    def computed_where_unseen(self) -> tuple[Gradients, ...]:
+        """The same where the trace lacks some rank's local gradient; nothing where it has all."""
+        trace, ranks = self.trace, range(self.trace.layout.world)
+        seen = all(
+            gradient is not None
+            for rank in ranks
+            for gradient in trace.tensors(rank, Kind.LOCAL_GRADIENT, self.step)
+        )
+        return () if seen else self.shard_gradients
+
+    @cached_property
+    def full_batch(self) -> FullBatch:
+        """The whole batch in one process."""
+        return self.references.full_batch.run(self.step)
+
+    @cached_property
+    def own_rounding(self) -> OwnRounding:
+        """What rounding alone does to the whole batch in one process."""
+        return OwnRounding(self.references.full_batch, self.step, self.full_batch)
+
+    @cached_property
+    def module_scales(self) -> dict[str, float]:
+        """The largest gradient of the whole batch in each module, as an L2 norm."""
+        return module_scales([spec.name for spec in self.specs], self.full_batch.gradients)
+
+    @cached_property
+    def in_double(self) -> "AtStep":
+        """The same step in float64, from the state that was recorded."""
+        return self.references.in_double.at(self.step)
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """What the case accepts."""
+        return read(self.case.accept)
+
+    @property
+    def whole_batch_layer(self) -> str:
+        """Which of S32 and S64 the step's dtype makes what follows from the whole batch."""
+        return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
+
+    @property
+    def nan_is_expected(self) -> bool:
+        """Whether the workload declares gradients that are not finite. In any other, a NaN shows
+        that something went wrong before the exchange or in it, and compares as nothing.
+        """
+        return any(isinstance(event, NotFinite) for event in self.ingredients.must_happen)
+
+    def recorded_gradients(self, index: int) -> list[torch.Tensor]:
+        """What the ranks that must hold the mean held of one parameter, each bit pattern once."""
+        whole, found = self.references.whole, dict[bytes, torch.Tensor]()
+        for rank in self.references.holding:
+            entry = whole.entry(rank, Kind.GRADIENT, self.step, index)
+            tensor = whole.tensor(rank, Kind.GRADIENT, self.step, index)
+            if tensor is not None:
+                found.setdefault(entry.digest, tensor)
+        return list(found.values())

@@ -7,8 +7,8 @@ from collections.abc import Set
 import torch
 from torch import nn
 
-from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Gradients, InitialState, OwnStep
+from distcheck.judge.oracles.references import AtStep
 from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
 from distcheck.training.building import in_one_storage, trainable

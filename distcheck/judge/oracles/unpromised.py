@@ -13,16 +13,15 @@ module for 256 images: less than any wrong weight, and less than rounding to a s
 
 import torch
 
-from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Bits, Either, Form, Near
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
     module_scales,
     relative_tolerance,
-    underflow,
+    tolerance_of,
 )
+from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import unit_roundoff
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
 
 def said(at: AtStep) -> str:
@@ -36,31 +35,22 @@ def said(at: AtStep) -> str:
     )
 
 
-def _layer(at: AtStep) -> str:
-    return IN_FLOAT64 if at.ingredients.dtype is torch.float64 else IN_FLOAT32
-
-
 def excuse(at: AtStep) -> str:
     """Why what has other bits passes."""
     return (
         "bits differ from those of micro-batches that count by their samples, by less than the "
-        f"tolerance of the {_layer(at)} layer"
+        f"tolerance of the {at.whole_batch_layer} layer"
     )
 
 
 def _tolerances(at: AtStep, gradients: list[torch.Tensor | None], samples: int) -> list[float]:
     """For each of some gradients over so many samples."""
-    names, layer = [spec.name for spec in at.specs], _layer(at)
-    scales = module_scales(names, gradients)
-    positions = at.full_batch.positions
-    relative = relative_tolerance(layer, samples, positions)
+    layer = at.whole_batch_layer
+    scales = module_scales([spec.name for spec in at.specs], gradients)
+    relative = relative_tolerance(layer, samples, at.full_batch.positions)
     short = unit_roundoff(at.ingredients.dtype) / unit_roundoff(torch.float32)
     relative *= max(1.0, short)  # a dtype that is shorter than the layer's rounds by more
-    return [
-        relative * scales.get(spec.name.rpartition(".")[0], 0.0)
-        + underflow(layer, samples, spec.elements)
-        for spec in at.specs
-    ]
+    return [tolerance_of(spec, layer, relative, scales, samples) for spec in at.specs]
 
 
 def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
@@ -83,7 +73,7 @@ def losses(at: AtStep) -> tuple[float, ...]:
     # Derived: of K terms, each is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
     return tuple(
-        max(loss_tolerance(_layer(at), shard.loss_terms), room * shard.loss_terms)
+        max(loss_tolerance(at.whole_batch_layer, shard.loss_terms), room * shard.loss_terms)
         for shard in at.shards
     )
 

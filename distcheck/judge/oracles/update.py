@@ -78,9 +78,6 @@ class UpdateReference:
             if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
                 raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
-            if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
-                name = trace.layout.model.parameters[index].name
-                raise NotRecordedError(f"rank {rank} recorded no gradient of {name} at step {step}")
             gradient = None if index in absent else gradient
             parameter.requires_grad_(self._trains[index])
             parameter.grad = None if gradient is None else gradient.clone()

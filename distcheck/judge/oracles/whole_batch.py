@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.judge.oracles import any_order, kinks, model_outputs
-from distcheck.judge.oracles.any_order import AnyOrder
-from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import (
     Either,
     GradientForms,
@@ -26,10 +24,10 @@ from distcheck.judge.oracles.full_batch import (
     FullBatch,
     loss_tolerance,
     relative_tolerance,
-    underflow,
+    tolerance_of,
 )
-from distcheck.judge.oracles.rounding import Interval
-from distcheck.machine.numerics import real_parts
+from distcheck.judge.oracles.references import AtStep
+from distcheck.machine.numerics import distance, real_parts
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
@@ -87,19 +85,19 @@ class WholeBatch(GradientForms):
 
 def gradients(at: AtStep) -> WholeBatch:
     """The synchronised gradients of a step."""
-    mean = _Mean(at)
     indices = range(len(at.specs))
-    expected = tuple(_expected(at, mean, index) for index in indices)
-    tolerances = tuple(_tolerance(at, index, mean) for index in indices)
-    in_float32 = layer_of(at) == IN_FLOAT32
-    beside = _beside(at, mean, expected, tolerances) if in_float32 else {}
+    expected = tuple(_expected(at, index) for index in indices)
+    tolerances = tuple(tolerance(at, index) for index in indices)
+    in_float32 = at.whole_batch_layer == IN_FLOAT32
+    refused = _refused(at, expected, tolerances) if in_float32 else {}
+    beside = _on_other_sides(at, expected, tolerances, refused)
     return WholeBatch(
         at.shares,
         at.computed_where_unseen if at.references.mesh is None else (),
         gradients=expected,
         tolerances=tolerances,
         by_shards=beside,
-        rounding=_rounding(at, expected, tolerances, beside) if in_float32 else {},
+        rounding=_rounding(at, expected, tolerances, beside, refused),
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
@@ -117,20 +115,7 @@ def _of_ghost(at: AtStep) -> str:
     )
 
 
-class _Mean:
-    """R of a step, which takes the ranks' own parts, where something needs it."""
-
-    def __init__(self, at: AtStep) -> None:
-        self._at = at
-        self._known: AnyOrder | None = None
-
-    def interval(self, index: int) -> Interval | None:
-        """Mean and bound of one parameter. Raises NotBoundedError."""
-        self._known = self._known or any_order.mean_at(self._at)
-        return self._known.interval(index)
-
-
-def _expected(at: AtStep, mean: _Mean, index: int) -> torch.Tensor | None:
+def _expected(at: AtStep, index: int) -> torch.Tensor | None:
     """One parameter's gradient, None where one machine has none.
 
     Where a GradScaler's scale takes a shard's gradient beyond all numbers, the step is to be
@@ -140,7 +125,7 @@ def _expected(at: AtStep, mean: _Mean, index: int) -> torch.Tensor | None:
     full = at.full_batch.gradients[index]
     if full is None or at.training.loss_scale is None:
         return full
-    interval = mean.interval(index)
+    interval = any_order.mean_at(at).interval(index)
     if interval is None or bool(interval.mean.isfinite().all()):
         return full
     parts = real_parts(full)
@@ -149,16 +134,6 @@ def _expected(at: AtStep, mean: _Mean, index: int) -> torch.Tensor | None:
 
 
 def tolerance(at: AtStep, index: int) -> float:
-    """The most by which one parameter's gradient may differ, as an L2 norm."""
-    return _tolerance(at, index, _Mean(at))
-
-
-def layer_of(at: AtStep) -> str:
-    """Which of the two layers a step's dtype makes it."""
-    return IN_FLOAT64 if at.ingredients.dtype is torch.float64 else IN_FLOAT32
-
-
-def _tolerance(at: AtStep, index: int, mean: _Mean) -> float:
     """The most by which a parameter's gradient may differ, as an L2 norm.
 
     What is rounded (or quantised) on its way differs from the mean of the shards by as much as
@@ -167,16 +142,15 @@ def _tolerance(at: AtStep, index: int, mean: _Mean) -> float:
     exact = _relative_to_batch(at, index)
     if at.contract.wire is None and (at.accepted is None or at.accepted.family != "quantised"):
         return exact
-    interval = mean.interval(index)
+    interval = any_order.mean_at(at).interval(index)
     return exact if interval is None else exact + float(interval.bound.norm())
 
 
 def _relative_to_batch(at: AtStep, index: int) -> float:
     """The same of gradients that are neither rounded nor quantised on their way."""
-    spec, samples, layer = at.specs[index], at.shares.samples, layer_of(at)
-    scale = at.module_scales.get(spec.name.rpartition(".")[0], 0.0)
+    samples, layer = at.shares.samples, at.whole_batch_layer
     relative = relative_tolerance(layer, samples, at.full_batch.positions, _splits(at))
-    return relative * scale + underflow(layer, samples, spec.elements)
+    return tolerance_of(at.specs[index], layer, relative, at.module_scales, samples)
 
 
 def _splits(at: AtStep) -> int:
@@ -188,67 +162,60 @@ def _splits(at: AtStep) -> int:
     return 2 * len(layers) * (mesh.world // mesh.data - 1)
 
 
-def _by_shards(
-    at: AtStep, mean: _Mean, expected: Gradients, tolerances: tuple[float, ...]
-) -> dict[int, torch.Tensor]:
-    """Gradients that are recorded too far from the whole batch's, and near enough to the shards'
-    mean, where that mean is the whole batch's but for rounding. It may have some more than the
+def _refused(
+    at: AtStep, expected: Gradients, tolerances: Sequence[float]
+) -> dict[int, list[torch.Tensor]]:
+    """What is recorded too far from the whole batch's gradients. It may be some more than the
     comparison, which decides, will refuse.
     """
+    recorded = {
+        index: [g for g in at.recorded_gradients(index) if not distance(g, full) <= allowed]
+        for index, (full, allowed) in enumerate(zip(expected, tolerances, strict=True))
+        if full is not None
+    }
+    return {index: too_far for index, too_far in recorded.items() if too_far}
+
+
+def _on_other_sides(
+    at: AtStep,
+    expected: Gradients,
+    tolerances: Sequence[float],
+    refused: Mapping[int, Sequence[torch.Tensor]],
+) -> dict[int, torch.Tensor]:
+    """What else gradients may be, where rounding puts some sample on another side of a kink: the
+    shards' mean, where that is the whole batch's but for rounding; and in a mesh, where no rank has
+    a shard, the whole batch's with these samples moved.
+    """
     found = {}
-    for index, full in enumerate(expected):
-        if full is None:
-            continue
-        recorded = at.recorded_gradients(index)
-        refused = [g for g in recorded if not _distance(g, full) <= tolerances[index]]
-        interval = mean.interval(index) if refused else None
-        if interval is None:
+    for index, too_far in refused.items():
+        full, interval = expected[index], any_order.mean_at(at).interval(index)
+        if full is None or interval is None:
             continue
         shards = torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
         # Where the distance is NaN, as that of two infinities, the comparison decides.
-        near = any(not _distance(g, shards) > tolerances[index] for g in refused)
+        near = any(not distance(g, shards) > tolerances[index] for g in too_far)
         if near and _shards_are_the_batch(at, index):
             found[index] = shards
-    return found
-
-
-def _beside(
-    at: AtStep, mean: _Mean, expected: Gradients, tolerances: tuple[float, ...]
-) -> dict[int, torch.Tensor]:
-    """What else gradients may be, where rounding puts some sample on another side of a kink: taken
-    shard by shard, and in a mesh, where no rank has a shard, with these samples moved.
-    """
-    found = _by_shards(at, mean, expected, tolerances)
-    if at.references.mesh is None:
+    left = [index for index in refused if index not in found]
+    if at.references.mesh is None or not left:
         return found
-    refused = [
-        index
-        for index, full in enumerate(expected)
-        if full is not None
-        and index not in found
-        and any(not _distance(g, full) <= tolerances[index] for g in at.recorded_gradients(index))
-    ]
-    return found | (kinks.beside_kinks(at, refused) if refused else {})
+    return found | kinks.beside_kinks(at, left)
 
 
 def _rounding(
     at: AtStep,
     expected: Gradients,
-    tolerances: tuple[float, ...],
+    tolerances: Sequence[float],
     beside: Mapping[int, torch.Tensor],
+    refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> dict[int, float]:
     """In a mesh: how far gradients may be off that are recorded too far from all that is expected,
     where the reference rounds them by as much.
     """
-    if at.references.mesh is None:
-        return {}
     found = {}
-    for index, full in enumerate(expected):
-        if full is None:
-            continue
-        right = [full, beside[index]] if index in beside else [full]
-        nearest = [min(_distance(g, r) for r in right) for g in at.recorded_gradients(index)]
-        error = max(nearest, default=0.0)
+    for index, too_far in refused.items() if at.references.mesh is not None else ():
+        right = [one for one in (expected[index], beside.get(index)) if one is not None]
+        error = max(min(distance(g, one) for one in right) for g in too_far)
         if not error <= tolerances[index]:
             found[index] = gradient_rounding(at, index, error, tolerances[index])
     return found
@@ -261,24 +228,19 @@ def gradient_rounding(at: AtStep, index: int, error: float, bound: float) -> flo
     return at.own_rounding.allows(lambda batch: batch.gradients[index], error=error, bound=bound)
 
 
-def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    wanted = real_parts(expected).to(actual.device).double()
-    return float((real_parts(actual).double() - wanted).norm())
-
-
 def _shards_are_the_batch(at: AtStep, index: int) -> bool:
     """Whether the shards' mean is the whole batch's gradient, but for float32's rounding: in
     float64 they are the same, within S64's tolerance, from the same parameters.
     """
     try:
-        wide = at.in_double
-        interval = any_order.mean_at(wide).interval(index)
-        full = wide.full_batch.gradients[index]
+        in_double = at.in_double
+        interval = any_order.mean_at(in_double).interval(index)
+        full = in_double.full_batch.gradients[index]
         if interval is None or full is None:
             return False
         mean = torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
         apart = float((mean - full).norm())
-        return apart <= _relative_to_batch(wide, index)
+        return apart <= _relative_to_batch(in_double, index)
     except Exception:  # theirs: not every workload computes in float64
         return False
 
@@ -286,7 +248,7 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
 def outputs(at: AtStep) -> Outputs | None:
     """What the model returns for the samples of each data coordinate."""
     return model_outputs.expected(
-        at, layer_of(at), _splits(at), _ROUNDED.format("outputs are", "they are")
+        at, at.whole_batch_layer, _splits(at), _ROUNDED.format("outputs are", "they are")
     )
 
 
@@ -294,7 +256,7 @@ def loss(at: AtStep) -> MeanLoss:
     """The mean loss. Terms of both signs may cancel in it: where the ranks' loss is further from it
     than the narrower bound allows, the samples' losses are looked at, a forward pass for each.
     """
-    expected, layer = at.full_batch.loss, layer_of(at)
+    expected, layer = at.full_batch.loss, at.whole_batch_layer
     apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
     if bound < apart < math.inf:
@@ -341,9 +303,9 @@ def _mean_loss(at: AtStep, losses: Sequence[float]) -> float:
 def _losses_are_the_batchs(at: AtStep) -> bool:
     """Whether the shards' mean loss is the whole batch's, but for float32's rounding."""
     try:
-        wide = at.in_double
-        whole = wide.full_batch.loss
-        apart = abs(_mean_loss(wide, [shard.loss for shard in wide.shards]) - whole)
+        in_double = at.in_double
+        whole = in_double.full_batch.loss
+        apart = abs(_mean_loss(in_double, [shard.loss for shard in in_double.shards]) - whole)
         return apart <= loss_tolerance(IN_FLOAT64, whole)
     except Exception:  # theirs: not every workload computes in float64
         return False
