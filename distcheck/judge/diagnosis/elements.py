@@ -87,7 +87,7 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
     """
     mean, ranks = measured.interval.mean, range(measured.world)
     errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
-    weights = measured.expectation.weights
+    weights = measured.expectation.shares.weights
     size = sum(w / len(ranks) * float(measured.shard(r).norm()) for r, w in enumerate(weights))
     found: list[list[str]] = [[] for _ in ranks]
     for dtype in _SHORTER if errors else ():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from distcheck.judge.diagnosis.layout_facts import (
+from distcheck.judge.diagnosis.facts import (
     LayoutFacts,
     LayoutParameter,
     Region,

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from distcheck.judge.diagnosis.facts import Match
-from distcheck.judge.diagnosis.measured import Measured
-from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.diagnosis.measured import Measured, StepExpectation
 from distcheck.machine.numerics import gamma, real_parts, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 
@@ -67,12 +66,19 @@ def _earlier(
 
 def _size(expectation: StepExpectation, index: int) -> float:
     """What the terms of a mean add up to, as a norm."""
-    factors = zip(expectation.weights, expectation.unscaled, expectation.shards, strict=True)
+    factors = zip(
+        expectation.shares.weights, expectation.shares.unscaled, expectation.shards, strict=True
+    )
     size = 0.0
     for weight, factor, shard in factors:
         gradient = shard.gradients[index]
         if gradient is not None and factor:
-            size += weight / len(expectation.weights) / abs(factor) * float(wide(gradient).norm())
+            size += (
+                weight
+                / len(expectation.shares.weights)
+                / abs(factor)
+                * float(wide(gradient).norm())
+            )
     return size
 
 
@@ -102,10 +108,10 @@ def _mixed(
     sum of d_k over those ranks: least squares says which, and the sum is then tried as it is.
     """
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
-    world = len(expectation.weights)
+    world = len(expectation.shares.weights)
     if world < 2 or one.elements > _MOST_SORTED or one.elements <= world:
         return
-    shares = [weight / world for weight in expectation.weights]
+    shares = [weight / world for weight in expectation.shares.weights]
     for other in alike[:_MOST_OTHERS]:
         pairs = [(other.shard(r).reshape(-1), one.shard(r).reshape(-1)) for r in range(world)]
         gaps = torch.stack([(o - p) * s for (o, p), s in zip(pairs, shares, strict=True)], dim=1)

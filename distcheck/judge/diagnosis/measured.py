@@ -1,14 +1,60 @@
-"""A parameter of a failed step, as tensors."""
+"""A failed step, and a parameter of it, as tensors: what should have been, computed when a cause is
+asked for. Which questions are asked depends on the answers, so nothing is computed ahead, as it is
+for checks.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.oracles import any_order
+from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
+from distcheck.records import LossName
+
+
+class StepExpectation(AtStep):
+    """What should have been at a step, as a closer look asks for it."""
+
+    def interval(
+        self, index: int, *, wire: str | None = None, loss: LossName | None = None
+    ) -> Interval | None:
+        """As `AnyOrder.interval`."""
+        return any_order.mean_at(self).interval(index, wire=wire, loss=loss)
+
+    @property
+    def half_quanta(self) -> Sequence[float]:
+        """As `quantum.half_quanta`; empty where quantising is not accepted."""
+        return any_order.mean_at(self).half_quanta
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """How many the strategy's own backward cuts a batch into, the loop, and both together; none
+        where there is one.
+        """
+        own, by_loop = self.contract.micro_batches, self.training.accumulate
+        return tuple(sorted({own, by_loop, own * by_loop} - {1}))
+
+    @property
+    def token_counts(self) -> dict[str, Any]:
+        """The numbers of `StepFacts` where ranks count by tokens; nothing elsewhere."""
+        shares = self.shares
+        summed = shares.loss == "tokens"
+        counted = all(header.tokens is not None for header in shares.headers)
+        if not summed and not counted:
+            return {}
+        positions = tuple(header.positions for header in shares.headers) if counted else ()
+        return {
+            "samples": shares.sizes,
+            "tokens": shares.counts,
+            "positions": positions,
+            "summed": summed,
+        }
 
 
 @dataclass(frozen=True)
@@ -39,13 +85,13 @@ class Measured:
     @property
     def world(self) -> int:
         """How many ranks have data."""
-        return len(self.expectation.weights)
+        return len(self.expectation.shares.weights)
 
     @property
     def shares(self) -> list[float]:
         """What each rank's gradient, as backward leaves it, counts for in the mean."""
-        world = len(self.expectation.weights)
-        pairs = zip(self.expectation.weights, self.expectation.unscaled, strict=True)
+        world = len(self.expectation.shares.weights)
+        pairs = zip(self.expectation.shares.weights, self.expectation.shares.unscaled, strict=True)
         return [weight / world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
@@ -57,7 +103,7 @@ class Measured:
 
     def shard(self, rank: int) -> torch.Tensor:
         """The gradient of a rank's mean loss, whatever was done to that loss."""
-        return self.left(rank) / self.expectation.unscaled[rank]
+        return self.left(rank) / self.expectation.shares.unscaled[rank]
 
     def result(self, rank: int) -> torch.Tensor:
         """What a rank held after the sync."""
@@ -77,7 +123,7 @@ class Given(Measured):
     @cached_property
     def interval(self) -> Interval:
         """The mean of what was left."""
-        parts = [self._left_on(rank) for rank in range(len(self.expectation.weights))]
+        parts = [self._left_on(rank) for rank in range(len(self.expectation.shares.weights))]
         return interval(parts, self.shares, rescaled=True)
 
     def left(self, rank: int) -> torch.Tensor:

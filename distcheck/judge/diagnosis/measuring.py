@@ -8,11 +8,10 @@ from math import isfinite, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis import elements, left
+from distcheck.judge.diagnosis import backward, elements
 from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.matching import matches_of
-from distcheck.judge.diagnosis.measured import Given, Measured
-from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.diagnosis.measured import Given, Measured, StepExpectation
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -37,7 +36,7 @@ class StepMeasuring:
         self._expectation, self._earlier = expectation, earlier
         self._trace, self._step = expectation.trace, expectation.step
         self._ranks = range(self._trace.layout.world)
-        self.shares = [w / len(self._ranks) for w in expectation.weights]
+        self.shares = [w / len(self._ranks) for w in expectation.shares.weights]
         self._missing: list[tuple[str, int]] = []
         self._own_elsewhere = True
         self._not_finite: NotFinite | None = None
@@ -50,8 +49,8 @@ class StepMeasuring:
         """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
         where a rank has done away with its gradient before anything was exchanged.
         """
-        if self._expectation.lost:
-            raise NotRecordedError(self._expectation.lost)
+        if self._expectation.shares.lost:
+            raise NotRecordedError(self._expectation.shares.lost)
         measured = self._measure()
         wrong = [m for m in measured if m.wrong]
         # Of several dtypes: what rounds less is not excused by what rounds more.
@@ -59,7 +58,7 @@ class StepMeasuring:
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite else wrong
-        others = left.others(self._expectation, measured)
+        others = backward.others(self._expectation, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: the exchange is measured by what it was given.
             wrong = [Given(**vars(m)) for m in wrong]
@@ -84,7 +83,9 @@ class StepMeasuring:
             left_norms=tuple(
                 sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
             ),
-            left_factors=tuple(left.factor(self._expectation, r, measured) for r in self._ranks),
+            left_factors=tuple(
+                backward.factor(self._expectation, r, measured) for r in self._ranks
+            ),
             left=others,
             micro_batches=self._expectation.micro_batches,
             left_elements=sum(m.elements for m in measured),
@@ -214,7 +215,7 @@ class StepMeasuring:
     def _coarse(self, elements: int) -> tuple[float, ...]:
         """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
         widest = max(self._expectation.half_quanta, default=0.0) * sqrt(elements)
-        factors = self._expectation.unscaled
+        factors = self._expectation.shares.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
 
     def _tiny(self) -> float:
@@ -276,7 +277,7 @@ class StepMeasuring:
         """Whether all ranks hold the right mean of what backward was seen to leave."""
         mean, size = torch.zeros_like(measured.interval.mean), 0.0
         relative = self._gamma_of(self._unit_of(measured))
-        factors = self._expectation.unscaled
+        factors = self._expectation.shares.unscaled
         for rank, factor, share in zip(self._ranks, factors, self.shares, strict=True):
             seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
             if seen is None:
@@ -308,7 +309,7 @@ class StepMeasuring:
             if before != after or not any(bool(m.result(rank).any()) for m in measured):
                 continue
             try:
-                moved = self._expectation.update.run(rank, self._step)[Kind.PARAMETER]
+                moved = self._expectation.references.update.run(rank, self._step)[Kind.PARAMETER]
             except NotRecordedError:
                 continue
             stayed = [self._trace.tensor(rank, Kind.PARAMETER, self._step, i) for i in indices]

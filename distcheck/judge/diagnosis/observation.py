@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import combinations, product
 from math import isclose, sqrt
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -22,31 +22,30 @@ from distcheck.contract import (
 )
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import drew_alike
-from distcheck.judge.diagnosis.facts import Facts, Overlap
-from distcheck.judge.diagnosis.forward_twice import ran_twice
+from distcheck.judge.diagnosis.backward import measured_passes
+from distcheck.judge.diagnosis.facts import Elsewhere, Facts, Overlap
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
+from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
-from distcheck.judge.diagnosis.micro_batches import measured_passes
-from distcheck.judge.diagnosis.on_demand import StepExpectation
-from distcheck.judge.diagnosis.owned import owned_elsewhere
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
     measured_average,
     measured_update,
+    ran_twice,
     scaled_projection,
 )
 from distcheck.judge.fitting import fit
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
-from distcheck.judge.oracles import order_exact
+from distcheck.judge.oracles import order_exact, whole_batch
 from distcheck.judge.oracles.references import References
+from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
-from distcheck.machine.numerics import NotBoundedError, real_parts
+from distcheck.machine.numerics import NotBoundedError, wide
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
-from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
@@ -76,92 +75,81 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
     """What is to be known of the job's steps."""
     look = _Look(job, ingredients, trace)
     library, _, alike = drew_alike(trace, range(job.layout.world))
-    facts = Facts(
-        world=job.layout.world,
-        overlaps=tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
-        same_randomness=alike if job.draws_random_numbers and library == "torch" else (),
-        begins_alike=_begins_alike(trace),
-    )
-    accepted = acceptance.read(job.case.accept)
-    if not job.steps:
-        return facts
+    seen: dict[str, Any] = {
+        "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
+        "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
+        "begins_alike": _begins_alike(trace),
+    }
     try:
-        facts = look.at_buffers(look.at_update(facts))
-        if look.mesh is not None:
-            return look.at_layout(facts, look.mesh)
-        if accepted is not None and not accepted.requires_mean:
-            return look.at_design(facts, accepted)
-        if lost := look.lost():
-            return msgspec.structs.replace(facts, lost=lost)
-        return look.at_steps(facts)
+        if job.steps:
+            seen |= look.at_update() | look.at_buffers()
+            seen |= look.at_gradients()
     except (NotBoundedError, NotRecordedError) as error:
-        return msgspec.structs.replace(facts, trouble=str(error))
+        seen["trouble"] = str(error)
+    return Facts(world=job.layout.world, **seen)
 
 
 class _Look:
+    """What is seen of a failed case, by the names that `Facts` has for it."""
+
     def __init__(self, job: ObserveRequest, ingredients: Ingredients, whole: TraceReader) -> None:
-        self._job = job
+        self._job, self._ingredients = job, ingredients
         self._references = References(ingredients, job.contract, whole)
-        self._trace, self.mesh = self._references.trace, self._references.mesh
-        self._ingredients = ingredients
+        self._trace = self._references.trace
+        self._written = self._trace.steps_written()
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
         self._large = elements > MOST_KEPT  # then one step, and the one before it
         self._reach = 1 if self._large else _MOST_EARLIER
 
-    def lost(self) -> str:
-        """Says of which ranks no gradient can come back from the loss, at the first step."""
-        step = self._job.steps[0]
-        return self._expect(step).lost if step < self._trace.steps_written() else ""
-
-    def at_update(self, facts: Facts) -> Facts:
-        """Measures the optimizer's step where its check failed."""
+    def at_update(self) -> dict[str, Any]:
+        """The optimizer's step where its check failed."""
         step = self._job.update_step
         failed = ("parameters", BITWISE) in self._job.failed or (
             ("parameters", "lattice") in self._job.failed and step == min(self._job.steps)
         )
-        if not failed or not 0 <= step < self._trace.steps_written():
-            return facts
-        return msgspec.structs.replace(facts, update=measured_update(self._expect(step)))
+        if not failed or not 0 <= step < self._written:
+            return {}
+        return {"update": measured_update(self._expect(step))}
 
-    def at_buffers(self, facts: Facts) -> Facts:
-        """Measures the buffers where their check alone failed, at the first step."""
+    def at_buffers(self) -> dict[str, Any]:
+        """The buffers where their check alone failed, at the first step."""
         step = self._job.steps[0]
         alone = ("buffers", BITWISE) in self._job.failed and not any(
             check == "gradients" for check, _ in self._job.failed
         )
-        if not alone or step >= self._trace.steps_written():
-            return facts
-        return msgspec.structs.replace(facts, forward_twice=ran_twice(self._expect(step)))
+        if not alone or step >= self._written:
+            return {}
+        return {"forward_twice": ran_twice(self._expect(step))}
 
-    def at_design(self, facts: Facts, accepted: acceptance.Accepted) -> Facts:
-        """Measures what is exchanged in place of a mean of gradients."""
-        step = self._job.steps[0]
-        if step >= self._trace.steps_written():
-            return facts
+    def at_gradients(self) -> dict[str, Any]:
+        """The gradients, or what is exchanged in their place."""
+        step, mesh = self._job.steps[0], self._references.mesh
+        accepted = acceptance.read(self._job.case.accept)
+        written = step < self._written
+        if mesh is not None:
+            at = self._references.at(step)
+            return {"layout": measured_layout(at, mesh)} if written else {}
+        if accepted is not None and not accepted.requires_mean:
+            return self._at_design(accepted) if written else {}
+        if written and (lost := self._expect(step).shares.lost):
+            return {"lost": lost}
+        return self._at_steps()
+
+    def _at_design(self, accepted: acceptance.Accepted) -> dict[str, Any]:
         if ("parameters", ROUNDING) in self._job.failed:
-            step = self._job.update_step
-            average = measured_average(self._expect(step))
-            return msgspec.structs.replace(facts, average=average)
+            return {"average": measured_average(self._expect(self._job.update_step))}
         if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
-            factor = scaled_projection(self._expect(step))
-            return msgspec.structs.replace(facts, scaled_projection=factor)
-        return facts
+            return {"scaled_projection": scaled_projection(self._expect(self._job.steps[0]))}
+        return {}
 
-    def at_layout(self, facts: Facts, mesh: Mesh) -> Facts:
-        """Measures the first step that failed in a model-parallel layout."""
-        step = self._job.steps[0]
-        if step >= self._trace.steps_written():
-            return facts
-        return msgspec.structs.replace(
-            facts, layout=measured_layout(self._references.at(step), mesh)
-        )
-
-    def at_steps(self, facts: Facts) -> Facts:
-        """Measures every step that was written."""
-        written = self._trace.steps_written()
-        steps = [step for step in self._job.steps if step < written][: 1 if self._large else None]
-        case = self._job.case
+    def _at_steps(self) -> dict[str, Any]:
+        """Every step that was written."""
+        steps = [step for step in self._job.steps if step < self._written]
+        steps = steps[:1] if self._large else steps
+        if not steps:
+            return {}
+        case, failed = self._job.case, self._job.failed
         undeclared = self._job.contract.is_bare and case.accept is None
         undeclared &= case.dtype in acceptance.DTYPES
         measured = []
@@ -170,48 +158,39 @@ class _Look:
             earlier = [self._expect(before) for before in past]
             one = StepMeasuring(self._expect(step), earlier).facts()
             measured.append(msgspec.structs.replace(one, undeclared=undeclared))
-        facts = msgspec.structs.replace(facts, steps=tuple(measured))
-        if measured and measured[0].parameters:
-            facts = self._beside(facts, self._expect(steps[0]), written)
-        if steps and self._references.contract.gradients == "owner":
-            found = owned_elsewhere(self._expect(steps[0]))
-            facts = msgspec.structs.replace(facts, elsewhere=found)
-        if measured and measured[0].parameters and self._job.takes_loss:
-            under = tuple(self._right_under(steps[0], written))
-            facts = msgspec.structs.replace(facts, right_under=under)
-        if not measured or measured[0].parameters or measured[0].not_finite:
-            return facts
-        expectation, failed = self._expect(steps[0]), self._job.failed
+        seen: dict[str, Any] = {"steps": tuple(measured)}
+        expectation, first = self._expect(steps[0]), measured[0]
+        passes = expectation.contract.micro_batches * expectation.training.accumulate
+        if first.parameters and passes > 1 and not self._large:
+            seen["passes"] = measured_passes(expectation)
+        if first.parameters and len(first.alike) > 1:
+            seen["averaged_every"] = averaged_every(expectation, self._written)
+        if expectation.contract.gradients == "owner":
+            seen["elsewhere"] = _owned_elsewhere(expectation)
+        if first.parameters and self._job.takes_loss:
+            seen["right_under"] = tuple(self._right_under(steps[0]))
+        if first.parameters or first.not_finite:
+            return seen
         if ("gradients", BITWISE) in failed:
-            facts = msgspec.structs.replace(facts, other_order=self._other_order(expectation))
-        for layer in (IN_FLOAT32, IN_FLOAT64):
-            if ("gradients", layer) in failed:
-                weights = _batch_weights(expectation)
-                facts = msgspec.structs.replace(facts, batch_weights=weights)
-        return facts
-
-    def _beside(self, facts: Facts, expectation: StepExpectation, written: int) -> Facts:
-        """What makes up gradients beside the ranks' own: passes, and averages of parameters."""
-        passes = self._references.contract.micro_batches * self._ingredients.training.accumulate
-        if passes > 1 and not self._large:
-            facts = msgspec.structs.replace(facts, passes=measured_passes(expectation))
-        if len(facts.steps[0].alike) > 1:
-            every = averaged_every(expectation, written)
-            facts = msgspec.structs.replace(facts, averaged_every=every)
-        return facts
+            seen["other_order"] = self._other_order(expectation)
+        if ("gradients", IN_FLOAT32) in failed or ("gradients", IN_FLOAT64) in failed:
+            seen["batch_weights"] = _batch_weights(expectation)
+        return seen
 
     def _expect(self, step: int) -> StepExpectation:
         if step not in self._expectations:
             self._expectations[step] = StepExpectation(self._references, step)
         return self._expectations[step]
 
-    def _right_under(self, first: int, written: int) -> Iterator[LossName]:
+    def _right_under(self, first: int) -> Iterator[LossName]:
         """The loss contracts under which nothing would be wrong; the step that failed goes first,
         as it is enough to rule most of them out.
         """
-        steps = [first, *(step for step in range(written) if step != first)]
+        steps = [first, *(step for step in range(self._written) if step != first)]
         declared = self._job.contract.loss_given(self._job.case.loss)
-        by_tokens = self._expect(first).headers[0].tokens is not None  # which the loop cannot sum
+        by_tokens = (
+            self._expect(first).shares.headers[0].tokens is not None
+        )  # which the loop cannot sum
         for loss in get_args(LossName):
             if (
                 loss != declared
@@ -228,16 +207,13 @@ class _Look:
                 if found is None or required is None:
                     if found is not None or required is not None:
                         return False
-                elif not bool(((real_parts(found) - required.mean).abs() <= required.bound).all()):
+                elif not _is_within(found, required):
                     return False
         return True
 
     def _other_order(self, expectation: StepExpectation) -> str:
         """The orders and scales, other than the promised, whose bits the gradients have."""
-        count = len(self._job.layout.model.parameters)
-        actual = [
-            self._trace.tensor(0, Kind.GRADIENT, expectation.step, index) for index in range(count)
-        ]
+        actual = self._trace.tensors(0, Kind.GRADIENT, expectation.step)
         found: dict[str, bool] = {}
         promised = self._job.contract
         for contract in _other_promises(promised):
@@ -246,10 +222,10 @@ class _Look:
                     contract,
                     self._job.case.backend,
                     [shard.gradients for shard in expectation.shards],
-                    weights=expectation.weights,
+                    weights=expectation.shares.weights,
                     step=expectation.step,
-                    ready_order=expectation.headers[0].ready_order,
-                    like=expectation.parameters,
+                    ready_order=expectation.shares.headers[0].ready_order,
+                    like=expectation.references.parameters,
                 )
             except ValueError:
                 continue  # an order that is not known on this backend
@@ -289,23 +265,51 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
             continue
         if not all(bool(part.isfinite().all()) for part in present):
             continue  # an overflow under a GradScaler, of which no whole batch is made
-        factors = expectation.unscaled
+        factors = expectation.shares.unscaled
         columns = [p.double().reshape(-1) / f for p, f in zip(present, factors, strict=True)]
         size = sum(float(c.norm()) for c in columns) / len(columns)
         if size == 0:
             continue
         rows.append((whole.double() / size, *(column / size for column in columns)))
-        allowed += (expectation.full_batch_tolerance(index) / size) ** 2
+        allowed += (whole_batch.tolerance(expectation, index) / size) ** 2
     fitted = fit(rows)
     if fitted is None or fitted.apart < LEAST_SINGULAR:
         return ()
     moved = max(fitted.moved_by) * sqrt(allowed)
-    shares = [weight / len(expectation.weights) for weight in expectation.weights]
+    shares = [weight / len(expectation.shares.weights) for weight in expectation.shares.weights]
     found, fits = fitted.factors, fitted.left <= sqrt(allowed)
     # Chosen: 1e-9 for the roundings of a fit in float64, where nothing moved.
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
     return found if fits and positive and differs else ()
+
+
+def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
+    """The parameters whose owner has another gradient than the mean, or none, where another rank
+    has the mean. A mean of zero is on no rank more than on another.
+    """
+    trace, step, found = expectation.trace, expectation.step, list[Elsewhere]()
+    if trace.ranks != tuple(range(trace.layout.world)):
+        return ()  # owners are counted among all ranks, and some are without data
+    for index, spec in enumerate(trace.layout.model.parameters):
+        owner = trace.owner(0, Kind.GRADIENT, step, index)
+        mean = expectation.interval(index)
+        if owner is None or mean is None or not bool(mean.mean.any()):
+            continue
+
+        def is_right(rank: int) -> bool:
+            held = trace.own_tensor(rank, Kind.GRADIENT, step, index)  # noqa: B023
+            return held is not None and _is_within(held, mean)  # noqa: B023
+
+        others = [rank for rank in range(trace.layout.world) if rank != owner]
+        holder = None if is_right(owner) else next(filter(is_right, others), None)
+        if holder is not None:
+            found.append(Elsewhere(step=step, name=spec.name, owner=owner, holder=holder))
+    return tuple(found)
+
+
+def _is_within(held: torch.Tensor, required: Interval) -> bool:
+    return bool(((wide(held) - required.mean).abs() <= required.bound).all())
 
 
 def _overlaps(trace: TraceReader) -> Iterator[Overlap]:

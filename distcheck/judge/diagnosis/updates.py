@@ -1,28 +1,39 @@
-"""What a wrong update of the optimizer is made of, and averages of parameters. Runs in a judge."""
+"""What steps leave: wrong updates of the optimizer, averages of parameters, and buffers of forward
+passes that ran twice. Runs in a judge.
+"""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
 from math import isclose, sqrt
 from typing import Any
 
 import torch
 
+from distcheck.judge.checks.matching import projected
 from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
+from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import StepMeasuring
-from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.fitting import fit
+from distcheck.judge.oracles import any_order
 from distcheck.judge.oracles.averaging import mean_of
+from distcheck.judge.oracles.forms import Projection
+from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
+from distcheck.judge.oracles.shares import Shares
 from distcheck.machine.numerics import unit_roundoff, wide
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records import LossName
 
 # Chosen, of an update: with no more left over, it is a multiple of the right one.
 _SAME = 1e-5
 # Chosen, of the square of a norm: above what rounding leaves of it in float32, far below what a
 # parameter's gradient is of it.
 _CLOSE = 1e-4
+# Chosen: far above the rounding of a moving average in float32, far below what it moves by.
+_SAME_STEP = 1e-4
 _MOST_SUBSETS = 12  # Chosen: parameters of which all sets are tried; of more, several would fit
 
 
@@ -36,7 +47,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rank in range(trace.layout.world):
         try:
-            wanted = expectation.update.run(rank, step)
+            wanted = expectation.references.update.run(rank, step)
         except NotRecordedError:
             return None
         wrong = False
@@ -53,7 +64,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
             moved, right, held = (wide(t).reshape(-1) for t in (after, expected, before))
             rows.append((moved - held, right - held, held))
         for index, spec in enumerate(specs.optimizer):
-            if expectation.update.is_sharded(index):
+            if expectation.references.update.is_sharded(index):
                 continue
             found, expected = (
                 trace.tensor(rank, Kind.OPTIMIZER, step + 1, index),
@@ -96,8 +107,8 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
     for a norm n. Where every one of k ranks adds the squares of what it holds whole, n^2 is |g|^2
     plus k - 1 times the squares of these.
     """
-    mesh = expectation.mesh
-    training, step = expectation.ingredients.training, expectation.step
+    mesh = expectation.references.mesh
+    training, step = expectation.training, expectation.step
     names = [spec.name for spec in expectation.trace.layout.model.parameters]
     if mesh is None or training.clip_norm is None or not 0 < factor < 1 - _SAME:
         return 1, ()
@@ -125,10 +136,10 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
     its gradients is |g|.
     """
     trace, step = expectation.trace, expectation.step
-    clips = expectation.ingredients.training.clip_norm is not None
+    clips = expectation.training.clip_norm is not None
     if not clips or expectation.contract.optimizer_state != "cut":
         return ()
-    wanted = expectation.update.run(0, step)[Kind.PARAMETER]
+    wanted = expectation.references.update.run(0, step)[Kind.PARAMETER]
     ratios, gradients, square = list[torch.Tensor](), list[torch.Tensor](), 0.0
     for index, expected in enumerate(wanted):
         before, after, gradient = (
@@ -187,7 +198,11 @@ def averaged_every(expectation: StepExpectation, written: int) -> int:
     """After how many steps parameters were averaged, each time as the plain mean of what every
     rank's own update left; 0 where they were not.
     """
-    at = [step for step in range(written) if _is_average(expectation.at(step))]
+    at = [
+        step
+        for step in range(written)
+        if _is_average(StepExpectation(expectation.references, step))
+    ]
     if not at:
         return 0
     period = at[1] - at[0] if len(at) > 1 else at[0] + 1
@@ -204,7 +219,9 @@ def _is_average(expectation: StepExpectation) -> bool:
         if any(e.state is not EntryState.STORED or e.digest != entries[0].digest for e in entries):
             return False
     try:
-        updates = [expectation.update.run(rank, step) for rank in range(trace.layout.world)]
+        updates = [
+            expectation.references.update.run(rank, step) for rank in range(trace.layout.world)
+        ]
     except NotRecordedError:
         return False
     apart = False
@@ -225,8 +242,7 @@ def measured_average(expectation: StepExpectation) -> StepFacts:
     """An average of parameters that is wrong, as if every rank's own update were its gradient and
     what ranks then held the result of an exchange. Raises NotRecordedError.
     """
-    given: Any = _Averaged(expectation)
-    return StepMeasuring(given, []).facts()
+    return StepMeasuring(_Averaged(expectation.references, expectation.step), []).facts()
 
 
 def scaled_projection(expectation: StepExpectation) -> float | None:
@@ -234,21 +250,51 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
     give; None where there is none. A projection y = f P M has f = |y|^2 / <y, M>.
     """
     wrong, factor = [], None
-    for index in range(len(expectation.trace.layout.model.parameters)):
-        given = expectation.carried(index)
+    forms = any_order.gradients(expectation)
+    for index in range(len(expectation.specs)):
+        form = forms.of(index)
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)
-        if given is None or result is None:
+        if not isinstance(form, Projection) or result is None:
             continue
         y = wide(result)
-        if not expectation.projected(y, given).why:
+        if not projected(y, form).why:
             continue
-        wrong.append((y, given))
-        along = float((y * given.mean).sum())
+        wrong.append((y, form))
+        along = float((y * form.given.mean).sum())
         if factor is None and along:
             factor = float(y.norm()) ** 2 / along
-    if not factor or any(expectation.projected(y / factor, given).why for y, given in wrong):
+    if not factor or any(projected(y / factor, form).why for y, form in wrong):
         return None
     return factor
+
+
+def ran_twice(expectation: StepExpectation) -> bool:
+    """Whether every buffer that a step left wrong went on from the right value as it had come to
+    it. One pass takes a moving average from b to b + m (x - b), a second one on the same batch by
+    (1 - m) of that distance further; a counter by all of it.
+    """
+    trace, step = expectation.trace, expectation.step
+    wrong = 0
+    for rank, shard in enumerate(expectation.shards):
+        for index, expected in enumerate(shard.buffers):
+            before = trace.tensor(rank, Kind.BUFFER, step, index)
+            actual = trace.tensor(rank, Kind.BUFFER, step + 1, index)
+            if before is None or actual is None:
+                return False
+            if torch.equal(actual, expected):
+                continue
+            wrong += 1
+            if not _goes_on(before.double(), expected.double(), actual.double()):
+                return False
+    return wrong > 0
+
+
+def _goes_on(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> bool:
+    found = fit([(twice - once, once - before)])
+    if found is None:
+        return False
+    (share,), rest = found.factors, found.left / float((once - before).norm())
+    return 0 < share <= 1 + _SAME_STEP and rest <= _SAME_STEP
 
 
 class _AfterUpdate(TraceReader):
@@ -270,32 +316,41 @@ class _AfterUpdate(TraceReader):
         return self._whole.entry(rank, kind, slot, index)
 
 
-@dataclass
-class _Averaged:
-    """What measuring asks of an expectation, of an average of parameters."""
+class _Even(Shares):
+    """Ranks that count alike."""
 
-    of: StepExpectation
+    @property
+    def weights(self) -> list[float]:
+        return [1.0] * len(self.ranks)
 
-    def __post_init__(self) -> None:
-        world = self.of.trace.layout.world
-        self.step, self.trace = self.of.step, _AfterUpdate(self.of.trace)
-        self.contract, self.ingredients, self.update = (
-            self.of.contract, self.of.ingredients, self.of.update,
-        )  # fmt: skip
-        self.weights, self.unscaled, self.half_quanta = [1.0] * world, [1.0] * world, list[float]()
-        self.lost, self.micro_batches = "", ()
-        self.token_counts = dict[str, Any]()  # replicas count alike
-        self.shards = [
-            ShardResult(
-                loss=0.0,
-                gradients=self.of.update.run(rank, self.step)[Kind.PARAMETER],
-                buffers=[],
-                magnitudes=[],
-            )
-            for rank in range(world)
-        ]
+    @property
+    def unscaled(self) -> list[float]:
+        return [1.0] * len(self.ranks)
 
-    def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
+
+class _Averaged(StepExpectation):
+    """A step in which the average of the ranks' own updates is what gradients are elsewhere."""
+
+    half_quanta, micro_batches = (), ()
+
+    def __init__(self, references: References, step: int) -> None:
+        super().__init__(references, step)
+        self.trace = _AfterUpdate(self.trace)
+
+    @cached_property
+    def shares(self) -> Shares:
+        ranks = self.trace.ranks
+        return _Even(self.step, ranks, (), self.contract, loss="mean", loss_scales=())
+
+    @cached_property
+    def shards(self) -> tuple[ShardResult, ...]:
+        update, ranks = self.references.update, range(self.trace.layout.world)
+        after = [update.run(rank, self.step)[Kind.PARAMETER] for rank in ranks]
+        return tuple(ShardResult(0.0, own, buffers=[], magnitudes=[]) for own in after)
+
+    def interval(
+        self, index: int, *, wire: str | None = None, loss: LossName | None = None
+    ) -> Interval | None:
         """The mean of what the ranks' own updates left."""
         parts = [shard.gradients[index] for shard in self.shards]
         present = [part for part in parts if part is not None]

@@ -1,16 +1,21 @@
-"""What backward was seen to leave on each rank, by the shard's own gradient. Runs in a judge."""
+"""What backward was seen to leave on each rank, by the shard's own gradient, and what each of its
+passes counts for in what ranks hold. Runs in a judge.
+"""
 
 from math import inf, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis.facts import LeftFacts
-from distcheck.judge.diagnosis.measured import Measured
-from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.diagnosis.facts import LeftFacts, PassFacts
+from distcheck.judge.diagnosis.measured import Measured, StepExpectation
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
+_MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
+# Chosen, of the largest: below it, passes cannot be distinguished.
+_LEAST_SINGULAR = 1e-5
+_RESIDUAL = 1e-5  # Chosen, of a result: passes were added up in its dtype
 _MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
 
 
@@ -35,7 +40,7 @@ def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) ->
     if fitted is None or not fitted.factors[0]:
         return None
     by_loss = expectation.contract.weighting == "loss"
-    promised = 1.0 if by_loss else expectation.unscaled[rank]
+    promised = 1.0 if by_loss else expectation.shares.unscaled[rank]
     if same:
         return promised
     # Chosen: no multiple where more than 1e-5 is left over.
@@ -92,7 +97,8 @@ def _autocast(
     """
     for dtype in (torch.bfloat16, torch.float16):
         try:
-            gradients = expectation.shard_under_autocast(rank, dtype).gradients
+            shards = expectation.references.shards
+            gradients = shards.run(rank, expectation.step, autocast=dtype).gradients
         except RuntimeError:  # an operation that has no such kernel
             continue
         squares = [
@@ -125,7 +131,7 @@ def _other_buffers(
     chosen = [promised] * len(specs)
 
     def apart(sources: list[int]) -> float:
-        gradients = expectation.shard_from(rank, sources).gradients
+        gradients = expectation.references.shards.run(rank, step, buffers_of=sources).gradients
         return sum(
             float((found - wide(own)).norm()) ** 2
             for index, found in pairs
@@ -155,3 +161,38 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
         if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
             return False
     return True
+
+
+def measured_passes(expectation: StepExpectation) -> PassFacts | None:
+    """Least squares of every rank's gradients on the passes of all ranks; None where a step has one
+    pass, or they cannot be distinguished, or the gradients are no combination of them.
+    """
+    trace, step = expectation.trace, expectation.step
+    ranks = range(trace.layout.world)
+    parts = [expectation.references.shards.passes(rank, step) for rank in ranks]
+    count = min(len(passes) for passes in parts)
+    if count < 2 or count != max(len(passes) for passes in parts):
+        return None
+    elements = sum(spec.elements for spec in trace.layout.model.parameters)
+    stride = max(1, elements // _MOST_ELEMENTS)
+    # Parameters that every shard has a gradient of.
+    by_parameter = zip(*(shard.gradients for shard in expectation.shards), strict=True)
+    used = [i for i, own in enumerate(by_parameter) if all(g is not None for g in own)]
+    columns = [
+        _flat([gradients[index] for index in used], stride)
+        for passes in parts
+        for gradients in passes
+    ]
+    weights = []
+    for rank in ranks:
+        held = [trace.tensor(rank, Kind.GRADIENT, step, index) for index in used]
+        found = fit([(_flat(held, stride), *columns)])
+        if found is None or found.apart < _LEAST_SINGULAR or not found.share <= _RESIDUAL:
+            return None
+        starts = range(0, len(columns), count)
+        weights.append(tuple(found.factors[start : start + count] for start in starts))
+    return PassFacts(step=step, passes=count, weights=tuple(weights))
+
+
+def _flat(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
+    return torch.cat([wide(t).reshape(-1)[::stride] for t in tensors if t is not None])
