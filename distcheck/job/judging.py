@@ -214,7 +214,8 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     if reference.replaced:
         text += f"; its options say one rank in place of {', '.join(reference.replaced)}"
     text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
-    text += f", since {replayed.failure}" if replayed.failure else ""
+    ended = len(replayed.steps) < len(job.steps) and "the script makes no more as one process"
+    text += f", since {replayed.failure or ended}" if replayed.failure or ended else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
     text += "" if replayed.steps[0].draws else ", which failed"
     if replayed.unfolded:

@@ -14,6 +14,7 @@ from distcheck.job import causes
 from distcheck.job.checks import reference as against
 from distcheck.job.checks import samples
 from distcheck.job.inside.contents import read_alike
+from distcheck.job.inside.loaders import Loaders
 from distcheck.job.settings import Read
 from tests.job.recordings import Facts, make, reference
 from tests.job.scripts import recorded
@@ -150,6 +151,14 @@ def test_ranks_read_samples_with_the_same_random_numbers() -> None:
     other = read(Noisy(1.0))
     assert all(a[1][0] != b[1][0] and a[1][1] == b[1][1] for a, b in zip(first, other, strict=True))
     assert read(Noisy(0.0, torch.Generator())) == []  # its own numbers differ each time
+
+
+def test_the_number_of_a_loader_that_is_gone_is_not_given_again() -> None:
+    """A script may make one for each epoch."""
+    loaders = Loaders()
+    assert [loaders.number(DataLoader(Noisy(0.0))) for _ in range(3)] == [0, 1, 2]
+    kept = DataLoader(Noisy(0.0))
+    assert [loaders.number(kept) for _ in range(2)] == [3, 3]
 
 
 def test_an_evaluation_gives_no_samples(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Loaders:
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = 0  # loaders that are gone have their numbers
         self._epochs: dict[int, int] = {}
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
@@ -59,7 +60,9 @@ class Loaders:
 
     def number(self, loader: Any) -> int:
         """Loaders are numbered as the script first asks for their length, or their batches."""
-        return self._numbers.setdefault(loader, len(self._numbers))
+        if loader not in self._numbers:
+            self._numbers[loader], self._next = self._next, self._next + 1
+        return self._numbers[loader]
 
     def place_of(self, iterator: Any) -> Place | None:
         """Loader, pass and number of the batch that would be handed out next."""
