@@ -14,6 +14,7 @@ surroundings.py  what differs between ranks in several interpreters: machines, e
 stalls.py        telling a hung rank from a slow machine
 waiting.py       whether a rank waits, and in which of its calls
 postings.py      what those calls are; flight.py: torch's own record of them
+callers.py       whose code a file is, and the line that called
 proofs.py        what proves by them that a world can go no further
 call_log.py      the latest calls in shared memory, for ranks that a library ends
 unlike_calls.py  which of those do not match

@@ -14,7 +14,7 @@ import msgspec
 
 from distcheck.records import Collective
 from distcheck.records.posted_calls import Posted
-from distcheck.worlds.call_log import LoggedCall
+from distcheck.worlds.call_log import Logged
 
 SETTING_UP = "set up"  # the phase in which an engine is made, which may build extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
@@ -69,7 +69,7 @@ class Exited(msgspec.Struct, tag=True):
     code: int | None
     signal: int | None = None
     stacks: str = ""
-    called: list[LoggedCall] = []
+    called: list[Logged] = []
 
 
 class Progress(msgspec.Struct, tag=True):

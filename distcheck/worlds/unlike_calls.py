@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
 from distcheck.worlds.blame import SIZES_DIFFER
-from distcheck.worlds.call_log import LoggedCall
+from distcheck.worlds.call_log import Logged
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
 
@@ -42,33 +42,29 @@ def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
     return Proven("mismatch", printable(what)) if what else proven
 
 
-def _logs(children: Sequence[Child]) -> dict[int, list[LoggedCall]]:
+def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
     """What each rank has logged, as far as a rank can have called it."""
     world = len(children)
     return {
-        rank: [call for call in child.called if _fits(call, rank, world)]
+        rank: [logged for logged in child.called if _fits(logged, rank, world)]
         for rank, child in enumerate(children)
     }
 
 
-def _fits(call: LoggedCall, rank: int, world: int) -> bool:
+def _fits(logged: Logged, rank: int, world: int) -> bool:
     """Whether a call names ranks that there are: any code may have written it."""
-    places = range(len(call.ranks))
-    named = [place for place in (call.root, call.peer) if place is not None]
-    return (
-        len(set(call.ranks)) == len(call.ranks)
-        and set(call.ranks) <= set(range(world))
-        and rank in call.ranks
-        and all(place in places for place in named)
-    )
+    call, ranks = logged.call, {*logged.ranks}
+    named = {other for other in (call.root, call.peer) if other is not None}
+    alone = len(ranks) == len(logged.ranks)
+    return alone and ranks <= {*range(world)} and rank == call.rank in ranks and named <= ranks
 
 
-def _collectives_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
+def _collectives_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
     meetings: defaultdict[Key, dict[int, Posted]] = defaultdict(dict)
-    for rank, own in logs.items():
-        for call in own:
-            if call.kind not in ("send", "recv"):
-                meetings[call.group, call.ranks, call.number][rank] = _posted(call, rank)
+    for rank, calls_of_rank in logs.items():
+        for logged in calls_of_rank:
+            if not (call := logged.call).is_message:
+                meetings[call.group, logged.ranks, call.number][rank] = call
     for group, ranks, number in sorted(meetings, key=lambda key: (key[2], key[0])):
         there = meetings[group, ranks, number]
         calls = list(there.values())
@@ -80,53 +76,23 @@ def _collectives_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
     return ""
 
 
-def _messages_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
+def _messages_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
     """A send and the receive of its number, between two ranks of which the receiver takes from no
     others.
     """
+    sent = {
+        (logged.ranks, call.group, call.tag, call.number, call.rank, call.peer): call
+        for calls in logs.values()
+        for logged in calls
+        if (call := logged.call).kind == "send"
+    }
     for rank, calls in logs.items():
-        if any(call.kind == "recv" and call.peer is None for call in calls):
+        received = [one for one in calls if one.call.kind == "recv"]
+        if any(one.call.peer is None for one in received):
             continue
-        for call in calls:
-            if call.kind != "recv" or call.peer is None:
-                continue
-            received, sender = _posted(call, rank), call.ranks[call.peer]
-            for other in logs.get(sender, ()):
-                same = (other.group, other.ranks, other.tag, other.number) == (
-                    call.group, call.ranks, call.tag, call.number
-                )  # fmt: skip
-                if other.kind != "send" or not same or other.peer is None:
-                    continue
-                sent = _posted(other, sender)
-                meets = sent.peer == rank
-                if meets and (sent.counts, sent.dtype) != (received.counts, received.dtype):
-                    return posted_calls.message_in_words(sent, received)
+        for ranks, call in ((one.ranks, one.call) for one in received):
+            assert call.peer is not None
+            other = sent.get((ranks, call.group, call.tag, call.number, call.peer, rank))
+            if other and (other.counts, other.dtype) != (call.counts, call.dtype):
+                return posted_calls.message_in_words(other, call)
     return ""
-
-
-def _posted(call: LoggedCall, rank: int) -> Posted:
-    given, got = call.input_sizes, call.output_sizes
-    reduces, rooted = posted_calls.reduces(call.kind), posted_calls.has_root(call.kind)
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-    if call.kind == "all_to_all":
-        splits = call.splits if len(call.splits) == 2 else ()
-        sent, received = posted_calls.splits_of(call.name, splits, given, got, len(call.ranks))
-    return Posted(
-        kind=call.kind,
-        name=call.name,
-        rank=rank,
-        group=call.group,
-        number=call.number,
-        op=call.op if reduces else "",
-        root=None if call.root is None or not rooted else call.ranks[call.root],
-        peer=None if call.peer is None else call.ranks[call.peer],
-        tag=call.tag,
-        in_splits=sent,
-        out_splits=received,
-        counts=posted_calls.counts_of(call.kind, given, got),
-        dtype=call.dtype,
-        sizes=tuple(map(tuple, given or got)),
-        known=not (reduces and not call.op) and (call.kind != "all_to_all" or bool(sent)),
-        place=call.place,
-    )

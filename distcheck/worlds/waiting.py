@@ -8,6 +8,7 @@ that back when it goes on.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -16,9 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted, Sizes
+from distcheck.records.posted_calls import Posted
 from distcheck.worlds import flight, linux, messages
-from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs, op_name
+from distcheck.worlds.callers import is_theirs
+from distcheck.worlds.postings import HERE, Noted, Postings
 from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
@@ -73,7 +75,7 @@ class Look:
                 if self._postings.on is on:
                     self._tell(seen, on)
 
-    def _tell(self, seen: Any, on: list[Note | Message] | None) -> None:
+    def _tell(self, seen: Any, on: list[Noted] | None) -> None:
         said = self._said(on)
         if said is not None:
             if isinstance(seen, tuple):
@@ -106,7 +108,7 @@ class Look:
         ran_ns = linux.ran_ns(os.getpid())
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
-    def _said(self, on: list[Note | Message] | None) -> messages.Waits | None:
+    def _said(self, on: list[Noted] | None) -> messages.Waits | None:
         """The report; None where too little is known for a proof."""
         groups = _groups()
         if groups is None or self._postings.misses_messages:
@@ -115,13 +117,13 @@ class Look:
         posted: dict[str, int] = {}
         for name, (count, _) in groups.items():
             posted[name] = count - self._postings.of_group[name]
-        calls = [_as_posted(entry, self._postings, groups) for entry in entries]
+        calls = [_as_posted(entry, self._postings) for entry in entries]
         if any(c.number > posted.get(c.group, math.inf) for c in calls):
             return None  # messages that this process does not know of
         still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
         found: list[int] = [] if on is not None or self.over else still
         if on is not None and not self.over:
-            found = _places_of(on[0], entries, calls, groups)
+            found = _places_of(on[0], entries, calls)
         if not found and not self.over:
             return None
         limits = _limits_s()
@@ -136,10 +138,7 @@ class Look:
             open_calls=tuple(still),
             posted=posted,
             ranks={name: ranks for name, (_, ranks) in groups.items()},
-            messages=[
-                (group, kind, _rank_of(groups, group, peer), tag, count)
-                for (group, kind, peer, tag), count in list(self._postings.messages.items())
-            ],
+            messages=[(*key, count) for key, count in list(self._postings.messages.items())],
             received=[(g, tag, n) for (g, tag), n in list(self._postings.received.items())],
         )
 
@@ -178,35 +177,30 @@ def _limits_s() -> dict[str, float]:
     return found
 
 
-def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Posted:
+def _as_posted(entry: dict[str, Any], postings: Postings) -> Posted:
     """A collective of the recorder's, with what was noted of it."""
     import torch.distributed as dist
 
     group = str((entry.get("process_group") or ("",))[0])
-    name = flight.name_of(entry)
-    note = _note_of(entry, group, postings)
-    kind = note.kind if note is not None else name if name in _KINDS else ""
+    number, name = flight.number_of(entry), flight.name_of(entry)
+    for noted in reversed(list(postings.notes)):
+        if noted.call.group == group and noted.first <= entry["op_id"] <= noted.last:
+            if name in (noted.call.kind, _OF_GLOO.get(noted.call.kind)):
+                return dataclasses.replace(noted.call, number=number)
+            break
+    kind = name if name in _KINDS else ""
     dtypes = entry["input_dtypes"] or entry["output_dtypes"]
     given, got = entry["input_sizes"], entry["output_sizes"]
-    sent, received = _splits_of(note, given, got, len(groups.get(group, (0, ()))[1]))
-    reduces, rooted = posted_calls.reduces(kind), posted_calls.has_root(kind)
-    op = "" if note is None else op_name(note.op)
-    root = None if note is None or note.root is None else _rank_of(groups, group, note.root)
-    known = not (reduces and not op) and not (rooted and root is None)
     return Posted(
         kind=kind or f"{name}?",
-        name=note.name if note is not None else name,
+        name=name,
         rank=dist.get_rank(),
         group=group,
-        number=flight.number_of(entry),
-        op=op if reduces else "",
-        root=root if rooted else None,
-        in_splits=sent,
-        out_splits=received,
+        number=number,
         counts=posted_calls.counts_of(kind, given, got),
         dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
         sizes=tuple(map(tuple, given or got)),
-        known=known and (kind != "all_to_all" or bool(sent)),
+        known=not (posted_calls.reduces(kind) or posted_calls.has_root(kind)),
         place=_place(entry),
     )
 
@@ -216,60 +210,18 @@ def _is_noted_message(entry: dict[str, Any]) -> bool:
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
-def _splits_of(
-    note: Note | None, given: Sizes, got: Sizes, world: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if note is None or note.kind != "all_to_all":
-        return (), ()
-    return posted_calls.splits_of(note.name, note.splits, given, got, world)
-
-
-def _note_of(entry: dict[str, Any], group: str, postings: Postings) -> Note | None:
-    number, name = entry["op_id"], flight.name_of(entry)
-    for note in reversed(list(postings.notes)):
-        if note.group == group and note.number <= number <= note.until:
-            return note if name in (note.kind, _OF_GLOO.get(note.kind)) else None
-    return None
-
-
-def _places_of(
-    what: Note | Message, entries: list[dict[str, Any]], calls: list[Posted], groups: Groups
-) -> list[int]:
+def _places_of(noted: Noted, entries: list[dict[str, Any]], calls: list[Posted]) -> list[int]:
     """The place of the call that is waited for, among `calls`, to which a message is added."""
-    if isinstance(what, Note):
-        found = [
-            place
-            for place, entry in enumerate(entries)
-            if calls[place].group == what.group and what.number <= entry["op_id"] <= what.until
-        ]
-        return [place for place in found if flight.is_open(entries[place])]
-    import torch.distributed as dist
-
-    group, kind, peer, tag = what.key
-    if group not in groups:
-        return []
-    calls.append(
-        Posted(
-            kind=kind,
-            name=kind,
-            rank=dist.get_rank(),
-            group=group,
-            number=what.number,
-            peer=None if peer < 0 else _rank_of(groups, group, peer),
-            tag=tag,
-            counts=(what.elements,),
-            dtype=what.dtype,
-            sizes=(what.shape,),
-            place=what.place,
-        )
-    )
-    return [len(calls) - 1]
-
-
-def _rank_of(groups: Groups, group: str, place: int) -> int:
-    """The rank of the world that has a place in a group; -1 for none."""
-    ranks = groups[group][1] if group in groups else ()
-    return ranks[place] if 0 <= place < len(ranks) else -1
+    if noted.call.is_message:
+        calls.append(noted.call)
+        return [len(calls) - 1]
+    return [
+        place
+        for place, entry in enumerate(entries)
+        if calls[place].group == noted.call.group
+        and noted.first <= entry["op_id"] <= noted.last
+        and flight.is_open(entry)
+    ]
 
 
 def _place(entry: dict[str, Any]) -> str:

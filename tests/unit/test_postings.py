@@ -8,8 +8,19 @@ import torch
 from distcheck.worlds import postings
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> postings.Postings:
+    """Notes of a process, as rank 0 of groups of two."""
+    here = postings.Postings()
+    monkeypatch.setattr(postings, "HERE", here)
+    monkeypatch.setattr(here, "ranks_of", lambda *_: ((0, 1), 0))
+    return here
+
+
 @pytest.mark.parametrize(("counted", "expected"), [(0, 0), (1, 1)])
-def test_a_message_that_is_refused_does_not_count(counted: int, expected: int) -> None:
+def test_a_message_that_is_refused_does_not_count(
+    here: postings.Postings, counted: int, expected: int
+) -> None:
     """Unless torch has counted it. The calls after it would have other numbers than elsewhere."""
 
     class Group:
@@ -25,8 +36,8 @@ def test_a_message_that_is_refused_does_not_count(counted: int, expected: int) -
     post = postings._message(refuse, "send", 3)
     with pytest.raises(ValueError, match="no such tag"):
         post(Group(), [torch.ones(2)], 1, 0)
-    assert postings.HERE.of_group[Group.group_name] == expected
-    assert postings.HERE.messages[Group.group_name, "send", 1, 0] == expected
+    assert here.of_group[Group.group_name] == expected
+    assert here.messages[Group.group_name, "send", 1, 0] == expected
 
 
 class Counting:
@@ -47,12 +58,8 @@ def posts(group: Counting, *_: Any) -> Work:
     return Work()
 
 
-def test_a_rank_that_posts_a_call_within_a_wait_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_posts_a_call_within_a_wait_does_not_wait(here: postings.Postings) -> None:
     """A handler of a signal may do so, where the wait is a loop in Python."""
-    here = postings.Postings()
-    monkeypatch.setattr(postings, "HERE", here)
     taken_back: list[Any] = []
     here.after_wait = taken_back.append
     post = postings._collective(posts, "barrier", "barrier", lambda given: ((), ()))
@@ -69,4 +76,4 @@ def test_a_rank_that_posts_a_call_within_a_wait_does_not_wait(
         return "done"
 
     assert here.wait(loops, work, (), {}) == "done"
-    assert [note.number for note in here.notes] == [1, 2]
+    assert [noted.call.number for noted in here.notes] == [1, 2]

@@ -1,5 +1,6 @@
 """Calls that ranks logged before their world failed: which do not match, and when that counts."""
 
+import dataclasses
 import os
 import signal
 from typing import Any
@@ -8,13 +9,14 @@ import msgspec
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
+from distcheck.records.posted_calls import Posted
 from distcheck.worlds import blame, messages
 from distcheck.worlds.call_log import (
     _OFFSET,
     _SLOT_BYTES,
     _SLOTS,
     CallLog,
-    LoggedCall,
+    Logged,
     is_within_call,
     logged,
 )
@@ -23,14 +25,21 @@ from distcheck.worlds.remote.links import RemoteChild
 from distcheck.worlds.unlike_calls import mismatch_of, or_earlier
 
 
-def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> LoggedCall:
+def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> Logged:
     """A collective of three elements in a world of three."""
     given: dict[str, Any] = {
-        "kind": kind, "name": kind, "group": "0", "ranks": (0, 1, 2), "number": number,
-        "place": f"sync.py:{10 * number}", "dtype": "float32", "input_sizes": [(3,)],
+        "rank": 0, "kind": kind, "name": kind, "group": "0", "number": number, "counts": (3,),
+        "place": f"sync.py:{10 * number}", "dtype": "float32", "sizes": ((3,),),
         "op": "SUM" if kind == "all_reduce" else "",
     }  # fmt: skip
-    return LoggedCall(**{**given, **about})
+    ranks = about.pop("ranks", (0, 1, 2))
+    if "count" in about:
+        about |= {"counts": (about["count"],), "sizes": ((about.pop("count"),),)}
+    return Logged(ranks, Posted(**{**given, **about}))
+
+
+def of_rank(rank: int, one: Logged) -> Logged:
+    return Logged(one.ranks, dataclasses.replace(one.call, rank=rank))
 
 
 class Within(RemoteChild):
@@ -39,11 +48,11 @@ class Within(RemoteChild):
     was_within_call = True  # type: ignore[assignment]
 
 
-def failed(*logs: list[LoggedCall], within_call: bool = True) -> list[RemoteChild]:
+def failed(*logs: list[Logged], within_call: bool = True) -> list[RemoteChild]:
     """Ranks of which all raised, the first one first."""
     children = []
     for rank, calls in enumerate(logs):
-        child = RemoteChild(gone=True, exit_code=1, heard_called=calls)
+        child = RemoteChild(gone=True, exit_code=1, heard_called=[of_rank(rank, c) for c in calls])
         child.take(
             messages.Raised("RuntimeError", "no", "no", float(rank), within_call=within_call)
         )
@@ -51,14 +60,14 @@ def failed(*logs: list[LoggedCall], within_call: bool = True) -> list[RemoteChil
     return children
 
 
-def said_of(*logs: list[LoggedCall], within_call: bool = True) -> str:
+def said_of(*logs: list[Logged], within_call: bool = True) -> str:
     children = failed(*logs, within_call=within_call)
     found = mismatch_of(children[0], children)
     return "" if found is None else found.what
 
 
 def test_the_first_calls_that_are_apart_are_named_with_the_odd_rank() -> None:
-    odd = [call(1), call(2, input_sizes=[(4,)], place="other.py:7"), call(3, kind="barrier")]
+    odd = [call(1), call(2, count=4, place="other.py:7"), call(3, kind="barrier")]
     alike = [call(1), call(2), call(3)]
     what = said_of(alike, alike, odd)
     assert "at call 2, ranks 0, 1 called all_reduce(SUM) of [3] float32 at sync.py:20" in what
@@ -84,10 +93,9 @@ def test_ranks_of_other_groups_are_not_compared() -> None:
 
 
 def test_splits_are_what_the_others_expect() -> None:
-    def of(*rows: tuple[int, ...]) -> list[LoggedCall]:
-        sizes = [[(sum(own),)] for own in rows]
-        about = {"name": "all_to_all_single", "input_sizes": sizes[0], "output_sizes": sizes[1]}
-        return [call(kind="all_to_all", splits=rows, **about)]
+    def of(sent: tuple[int, ...], received: tuple[int, ...]) -> list[Logged]:
+        about = {"name": "all_to_all_single", "counts": (), "in_splits": sent}
+        return [call(kind="all_to_all", out_splits=received, **about)]
 
     right = of((1, 1, 1), (1, 1, 1))
     assert said_of(right, right, right) == ""
@@ -95,7 +103,7 @@ def test_splits_are_what_the_others_expect() -> None:
 
 
 def test_a_message_that_its_receive_does_not_fit() -> None:
-    sent = call(kind="send", peer=1, input_sizes=[(4,)], place="a.py:1")
+    sent = call(kind="send", peer=1, count=4, place="a.py:1")
     received = call(kind="recv", peer=0, place="b.py:2")
     what = said_of([sent], [received], [])
     assert "rank 0 called send(to rank 1) of [4] float32 at a.py:1" in what
@@ -103,11 +111,11 @@ def test_a_message_that_its_receive_does_not_fit() -> None:
     assert said_of([call(kind="send", peer=1)], [received], []) == ""
     from_any = call(2, kind="recv", peer=None)
     assert said_of([sent], [received, from_any], []) == "", "it may have taken that message"
-    assert said_of([msgspec.structs.replace(sent, tag=1)], [received], []) == ""
+    assert said_of([call(kind="send", peer=1, count=4, tag=1)], [received], []) == ""
 
 
 def test_a_library_that_aborted_the_rank_says_that_sizes_differ() -> None:
-    children = failed([call()], [call(input_sizes=[(4,)])], [call()])
+    children = failed([call()], [call(count=4)], [call()])
     aborted = RemoteChild(gone=True, exit_signal=signal.SIGABRT, heard_called=[call()])
     children[0] = aborted
     assert mismatch_of(aborted, children) is None, "it may have been anything"
@@ -157,7 +165,7 @@ def test_a_deadlock_after_calls_that_are_apart_follows_from_them() -> None:
 def test_what_no_rank_can_have_called_is_left_out(strange: dict[str, Any]) -> None:
     """A process of the code under test may write anything."""
     assert said_of([call(op="MAX", **strange)], [call()], [call()]) == ""
-    both = {"kind": "all_to_all", "op": "", "splits": ((1,),)}
+    both = {"kind": "all_to_all", "op": "", "in_splits": (1,)}
     said_of([call(**both)], [call(**both)], [])  # and raises nothing
 
 
@@ -166,9 +174,9 @@ def test_a_log_keeps_the_latest_calls() -> None:
     assert logged(fd) == []
     log = CallLog(fd)
     for number in range(_SLOTS + 3):
-        log.write(call(number))
-    log.write(call(1000, place="x" * _SLOT_BYTES))  # does not fit
-    assert [one.number for one in logged(fd)] == list(range(3, _SLOTS + 3))
+        log.write(*msgspec.structs.astuple(call(number)))
+    log.write((0,), call(1000, place="x" * _SLOT_BYTES).call)  # does not fit
+    assert [one.call.number for one in logged(fd)] == list(range(3, _SLOTS + 3))
     for yes in (True, False):
         log.within_call(yes)
         assert is_within_call(fd) is yes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.worlds import linux, messages
-from distcheck.worlds.call_log import LoggedCall, is_within_call, logged
+from distcheck.worlds.call_log import Logged, is_within_call, logged
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
 
@@ -112,7 +112,7 @@ class Child:
         return ""
 
     @property
-    def called(self) -> list[LoggedCall]:
+    def called(self) -> list[Logged]:
         """The latest calls that it logged, oldest first."""
         return logged(self._stacks_fd)
 

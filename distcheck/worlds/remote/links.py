@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distcheck.worlds import messages
-from distcheck.worlds.call_log import LoggedCall
+from distcheck.worlds.call_log import Logged
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.remote import wire
 from distcheck.worlds.shares import RankStart, Region, Share, Shared
@@ -25,7 +25,7 @@ class RemoteChild(Child):
     heard_awake: bool = False
     heard_stopped: bool = False
     heard_stacks: str = ""
-    heard_called: list[LoggedCall] = field(default_factory=list)
+    heard_called: list[Logged] = field(default_factory=list)
 
     @property
     def busy_seconds(self) -> float:
@@ -53,7 +53,7 @@ class RemoteChild(Child):
         return self.heard_stacks
 
     @property
-    def called(self) -> list[LoggedCall]:
+    def called(self) -> list[Logged]:
         """What it logged there, which is sent when it is gone."""
         return self.heard_called
 

@@ -3,10 +3,8 @@
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -14,18 +12,13 @@ from typing import Any
 import torch
 
 from distcheck.records.posted_calls import Posted
+from distcheck.worlds.callers import PACKAGES, is_pythons, is_theirs
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_NOT_THEIRS = (
-    _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
-)  # fmt: skip
 # Files between the caller of an operation and the process group: torch's own, and what wraps them.
 _ON_THE_WAY = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/utils/_contextlib.py", "torch/overrides.py",
 )  # fmt: skip
-_PYTHONS = os.path.dirname(os.__file__) + os.sep
-_PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -84,19 +77,6 @@ class SimulatedCall(Posted):
         )
 
 
-@cache
-def is_theirs(filename: str) -> bool:
-    """Whether a file is of the code under test: neither of torch, distcheck nor Python itself."""
-    return not filename.startswith(_NOT_THEIRS) and not is_pythons(filename)
-
-
-@cache
-def is_pythons(filename: str) -> bool:
-    """Whether a file is of Python's own modules."""
-    inner = filename.removeprefix(_PYTHONS)
-    return inner != filename and not inner.startswith(_PACKAGES)
-
-
 def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
     """Whether code under test has made a call itself, and not code of torch's."""
     for code, _ in stack:
@@ -104,16 +84,6 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
         if not file.startswith(_HERE) and not file.endswith(_ON_THE_WAY) and not is_pythons(file):
             return is_theirs(file)
     return False
-
-
-def place_of_caller() -> str:
-    """The innermost line of the code under test, as FILE:LINE; or nothing."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_theirs(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def is_shown_by_a_library() -> bool:
@@ -124,7 +94,7 @@ def is_shown_by_a_library() -> bool:
     while frame is not None and not is_theirs(frame.f_code.co_filename):
         frame = frame.f_back
     parts = () if frame is None else Path(frame.f_code.co_filename).parts
-    return bool({*_PACKAGES} & {*parts})
+    return bool({*PACKAGES} & {*parts})
 
 
 def calling_stack() -> list[tuple[CodeType, int]]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distcheck.records.odd_ranks import ranks_in_words
-from distcheck.worlds.simulated.calls import calling_stack, is_called_by_theirs, place_of_caller
+from distcheck.worlds.callers import place_of_caller
+from distcheck.worlds.simulated.calls import calling_stack, is_called_by_theirs
 
 NOT_DESTROYED = "groups-not-destroyed"
 _FEWEST = 3  # made anew after the last one was of use: two could be a rest of setting up; chosen

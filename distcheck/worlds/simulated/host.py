@@ -21,6 +21,7 @@ from distcheck.errors import NotSimulatedError
 from distcheck.records.ends import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
+from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
 from distcheck.worlds.local.helper_process import in_order
@@ -28,7 +29,7 @@ from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated import world as simulated
 from distcheck.worlds.simulated.baton import RankThread, ThreadState
-from distcheck.worlds.simulated.calls import SimulatedCall, is_theirs
+from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
@@ -226,7 +227,8 @@ class SimulatedHost:
         if how == "refused":
             self._refused = True
             rank = self._world.baton.current
-            refusal = _refusal(f"{what}{_calling_line()}")
+            place = place_of_caller()
+            refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
             self._reporters[rank].send(child.as_event(refusal))
         elif how in MISUSES:
             self._tell_ranks(
@@ -300,13 +302,3 @@ def _where_left(error: BaseException) -> Any:
     while found is not None and found.tb_next is not None and found.tb_next.tb_next is not None:
         found = found.tb_next
     return None if found is None else found.tb_frame
-
-
-def _calling_line() -> str:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_theirs(file) and os.sep in file:
-            return f" at {file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -16,7 +16,8 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs, place_of_caller
+from distcheck.worlds.callers import place_of_caller
+from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
 
 _SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
 # Operations that take a tensor for its size or its storage, and touch no element.

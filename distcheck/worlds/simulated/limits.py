@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from distcheck.worlds.simulated.calls import is_shown_by_a_library, is_theirs
+from distcheck.worlds.callers import is_theirs
+from distcheck.worlds.simulated.calls import is_shown_by_a_library
 from distcheck.worlds.simulated.group import TORCH_NAME
 from distcheck.worlds.simulated.isolation import is_of_ranks
 from distcheck.worlds.simulated.work import finish_before_torch_waits

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distcheck.worlds.simulated.calls import is_theirs
+from distcheck.worlds.callers import is_theirs
 from distcheck.worlds.simulated.world import SimulatedWorld
 
 _USUAL_LIMIT: timedelta = Store().timeout  # type: ignore[attr-defined]

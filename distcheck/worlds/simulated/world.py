@@ -15,9 +15,10 @@ from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.schedules import Schedule
 from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
+from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated import collectives
 from distcheck.worlds.simulated.baton import Baton, ThreadState
-from distcheck.worlds.simulated.calls import SimulatedCall, place_of_caller
+from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import GroupsMade, MadeGroup
 from distcheck.worlds.simulated.in_flight import InFlight, unseen
 from distcheck.worlds.simulated.matching import Channel
