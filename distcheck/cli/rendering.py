@@ -7,11 +7,10 @@ import click
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
-from distcheck.reports import summary
 from distcheck.reports.document import json_schema
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import describe_origin
+from distcheck.reports.findings import describe_origin, summary
 from distcheck.reports.json_report import render
 
 
@@ -35,7 +34,7 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
         raise UsageError(f"{path} is the report that is read; write to another file")
     check_outputs(files)
     with damage_said(path):
-        for line in () if files else (describe_origin(document), *summary.lines(document)):
+        for line in () if files else (describe_origin(document), *summary(document)):
             say(line)
         write_document(files, document)
     return int(ExitCode.PASS)

@@ -4,13 +4,14 @@ import math
 from typing import Any
 
 from distcheck.records import CheckResult
-from distcheck.records.picture_sums import NONFINITE, Aggregates, Element, Losses
+from distcheck.records.picture_sums import NONFINITE, Aggregates, Losses
 from distcheck.reports.document import (
     DigestsEntry,
     ElementEntry,
     HistogramEntry,
     LossesEntry,
     MapEntry,
+    made_from,
 )
 
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a map; beyond, several tensors or steps share a cell
@@ -28,7 +29,7 @@ def as_entries(result: CheckResult) -> dict[str, Any]:
     if sums.ulps and (result.check == "gradients" or set(sums.ulps) != {0}):
         keys["ulp"] = _histogram(sums)
     if sums.elements:
-        keys["elements"] = [_element(element) for element in sums.elements]
+        keys["elements"] = [made_from(ElementEntry, one) for one in sums.elements]
     if sums.losses:
         keys["loss"] = _losses(sums)
     if sums.digests:
@@ -82,22 +83,6 @@ def _histogram(sums: Aggregates) -> HistogramEntry:
     bins = {b: count for b, count in sorted(sums.ulps.items()) if b != NONFINITE}
     return HistogramEntry(
         bins={str(b): count for b, count in bins.items()}, nonfinite=sums.ulps.get(NONFINITE, 0)
-    )
-
-
-def _element(element: Element) -> ElementEntry:
-    return ElementEntry(
-        parameter=element.parameter,
-        step=element.step,
-        index=list(element.index),
-        ranks=list(element.ranks),
-        actual=element.actual,
-        expected=element.expected,
-        actual_bits=element.actual_bits,
-        expected_bits=element.expected_bits,
-        error=element.error,
-        bound=element.bound,
-        ulp=element.ulp,
     )
 
 

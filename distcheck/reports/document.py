@@ -6,7 +6,7 @@ absent in reports of earlier releases; what is `Left`, wherever there is nothing
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -30,6 +30,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.searches import Explored
 
 SCHEMA = "distcheck.report/1"
+Entry = TypeVar("Entry", bound=msgspec.Struct)
 _SHARES = Annotated[str, Meta(max_length=1 << 20)]  # a row of a map
 
 
@@ -216,6 +217,15 @@ class Document(msgspec.Struct, kw_only=True):
     explored: list[Explored] = []
     scale: list[ScaleEntry] | UnsetType = UNSET
     parts: list[PartEntry] | UnsetType = UNSET
+
+
+def made_from(kind: type[Entry], *sources: object, **fields: Any) -> Entry:
+    """An entry with these fields, and each of its others from the first source that has it."""
+    for name in kind.__struct_fields__:
+        source = next((one for one in sources if hasattr(one, name)), None)
+        if name not in fields and source is not None:
+            fields[name] = getattr(source, name)
+    return kind(**fields)
 
 
 def json_schema() -> dict[str, Any]:

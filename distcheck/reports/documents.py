@@ -10,8 +10,9 @@ where only your runs can write.)
 
 import math
 import shlex
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
-from distcheck.reports.asked_for import has_plan, not_in_plan
 from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_shape
 from distcheck.reports.json_report import read_document, totals_of
 
@@ -35,6 +35,12 @@ _ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")
 _OF_A_GUARD = ("agreement",)
 _OF_RANKS_ALONE = (_OUTCOME, SENSITIVITY)  # which count no tensors
 _WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
+# Options of a command line, by what a planned case calls them: those of which all values count, and
+# those of which the last one does.
+_SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workload"}
+_LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
+_MASKED = "<$"  # how a value that looks like a secret begins
+_MAY_BE_LEFT_OUT = "lattice"  # by a dtype or an accepted deviation that it does not have
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
@@ -279,3 +285,61 @@ def _not_planned(document: Document, plan: RunPlan) -> Iterator[str]:
     for made in (document.made, *(part.made for part in document.parts or ())):
         if made is not None:
             yield from not_in_plan(made.command, plan)
+
+
+def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
+    """What `command` asks for and `plan` does not have. Only what was typed is compared: what a
+    matrix or a default said is not in the command line. What follows from it is the least that a
+    plan has; cells and searches come on top.
+    """
+    typed = _typed(command)
+    named = {name: typed[option] for option, name in _SEVERAL.items() if option in typed}
+    named |= {name: typed[option][-1:] for option, name in _LAST.items() if option in typed}
+    cells = [{name: str(getattr(cell, name)) for name in named} for cell in plan.cases]
+    for values in product(*map(dict.fromkeys, named.values())):
+        wanted = dict(zip(named, values, strict=True))
+        if wanted not in cells and wanted.get("workload") != _MAY_BE_LEFT_OUT:
+            words = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            yield f"its command line asks for {words}, but the plan has no such case"
+
+
+def has_plan(command: str) -> bool:
+    """Whether the report of `command` always has a plan."""
+    return command.split()[:2] in (["distcheck", "verify"], ["distcheck", "record"])
+
+
+def _typed(command: str) -> dict[str, list[str]]:
+    """The values of the options above, as far as they can be read with certainty."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return {}
+    if words[:2] != ["distcheck", "verify"]:
+        return {}
+    found: dict[str, list[str]] = defaultdict(list)
+    for option, value in _pairs(words[2:]):
+        found[option].append(value)
+    return {
+        option: values
+        for option, values in found.items()
+        if not any(_MASKED in value for value in values)
+    }
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for at, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option not in _SEVERAL and option not in _LAST:
+            continue
+        if option != word:
+            yield option, _spelled(value)
+        elif at + 1 < len(words):
+            yield option, _spelled(words[at + 1])
+
+
+def _spelled(value: str) -> str:
+    """A number as a plan has it: 4 for 04."""
+    try:
+        return str(int(value))
+    except ValueError:
+        return value

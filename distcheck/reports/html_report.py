@@ -190,12 +190,8 @@ def _causes(views: list[Document]) -> list[Document]:
 
 def _first(failed: list[Document]) -> Document | None:
     """The failed check that diverges first; ties go to the order of the checks."""
-    found = []
-    for check in failed:
-        at = re.match(r"first divergence: step (\d+)", check["reason"])
-        if at is not None:
-            found.append((int(at[1]), check))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    found = [check for check in failed if check.get("first")]
+    return min(found, key=lambda check: int(check["first"]["step"]), default=None)
 
 
 def _reasons(checks: list[Document]) -> list[tuple[str, str, str]]:

@@ -17,9 +17,9 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.decoding import decode_json, read_bounded
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, RankEnd
 from distcheck.records.mistakes import MISTAKES
-from distcheck.reports import earlier, scale
+from distcheck.reports import scale
 from distcheck.reports.aggregated import as_entries
 from distcheck.reports.document import (
     SCHEMA,
@@ -30,11 +30,15 @@ from distcheck.reports.document import (
     RankEntry,
     SensitivityEntry,
     check_shape,
+    made_from,
 )
 from distcheck.reports.wording import describe_place
 
 _MOST_DEPTH = 32
 _MOST_SILENT = 256  # tensors that are named
+# What documents of earlier releases say in prose alone.
+_LOST_PEER = "its peer was gone"  # in the first line of what was known of a rank
+_SIZES_DIFFER = "collective mismatch"  # gloo's own words
 
 
 def render_json(report: Report) -> str:
@@ -70,13 +74,32 @@ def read_document(path: Path) -> dict[str, Any]:
             "them"
         )
     check_shape(document, path)
-    earlier.complete(document)
+    complete(document)
     return document
 
 
 def _is_deep(value: Any, most: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(most == 0 or _is_deep(one, most - 1) for one in inner)
+
+
+def complete(document: dict[str, Any]) -> None:
+    """Adds what is said of the ends of ranks today, where a document has it in `detail` alone."""
+    for case in document["cases"]:
+        for outcome in case["outcomes"]:
+            if outcome["outcome"] != RankEnd.FINISHED and "lost_peer" not in outcome:
+                outcome.update(_facts(outcome["detail"]))
+
+
+def _facts(detail: str) -> dict[str, Any]:
+    first, *others = detail.splitlines() or [""]
+    how, _, what = "".join(others[:1]).partition(": ")
+    proven = next((word for word, said in PROVEN.items() if said == how), "")
+    return {
+        "lost_peer": _LOST_PEER in first,
+        "sizes_differ": _SIZES_DIFFER in detail,
+        **({"proven": proven, "why": what} if proven else {}),
+    }
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -116,53 +139,31 @@ def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, i
 
 
 def _case(report: CaseReport) -> CaseEntry:
-    case, called = report.case, report.case.adaptation
-    return CaseEntry(
-        id=case.id,
-        strategy=case.strategy,
-        strategy_file=report.strategy_file,
-        strategy_line=report.strategy_line,
-        world=case.world,
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
-        workload=case.workload,
-        data=case.data,
-        data_dir=case.data_dir,
-        batch=case.batch,
-        steps=case.steps,
-        seed=case.seed,
-        form=called.form,
+    called = report.case.adaptation
+    return made_from(
+        CaseEntry,
+        report,
+        report.case,
+        called,
         arguments=dict(called.arguments),
         variables=dict(called.variables),
-        finish=called.finish,
-        reset=called.reset,
         without_data=list(called.without_data),
-        loss=case.loss,
-        accept=case.accept,
-        separate=case.separate,
-        verdict=report.verdict,
         outcomes=[_rank(outcome) for outcome in report.outcomes],
         checks=[_check(result) for result in report.checks],
         diagnosis=list(report.diagnosis),
         remarks=list(report.remarks) or UNSET,
-        timings_s=report.timings_s,
-        replay=report.replay,
-        command=case.command_line,
+        command=report.case.command_line,
         notes=list(report.notes),
-        accepted=report.accepted,
-        contents=report.contents,
     )
 
 
 def _rank(outcome: Outcome) -> RankEntry:
-    ended = outcome.outcome != RankEnd.FINISHED
-    return RankEntry(
-        rank=outcome.rank,
-        outcome=outcome.outcome,
-        detail=outcome.detail,
-        lost_peer=outcome.lost_peer if ended else UNSET,
-        sizes_differ=outcome.sizes_differ if ended else UNSET,
+    kept = outcome.outcome != RankEnd.FINISHED
+    return made_from(
+        RankEntry,
+        outcome,
+        lost_peer=outcome.lost_peer if kept else UNSET,
+        sizes_differ=outcome.sizes_differ if kept else UNSET,
         proven=outcome.proven or UNSET,
         why=outcome.why or UNSET,
         collectives=list(outcome.collectives) or UNSET,
@@ -174,13 +175,9 @@ def _check(result: CheckResult) -> CheckEntry:
     if result.verdict == "fail" and result.first is not None:
         first = f"first divergence: {describe_place(result.first)}"
         reason = "; ".join(filter(None, [first, reason]))
-    return CheckEntry(
-        check=result.check,
-        layer=result.layer,
-        verdict=result.verdict,
-        compared=result.compared,
-        worst=result.worst,
-        first=result.first,
+    return made_from(
+        CheckEntry,
+        result,
         reason=reason,
         defect=result.defect or UNSET,
         sensitivity=_sensitivity(result) if result.shown else UNSET,

@@ -17,11 +17,10 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.records.searches import Explored
-from distcheck.reports import summary
 from distcheck.reports.document import SCHEMA
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import ranks_failed
+from distcheck.reports.findings import ranks_failed, summary
 from distcheck.reports.json_report import read_document, totals_of
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
@@ -48,7 +47,7 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     parts = [_read(file) for file in dict.fromkeys(files_in)]
     with damage_said(*(part.file for part in parts)):
         whole = join(parts)
-        lines = summary.lines(whole, quiet=quiet)
+        lines = summary(whole, quiet=quiet)
         if "-" not in files.values():
             for line in lines:
                 say(line)

@@ -9,7 +9,7 @@ from distcheck.cli.asking import plan_asked
 from distcheck.cli.commands.verify import command as verify
 from distcheck.cli.options import given_options
 from distcheck.records import RunPlan
-from distcheck.reports.asked_for import not_in_plan
+from distcheck.reports.documents import not_in_plan
 from distcheck.reports.files import taken_from
 
 TWO = "--strategy allreduce --strategy ring --world 2 --world 3"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.records.ends import PROVEN
-from distcheck.reports import earlier
+from distcheck.reports import json_report
 from tests.sources import MODULES, text_of
 
 CRASH = Path(__file__).parents[1] / "snapshots" / "crash.json"
@@ -20,7 +20,7 @@ def test_a_report_of_an_earlier_release_says_the_same() -> None:
         for outcome in case["outcomes"]:
             for key in ADDED:
                 outcome.pop(key, None)
-    earlier.complete(then)
+    json_report.complete(then)
     assert then == now
 
 
@@ -39,14 +39,14 @@ def test_a_report_of_an_earlier_release_says_the_same() -> None:
 )
 def test_what_is_read_out_of_prose(detail: str, known: dict[str, object]) -> None:
     outcome = {"rank": 0, "outcome": "raised", "detail": detail}
-    earlier.complete({"cases": [{"outcomes": [outcome]}]})
+    json_report.complete({"cases": [{"outcomes": [outcome]}]})
     assert {key: outcome[key] for key in ADDED if outcome.get(key)} == known
 
 
 def test_what_a_report_of_today_says_is_not_read_out_of_its_prose() -> None:
     said = {"lost_peer": False, "sizes_differ": False, "detail": "; its peer was gone"}
     outcome = {"rank": 0, "outcome": "raised", **said}
-    earlier.complete({"cases": [{"outcomes": [outcome]}]})
+    json_report.complete({"cases": [{"outcomes": [outcome]}]})
     assert outcome == {"rank": 0, "outcome": "raised", **said}
 
 

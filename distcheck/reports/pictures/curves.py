@@ -2,8 +2,17 @@
 
 from collections.abc import Sequence
 
-from distcheck.reports.pictures import Drawing, Picture, Table, figure, line, ticks
-from distcheck.reports.pictures.scales import Scale, labels, point
+from distcheck.reports.pictures import (
+    Drawing,
+    Picture,
+    Scale,
+    Table,
+    figure,
+    labels,
+    line,
+    point,
+    ticks,
+)
 
 _LEFT, _TOP, _HEIGHT = 64, 8, 150
 _MOST_POINTS = 300  # Chosen: more than two to a pixel would not be seen

@@ -6,14 +6,16 @@ from distcheck.records.layers import layer_name
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
+    Scale,
     Table,
     as_float,
     figure,
+    labels,
     line,
     plural,
+    point,
     ticks,
 )
-from distcheck.reports.pictures.scales import Scale, labels, point
 
 _LEFT, _UPPER, _LOWER, _BETWEEN, _TOP = 64, 130, 60, 30, 8
 _MOST_NUMBERED_STEPS = 400
