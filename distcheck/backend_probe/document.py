@@ -16,6 +16,7 @@ from distcheck.backend_probe.records import (
 )
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.reports.document import made_from
 
 SCHEMA = "distcheck.backends/1"
 
@@ -55,14 +56,10 @@ def render_json(
         schema=SCHEMA,
         exit_code=int(exit_code),
         backends=[
-            _BackendEntry(
-                backend=sweep.backend,
-                device=sweep.device,
-                world=sweep.world,
-                missing=sweep.missing,
-                failure=sweep.failure,
-                environment=sweep.environment,
-                cells=[_entry_of(cell) for cell in sweep.cells],
+            made_from(
+                _BackendEntry,
+                sweep,
+                cells=[made_from(_CellEntry, cell.probe, cell) for cell in sweep.cells],
             )
             for sweep in sweeps
         ],
@@ -90,15 +87,7 @@ def read_sweeps(path: Path) -> list[Sweep]:
             f"--baseline {path} has the schema {document.schema!r}; this version reads {SCHEMA!r}"
         )
     return [
-        Sweep(
-            backend=entry.backend,
-            device=entry.device,
-            world=entry.world,
-            missing=entry.missing,
-            failure=entry.failure,
-            environment=entry.environment,
-            cells=tuple(_cell_of(cell) for cell in entry.cells),
-        )
+        made_from(Sweep, entry, cells=tuple(_cell_of(cell) for cell in entry.cells))
         for entry in document.backends
     ]
 
@@ -108,27 +97,5 @@ def read_baseline(path: str | None) -> Baseline | None:
     return None if path is None else Baseline(read_sweeps(Path(path)))
 
 
-def _entry_of(cell: ProbedCell) -> _CellEntry:
-    probe = cell.probe
-    return _CellEntry(
-        operation=probe.operation,
-        reduction=probe.reduction,
-        form=probe.form,
-        dtype=probe.dtype,
-        verdict=cell.verdict,
-        detail=cell.detail,
-        elements=cell.elements,
-    )
-
-
 def _cell_of(entry: _CellEntry) -> ProbedCell:
-    probe = Probe(
-        operation=entry.operation,
-        reduction=entry.reduction,
-        form=entry.form,
-        dtype=entry.dtype,
-        salt=0,
-    )
-    return ProbedCell(
-        probe=probe, verdict=entry.verdict, detail=entry.detail, elements=entry.elements
-    )
+    return made_from(ProbedCell, entry, probe=made_from(Probe, entry, salt=0))

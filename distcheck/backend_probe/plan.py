@@ -2,16 +2,12 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from distcheck.backend_probe import barriers, exchanges, gathering, messages, patterns, reductions
+from distcheck.backend_probe import patterns
+from distcheck.backend_probe.operations import OPERATIONS
 from distcheck.backend_probe.records import Probe
-from distcheck.backend_probe.scene import FORMS, Operation
+from distcheck.backend_probe.scene import FORMS
 from distcheck.errors import UsageError
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for family in (messages, gathering, reductions, exchanges, barriers)
-    for operation in family.OPERATIONS
-}
 _LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others are as long
 _LEAST_RANKS = 2
 _SUB_GROUP_LEAST_RANKS = 3  # a group of all ranks but the first, with at least two in it

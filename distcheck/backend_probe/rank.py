@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distcheck.backend_probe import judging
 from distcheck.backend_probe.jobs import PROBE, ProbeRequest
-from distcheck.backend_probe.plan import OPERATIONS
+from distcheck.backend_probe.operations import OPERATIONS
 from distcheck.backend_probe.records import NOT_CALLED, Probe, RankResult, Status
 from distcheck.backend_probe.scene import (
     Buffers,

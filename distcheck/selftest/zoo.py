@@ -4,6 +4,7 @@ It runs in a forked process, as everything that imports torch or code under test
 """
 
 import importlib
+from collections.abc import Iterator
 
 from distcheck.selftest.records import LIST, Planted, Zoo
 from distcheck.training.loading import load_strategy, strategy_names
@@ -17,7 +18,7 @@ _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong a
 @LIST.does
 def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
-    planted = [*_exact(), *_subtle()]
+    planted = [*_planted(PACKAGE), *_planted(f"{PACKAGE}.subtle")]
     here, elsewhere = [], []
     for name, point in sorted(strategy_names().items()):
         if point.module.partition(".")[0] != _BUILT_IN:
@@ -34,37 +35,22 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
 
 
-def _exact() -> list[Planted]:
-    """Mutants that are listed with the checks that must fail."""
-    mutants = importlib.import_module(PACKAGE).everything()
-    causes = importlib.import_module(f"{PACKAGE}.causes")
-    return [
-        Planted(
+def _planted(package: str) -> Iterator[Planted]:
+    """Mutants that are listed with the checks that must fail; or subtle ones, each as the one case
+    that shows it, and any check may do so.
+    """
+    subtle = package != PACKAGE
+    causes = importlib.import_module(f"{package}.causes")
+    for mutant in importlib.import_module(package).everything():
+        if mutant.asked is None:
+            continue
+        place = mutant.spec.partition(":")[0].rpartition(".")[2]
+        yield Planted(
             name=mutant.name,
-            file=mutant.spec.partition(":")[0].rpartition(".")[2],
+            file=f"subtle.{mutant.group}" if subtle else place,
             asked=mutant.asked,
-            caught=tuple(sorted(mutant.caught)),
+            caught=() if subtle else tuple(sorted(mutant.caught)),
             causes=tuple(sorted(causes.CAUSES[mutant.name])),
-            processes=mutant.processes,
+            processes=not subtle and mutant.processes,
             when_simulated=tuple(sorted(causes.WHEN_SIMULATED.get(mutant.name, ()))),
         )
-        for mutant in mutants
-    ]
-
-
-def _subtle() -> list[Planted]:
-    """Subtle mutants, each as the one case that shows it; any check may do so."""
-    mutants = importlib.import_module(f"{PACKAGE}.subtle").everything()
-    causes = importlib.import_module(f"{PACKAGE}.subtle.causes")
-    return [
-        Planted(
-            name=mutant.name,
-            file=f"subtle.{mutant.group}",
-            asked=mutant.asked,
-            caught=(),
-            causes=tuple(sorted(causes.CAUSES[mutant.name])),
-            when_simulated=tuple(sorted(causes.WHEN_SIMULATED.get(mutant.name, ()))),
-        )
-        for mutant in mutants
-        if mutant.asked is not None
-    ]

@@ -11,7 +11,8 @@ import torch
 
 from distcheck.backend_probe import judging, patterns
 from distcheck.backend_probe.document import read_sweeps, render_json
-from distcheck.backend_probe.plan import OPERATIONS, plan_probes
+from distcheck.backend_probe.operations import OPERATIONS
+from distcheck.backend_probe.plan import plan_probes
 from distcheck.backend_probe.records import (
     Baseline,
     Probe,
