@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from distcheck.backends import check_name, name_of
 from distcheck.errors import CannotRunError, ExitCode, UsageError
-from distcheck.explore.budget import seconds_of
 from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
+from distcheck.plan.configuration import BY_KEY, read_configuration
 from distcheck.plan.request import Request
+from distcheck.plan.settings import CALLS
 from distcheck.records import Adaptation, Case
 from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.reports.files import check_writable, write_text
@@ -33,6 +35,10 @@ _MOST_STEPS = 10
 _MOST_COMBINATIONS = 64
 _BACKENDS = ("gloo", "simulated")
 _LAUNCHED = ("RANK", "WORLD_SIZE")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_MOST_S = 7 * 24 * 3600
+# What a search takes over from a matrix; it draws worlds, workloads and the rest itself.
+_TAKEN = (*CALLS, "loss", "accept")
 
 
 class _Live(LiveProgress):
@@ -55,6 +61,31 @@ _WORST_FIRST = (
     ExitCode.UNKNOWN,
     ExitCode.PASS,
 )
+
+
+def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
+    """The options of each search: one for `--strategy`, else one for each strategy of the matrix.
+    An option that was typed is used in place of the matrix's key. Raises UsageError.
+    """
+    matrix = read_configuration(asked.pop("config"))
+    strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
+    if not strategies and matrix.file:
+        raise UsageError(
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given; "
+            "give one of the two"
+        )
+    if len(strategies) > 1 and asked["json_file"] is not None:
+        raise UsageError(
+            f"--json takes the findings of one strategy; {matrix.file} has {len(strategies)}: "
+            f"{', '.join(strategies)}; choose one with --strategy"
+        )
+    searches = []
+    for strategy in strategies or (None,):
+        said = {**matrix.keys, **(matrix.of(strategy) if strategy else {})}
+        keys = {BY_KEY[key]: value for key, value in said.items() if BY_KEY[key] in _TAKEN}
+        keys = {name: value for name, value in keys.items() if name not in given}
+        searches.append({**asked, **keys, "strategy": strategy})
+    return searches
 
 
 def explore_command(searches: Sequence[dict[str, Any]]) -> int:
@@ -165,6 +196,18 @@ def settle_hypothesis() -> None:
             "install 'distcheck[explore]'"
         )
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(DEFAULT_FOLDER / "hypothesis"))
+
+
+def seconds_of(text: str) -> float:
+    """`90s`, `5m`, `1h` in seconds. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not 0 < seconds <= _MOST_S:
+        raise UsageError(
+            f"--budget {text} is not a duration; give a number and s, m or h, as in 90s, 5m "
+            "or 1h, at most 168h"
+        )
+    return seconds
 
 
 def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:

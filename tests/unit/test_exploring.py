@@ -18,7 +18,7 @@ from distcheck.cli import _group
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.explore import command, delays, models
-from distcheck.explore.budget import seconds_of
+from distcheck.explore.command import seconds_of
 from distcheck.explore.found import KeptCases, as_python
 from distcheck.explore.report import ONE_RANK, Story, _lines
 from distcheck.explore.search import Search

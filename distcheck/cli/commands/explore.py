@@ -73,8 +73,7 @@ def command(**asked: Any) -> int:
     distcheck explore --strategy my_sync.py:sync --max-cases 200 --world 3
     distcheck explore --strategy my_sync.py:sync --backend simulated
     """  # fmt: skip
-    from distcheck.explore.command import explore_command
-    from distcheck.explore.matrix import explorations
+    from distcheck.explore.command import explorations, explore_command
 
     searches = explorations(asked, given_options())
     return explore_command([with_adaptation(search) for search in searches])
