@@ -14,9 +14,8 @@ forked, and the ranks are its threads. `plugin.py` is the door; beside it:
     examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
     subtests    the ranks' subtests, passed on by the front
     messages    what a rank tells
-    waiting     until a world is over: what its ranks say meanwhile
+    waiting     until a world is over: what its ranks say meanwhile, or did when Ctrl-C came
     timeouts    pytest-timeout's, which a world keeps by itself
-    interrupts  what ranks were doing when Ctrl-C came
     failures    many ranks' failures as one report
     kept        worlds that are kept from test to test (`reuse=True`)
     blas        one thread for it in a rank

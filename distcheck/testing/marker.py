@@ -1,7 +1,7 @@
 """`@pytest.mark.world(4)`, `@pytest.mark.world([2, 4], deadline_s=30)`: what may be said."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
@@ -73,17 +73,7 @@ def _as_written(mark: pytest.Mark) -> str:
 
 def check_options(mark: pytest.Mark) -> WorldOptions:
     """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
-    known = {
-        "size",
-        "backend",
-        "device",
-        "deadline_s",
-        "seed",
-        "reuse",
-        "schedules",
-        "switches",
-        "schedule",
-    }
+    known = {one.name for one in fields(WorldOptions)} - {"sizes"}
     unknown = set(mark.kwargs) - known
     if unknown:
         raise _refuse(f"takes no {', '.join(sorted(unknown))}")

@@ -61,9 +61,9 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     """Tells what the ranks of an interrupted test were doing."""
-    interrupts = sys.modules.get("distcheck.testing.interrupts")
-    if interrupts is not None:
-        interrupts.show(terminalreporter)
+    waiting = sys.modules.get("distcheck.testing.waiting")
+    if waiting is not None:
+        waiting.show_interrupt(terminalreporter)
 
 
 def _settle() -> None:

@@ -1,27 +1,38 @@
-"""Waiting for a world of tests: what its ranks say and print, and how it ends."""
+"""Waiting for a world of tests: what its ranks say and print, and how it ends; and, where Ctrl-C
+ends it, what they were doing, which is shown at the end of the session.
+"""
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 import msgspec
 import pytest
+from _pytest.terminal import TerminalReporter
 
+from distcheck.errors import HelperError
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.testing import interrupts, timeouts
-from distcheck.testing.failures import Ended
+from distcheck.testing import timeouts
+from distcheck.testing.failures import Ended, name_of
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import Ranks, end_now, not_simulated, run_until_over
+from distcheck.worlds.local.children import Child
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
+
+_PATIENCE_S = 2.0  # of the person who pressed Ctrl-C; most answers come within milliseconds
+
+_KEY = pytest.StashKey[tuple[str, str]]()
 
 
 def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvous]:
@@ -101,7 +112,7 @@ def wait(
     except BaseException as struck:
         try:
             if isinstance(struck, KeyboardInterrupt) and told.item is not None:
-                interrupts.note(told.item, pool, world, told.in_time)
+                note_interrupt(told.item, pool, world, told.in_time)
         finally:
             end_now(pool, world)
         raise
@@ -149,3 +160,44 @@ def _print_live(number: int, data: bytes) -> None:
     for line in data.decode(errors="replace").splitlines():
         sys.stdout.write(f"[rank {number}] {line}\n")
     sys.stdout.flush()
+
+
+def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collection[int]) -> None:
+    """Asks the ranks, but for those that had `ended` the test, and notes what they answer in time.
+    Another Ctrl-C cuts it short.
+    """
+    end = time.monotonic() + _PATIENCE_S
+    world.interrupt()
+    with contextlib.suppress(HelperError):  # it is gone, and the ranks with it
+        while not world.over and time.monotonic() < end:
+            pool.pump(0.05)
+            world.tick()
+    item.config.stash[_KEY] = (item.nodeid, describe_ranks(world.children, ended))
+
+
+def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
+    """Every rank's stack and last collective, alike ones once; those in no collective first."""
+    alike: dict[tuple[bool, str], list[int]] = {}
+    for rank, child in enumerate(children):
+        waits, text = False, " did not answer"
+        if rank in ended:
+            text = " had ended"
+        elif child.stacks is not None:
+            call = child.stacks.collective
+            waits = child.stacks.waits_in_call
+            last = f", last collective: {call.in_words()}" if call is not None else ""
+            text = f"{last}\n{child.stacks.text.rstrip()}"
+        alike.setdefault((waits, text), []).append(rank)
+    return "\n".join(
+        f"{name_of(ranks, len(children))}{text}"
+        for (_, text), ranks in sorted(alike.items(), key=lambda group: group[0][0])
+    )
+
+
+def show_interrupt(terminal: TerminalReporter) -> None:
+    """Writes what was noted, if a test was interrupted, as a section of its own."""
+    noted = terminal.config.stash.get(_KEY, None)
+    if noted is not None:
+        nodeid, text = noted
+        terminal.section(f"interrupted: {nodeid}")
+        terminal.write_line(text)

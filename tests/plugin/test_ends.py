@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from distcheck.records import Collective
-from distcheck.testing import interrupts
+from distcheck.testing.waiting import describe_ranks
 from distcheck.worlds import messages
 from distcheck.worlds.remote.links import RemoteChild
 from tests.world.command import hear_interrupts
@@ -162,7 +162,7 @@ def test_an_answer_to_an_interrupt_is_shown_once_for_ranks_alike() -> None:
         call = Collective(number=1, name="barrier", shapes="", finished=False, place="x.py:3")
         child.stacks = messages.Stacks("there\n", call)
     children[2].stacks = messages.Stacks("elsewhere\n", None)
-    assert interrupts.describe(children, {4}).splitlines() == [
+    assert describe_ranks(children, {4}).splitlines() == [
         "rank 2 of 5",
         "elsewhere",
         "rank 3 of 5 did not answer",
