@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 NO_LAYER = "-"  # of checks that compare without an expectation
-BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = "X", "R", "S32", "S64"
+EXACT, BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = "lattice", "X", "R", "S32", "S64"
 _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float32",), ("float64",)
 
 
@@ -31,7 +31,7 @@ _WHOLE = "the whole batch in one process, in"
 LAYERS = {
     layer.alias: layer
     for layer in (
-        Layer("lattice", "exact", "a closed form in whole numbers", "closed_form"),
+        Layer(EXACT, "exact", "a closed form in whole numbers", "closed_form"),
         Layer(BITWISE, "bitwise", "the promised order of summation", "bitwise", _ANY),
         Layer(ROUNDING, "rounding bound", "rounding in any order of summation", "any_order", _ANY),
         Layer(IN_FLOAT32, "float32 reference", f"{_WHOLE} float32", "whole_batch", _SINGLE, True),
@@ -39,7 +39,7 @@ LAYERS = {
     )
 }
 FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.whole_batch)
-_PLANNED_APART = ("lattice", BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
+_PLANNED_APART = (EXACT, BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
 
 
 def layers_of(dtype: str) -> tuple[str, ...]:

@@ -18,41 +18,21 @@ _REPLAY = "replay"
 _INDENT = 4
 
 
-class Failures:
-    """Prints cases that did not pass. What repeats is said once, with the list of its cases."""
-
-    def __init__(self, console: Console, *, verbose: bool) -> None:
-        self._console, self._verbose = console, verbose
-        self._said: dict[_Key, CaseReport] = {}
-
-    def print(self, cases: Sequence[CaseReport]) -> None:
-        """Prints the cases of a table that did not pass, those that tell most first. One that was
-        given up before it began has a note that says why, and nothing here.
-        """
-        alike: dict[_Key, list[CaseReport]] = {}
-        failed = [case for case in cases if case.verdict != "pass" and case.replay]
-        for number, case in enumerate(most_telling_first(failed), len(self._said)):
-            alike.setdefault((number,) if self._verbose else _key(case), []).append(case)
-        for key, (case, *others) in alike.items():
-            if key in self._said:
-                self._print_repeated(self._said[key], [case, *others])
-            else:
-                self._said[key] = case
-                print_failure(case, self._console, also=others)
-
-    def _print_repeated(self, first: CaseReport, cases: Sequence[CaseReport]) -> None:
-        causes = ", ".join(found.cause for found in first.diagnosis)
-        said = f"{_names(cases)}: as {_names([first])} in world {first.case.world}"
-        said += f" ({causes})" if causes else ""
-        self._console.print()
-        for line in hanging(said, self._console.width, first="", indent=2):
-            self._console.print(Text(line), soft_wrap=True)
+Key = tuple[object, ...]
 
 
-_Key = tuple[object, ...]
+def failures_alike(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
+    """Cases that did not pass, those that tell most first, together with those that share what they
+    say. One that was given up before it began has a note that says why, and is not among them.
+    """
+    alike: dict[Key, list[CaseReport]] = {}
+    failed = [case for case in cases if case.verdict != "pass" and case.replay]
+    for case in most_telling_first(failed):
+        alike.setdefault(_key(case), []).append(case)
+    return alike
 
 
-def _key(case: CaseReport) -> _Key:
+def _key(case: CaseReport) -> Key:
     """What two failures share of which one need not be said: a strategy's causes; where nothing is
     explained, everything.
     """

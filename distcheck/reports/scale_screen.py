@@ -9,8 +9,8 @@ from rich.text import Text
 
 from distcheck.errors.shown_text import shown
 from distcheck.records import Report
-from distcheck.reports import scale, terminal
-from distcheck.reports.failures import Failures
+from distcheck.reports import brief, scale, terminal
+from distcheck.reports.failures import Key
 from distcheck.reports.json_report import as_document
 from distcheck.reports.wrapping import hanging, print_trimmed
 
@@ -96,10 +96,10 @@ def _unknown(found: list[scale.Curve]) -> list[str]:
 def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
     """The first failure of each order, as `verify` shows it."""
     first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
-    failures = Failures(console, verbose=False)
+    known: dict[Key, int] = {}
     for one in report.cases:
         order = one.case.backend.partition(":")[2]
         if (order, one.case.world) in first and one.verdict == "fail":
             console.print()
             console.print(Text(f"{order}, world {one.case.world}", style="bold"))
-            failures.print([one])
+            brief.print_group([one], one.verdict, console, alone=True, known=known)

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from typing import IO, cast
@@ -19,8 +18,8 @@ from distcheck.records import CaseReport, CheckResult, Compared, Report, Verdict
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
-from distcheck.reports.failures import Failures
-from distcheck.reports.next_step import next_step
+from distcheck.reports import brief
+from distcheck.reports.failures import Key, print_failure
 from distcheck.reports.wording import (
     count,
     describe_accepted,
@@ -60,11 +59,11 @@ def render_failure(report: Report) -> str:
     return f"{summarize(report)}\n\n{render_text(report, width=100)}"
 
 
-def render_text(report: Report, *, width: int) -> str:
+def render_text(report: Report, *, width: int, verbose: bool = False) -> str:
     """The report as plain text."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, highlight=False, color_system=None)
-    render(report, console)
+    render(report, console, verbose=verbose)
     return without_commands(stream.getvalue())
 
 
@@ -76,6 +75,8 @@ def summarize(report: Report) -> str:
     about = case.case
     text = f"{case.verdict.upper()} {about.strategy}, world {about.world}, {about.workload}"
     text += f" {about.dtype}"
+    if case.diagnosis:
+        text += f": {case.diagnosis[0].cause}"
     if case.verdict == "pass" and report.save_error:
         return f"{text}; {report.save_error}"
     if case.ranks_failed:
@@ -88,31 +89,28 @@ def summarize(report: Report) -> str:
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints the report: a table per strategy and world, in full for whatever did not pass.
-
-    When several pass, their tables shrink to a line each, unless `verbose`; `quiet` prints
-    verdict lines alone.
+    """Prints the report: verdict, cause and what to do in some twelve lines for each strategy and
+    world; with `verbose` every table in full, and with `quiet` verdict lines alone.
     """
     report = shown(report)
     judged = [case for case in report.cases if not case.unfinished]
-    failures = Failures(console, verbose=verbose)
     groups = [list(group) for _, group in groupby(judged, key=_group_key)]
-    if report.environment and judged and not quiet:
+    if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
+    known: dict[Key, int] = {}
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
-        _print_headline(cases, verdict, report, console)
         if quiet:
-            continue
-        if verdict != "pass" or verbose or len(groups) == 1:
-            _print_group(cases, console, failures)
+            brief.print_headline(cases, verdict, console)
+        elif verbose:
+            _print_headline(cases, verdict, report, console)
+            _print_group(cases, console)
         else:
-            for sentence in (_one_line(cases), *_remarks(cases)):
-                _print_sentence(sentence, console, indent=6, style="dim")
+            brief.print_group(cases, verdict, console, alone=len(groups) == 1, known=known)
     if len(judged) < len(report.cases):
         console.print(_interruption(report), soft_wrap=True)
     if not quiet:
-        _print_end(report, console)
+        _print_end(report, console, verbose=verbose, judged=bool(judged))
 
 
 def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
@@ -176,7 +174,7 @@ def _print_headline(
         _print_sentence(said, console, indent=2, style=_STYLE["unknown"])
 
 
-def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failures) -> None:
+def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     table.add_column("check", no_wrap=True)
     table.add_column("layer", no_wrap=True)
@@ -199,7 +197,8 @@ def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failur
         print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
         _print_sentence(sentence, console, indent=2)
-    failures.print(cases)
+    for case in most_telling_first([c for c in cases if c.verdict != "pass" and c.replay]):
+        print_failure(case, console)
 
 
 def _columns(width: int) -> tuple[str, ...]:
@@ -270,34 +269,16 @@ def _print_legend(report: Report, console: Console) -> None:
         _print_sentence(text, console, indent=0, style="dim")
 
 
-def _one_line(cases: Sequence[CaseReport]) -> str:
-    results = [result for case in cases for result in case.checks]
-    elements = sum(result.compared.elements for result in results)
-    closest = max(
-        (r for r in results if r.worst is not None and float(r.worst.bound) > 0),
-        key=lambda r: float(r.worst.error) / float(r.worst.bound) if r.worst else 0.0,
-        default=None,
-    )
-    text = f"{len(results)} checks, {elements / 1e6:.1f} M elements"
-    if closest is not None:
-        text += (
-            f"; closest to its bound: {named(closest.check, closest.layer)}, "
-            f"{describe_worst(closest)}"
-        )
-    return text
-
-
-def _print_end(report: Report, console: Console) -> None:
-    judged = any(not case.unfinished for case in report.cases)
-    if judged:
+def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool) -> None:
+    if judged and verbose:
         console.print()
     for explored in report.explored:
         _print_sentence(describe_search(explored), console, indent=0)
-    if judged:
+    if judged and verbose:
         _print_legend(report, console)
-    if report.verdict == "pass" and report.not_shown:
-        shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
-        _print_sentence(shown, console, indent=0, style="dim")
+        if report.verdict == "pass" and report.not_shown:
+            shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
+            _print_sentence(shown, console, indent=0, style="dim")
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
@@ -307,11 +288,4 @@ def _print_end(report: Report, console: Console) -> None:
             ),
             soft_wrap=True,
         )
-    if report.saved_to is not None:
-        console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
-        if judged:
-            again = f"replay: distcheck replay {shlex.quote(report.saved_to)}"
-            console.print(Text(again), soft_wrap=True)
-    if step := next_step(report):
-        # Not wrapped, so that it can be copied.
-        console.print(Text(f"next:  {step}"), soft_wrap=True)
+    brief.print_end(report, console, verbose=verbose)

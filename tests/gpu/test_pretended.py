@@ -101,7 +101,7 @@ def test_strategies(tmp_path: Path) -> None:
 def test_a_wrong_gradient_is_seen_and_explained(tmp_path: Path) -> None:
     ran = run(tmp_path, "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "cause   no-sync" in ran.stdout
+    assert "ranks, cuda: no-sync" in ran.stdout
 
 
 def test_everything_else_that_it_refuses(tmp_path: Path) -> None:

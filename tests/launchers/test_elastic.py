@@ -145,7 +145,7 @@ def test_a_run_that_loses_a_machine_goes_on_and_verifies_nothing(tmp_path: Path)
             agent.communicate()
     assert code == 1, err
     assert "exitcode  : 5" in err, err
-    assert "UNKNOWN mine.py:falls_asleep, world 1" in out, out
+    assert "UNKNOWN mine.py:falls_asleep   1 rank" in out, out
     assert "began this run with 2 ranks and has started it anew with 1" in " ".join(out.split())
     assert "torch None" not in out, out
     report = json.loads((tmp_path / "r.json").read_text())

@@ -27,16 +27,14 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ran = console("verify", "--strategy", "allreduce", "--world", "4")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[1].startswith("PASS    allreduce, world 4: lattice float32 (12 steps), cnn ")
-    assert len(lines) <= 52, "one screen"
+    assert lines[0] == "PASS    allreduce   4 ranks, 4 trainings, 41 checks"
+    assert len(lines) <= 13
     assert [line for line in lines if line != line.rstrip()] == []
-    for layer in ("exact", "bitwise", "rounding", "float32 ref", "float64 ref"):
-        assert re.search(rf"^\s+(gradients\s+)?{layer}\s+ok\s+\d+\s+4\s+\d+\s", ran.stdout, re.M)
-    assert "A pass shows nothing about: worlds other than 4;" in ran.stdout
-    shown = re.search(r"```\n(distcheck .+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "not covered: unequal shards, " in ran.stdout
+    shown = re.search(r"```\n(PASS .+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     assert _without_what_varies(ran.stdout) == _without_what_varies(shown[1])
-    saved = re.search(r"saved: (\S+)", ran.stdout)
+    saved = re.search(r"^saved +(\S+)", ran.stdout, re.M)
     assert saved is not None
     assert (tmp_path / saved[1] / "report.json").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".distcheck", "bad.py"] or sorted(
@@ -54,30 +52,25 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
 def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1
-    assert "FAIL    bad.py:no_sync, world 2" in ran.stdout
-    assert re.search(
-        r"first\s+gradients \(rounding bound\): step 0, 1.weight\[0,0\], rank 0: actual", ran.stdout
-    )
-    assert "ULP" in ran.stdout
-    replay = re.search(r"^next:\s+distcheck replay (\S+)", ran.stdout, re.M)
+    assert "FAIL    bad.py:no_sync   2 ranks: no-sync" in ran.stdout
+    assert re.search(r"first\s+gradients, step 0, 1.weight\[0,0\], rank 0: got", ran.stdout)
+    replay = re.search(r"^replay distcheck replay (\S+)", ran.stdout, re.M)
     assert replay is not None
     again = distcheck("replay", replay[1])
     assert again.returncode == 1
-    folder = (tmp_path / replay[1]).parents[1]
-    rechecked = distcheck("recheck", str(folder))
+    rechecked = distcheck("recheck", str(tmp_path / replay[1]))
     assert rechecked.returncode == 1, "the trace of a small failed case is kept"
-    assert _table(rechecked.stdout) == _table(ran.stdout)
+    whole = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, "-v")
+    assert "ULP" in whole.stdout
+    first = re.compile(r"^ +(?:cause|first|try) .*$", re.M)
+    assert first.findall(rechecked.stdout) == first.findall(ran.stdout) != []
 
 
 def _without_what_varies(screen: str) -> str:
-    """A screen without the machine, the run's name and how large errors were."""
-    _, _, text = screen.partition("\n")
-    text = re.sub(r"\.distcheck/runs/\S+", ".distcheck/runs/...", text)
+    """A screen without the run's name and how large errors were."""
+    text = re.sub(r"\.distcheck/runs/\S+", ".distcheck/runs/...", screen)
+    text = re.sub(r"\d+ %", "# %", text)
     return " ".join(re.sub(r"\d\.\d+(e[+-]\d+)?", "#", text).split())
-
-
-def _table(text: str) -> list[str]:
-    return [line.split("  ")[-1] for line in text.splitlines() if " ok " in line or "fail" in line]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +168,7 @@ def test_exit_4_names_the_rank_and_the_reason(distcheck: Run) -> None:
     assert ran.returncode == 4
     assert "RuntimeError: the reason" in ran.stdout
     assert re.search(r"rank 1\s+raised, step 0, sync", ran.stdout)
-    assert "crash: rank 1 raised" in ran.stdout
+    assert "2 ranks: crash" in ran.stdout
 
 
 def test_exit_4_for_a_hang_within_the_deadline(distcheck: Run) -> None:
@@ -247,7 +240,6 @@ def test_exit_5_for_a_check_that_could_not_be_made(distcheck: Run, tmp_path: Pat
     assert "UNKNOWN ddp" in ran.stdout
     said = " ".join(ran.stdout.split())
     assert "the check itself failed: RuntimeError: not in the mood" in said
-    assert re.search(r"outcome\s+ok", ran.stdout)
 
 
 def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> None:
@@ -302,6 +294,7 @@ def test_quiet_prints_verdict_lines_alone(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "ddp", "--strategy", "bad.py:no_sync", *QUICK, "-q")
     assert ran.returncode == 1
     assert [line.split()[0] for line in ran.stdout.splitlines()] == ["PASS", "FAIL"]
+    assert ran.stdout.endswith(": no-sync\n")
     assert ran.stderr == ""
 
 

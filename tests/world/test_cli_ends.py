@@ -165,7 +165,7 @@ def test_a_full_disk_does_not_change_a_failure(tmp_path: Path) -> None:
     then = save_to_small("filler.py:fills_the_disk") + " --json small/r.json"
     ran = on_a_small_disk(tmp_path, 200, then)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "FAIL    filler.py:fills_the_disk, world 2" in ran.stdout
+    assert "FAIL    filler.py:fills_the_disk   2 ranks" in ran.stdout
     assert "could not be saved to small/run (No space left on device)" in ran.stderr
     warning = "warning: --json small/r.json cannot be written: No space left on device"
     assert warning in ran.stderr
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None
     then = save_to_small("filler.py:fills_the_disk") + "; code=$?; ls small/run/traces; exit $code"
     ran = on_a_small_disk(tmp_path, 200, then)
     assert ran.returncode == 3, ran.stdout + ran.stderr
-    assert "PASS    filler.py:fills_the_disk, world 2" in ran.stdout
+    assert "PASS    filler.py:fills_the_disk   2 ranks" in ran.stdout
     assert "could not be saved to small/run (No space left on device)" in ran.stderr
     assert "the verdict above stands" in ran.stderr
     assert not re.search("^filler-", ran.stdout, re.M), "no half of a trace is left"

@@ -55,7 +55,7 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Pat
     )
     assert hung.returncode == 4, hung.stdout
     document = json.loads((tmp_path / "hung.json").read_text())
-    earlier = re.search(r"saved: \S+/(\S+)", green.stdout)
+    earlier = re.search(r"saved +\S+/(\S+)", green.stdout)
     assert earlier is not None
     assert document["since_green"]["run"] == earlier[1]
     change, *others = document["since_green"]["changes"]

@@ -145,7 +145,7 @@ def _texts(strategy: Any, *workloads: str) -> tuple[str, str]:
     report = distcheck.verify(
         strategy, world=3, batch=_WHOLE, steps=2, workload=list(workloads), dtype="float32"
     )
-    return render_text(report, width=100), render_json(report)
+    return render_text(report, width=100, verbose=True), render_json(report)
 
 
 @pytest.mark.parametrize("strategy", [correct, too_much])

@@ -72,7 +72,7 @@ def test_an_accepted_deviation_says_what_it_hides() -> None:
     assert fine.verdict == "pass"
     said = "with --accept quantised:8 a wrong factor shows from"
     assert said in check(fine, "sensitivity").reason
-    assert said in " ".join(render_text(fine, width=100).split())
+    assert said in " ".join(render_text(fine, width=100, verbose=True).split())
 
 
 def test_a_missing_sync_is_not_partial_where_the_rest_has_no_gradient() -> None:
@@ -90,7 +90,7 @@ def test_the_report_of_a_pass() -> None:
         found = check(report, "sensitivity", case=at)
         assert found.verdict == "pass"
         assert all(len(one.shown["lost-rank"]) == 4 for one in found.shown.values())
-    screen = " ".join(render_text(report, width=100).split())
+    screen = " ".join(render_text(report, width=100, verbose=True).split())
     assert (
         "sensitivity: of 18 tensors, all would have shown a missing sync, a lost rank, a rank that "
         "is added twice, a missing division, a second division and a gradient that is a step old; "

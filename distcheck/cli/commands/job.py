@@ -44,7 +44,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option(
     "--save", metavar="DIR", type=click.Path(), help="Keep the recording in a new folder."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
     """Judge a whole training job; not a line of its script is changed.

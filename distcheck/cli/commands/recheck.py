@@ -14,7 +14,7 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.command("recheck", cls=Command)
 @click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
 @output_options
-@click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @trust_option
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:

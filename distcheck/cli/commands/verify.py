@@ -27,7 +27,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     help="Keep cases, traces and report in a new folder, for distcheck recheck.",
 )
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
-@click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @machine_options
 def command(

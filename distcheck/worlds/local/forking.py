@@ -241,7 +241,7 @@ class Forker:
             self._selector.close()
 
     def _end(self) -> None:
-        """Waits until the helper is gone, which has been told to end; kills it when patience runs
+        """Waits until the helper is gone, which was asked to end; kills it when patience runs
         out, or where it is stopped and can do nothing about its end.
         """
         stopped = self._helper.pid and linux.is_stopped(self._helper.pid)

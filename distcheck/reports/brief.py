@@ -1,0 +1,324 @@
+"""The first screen of a report: verdict, cause, what to try; then what was compared, and what next.
+
+At most some twelve lines for the cases of one strategy in one world; `terminal` has the rest for
+`--verbose`. What is long is cut at the end of a clause, and what repeats is said once.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from distcheck.judge.checks.merging import earliest_failure
+from distcheck.records import CaseReport, CheckResult, Difference, Outcome, Report, VerdictName
+from distcheck.records.ends import RankEnd
+from distcheck.records.layers import (
+    BITWISE,
+    EXACT,
+    FULL_BATCH_LAYERS,
+    NO_LAYER,
+    ROUNDING,
+)
+from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, listed, scales
+from distcheck.reports.failures import Key, failures_alike
+from distcheck.reports.next_step import next_step
+from distcheck.reports.wording import describe_accepted, most_telling_first, show
+from distcheck.reports.wrapping import hanging
+
+_STYLE: dict[VerdictName, str] = {
+    "pass": "bold green",
+    "unknown": "bold yellow",
+    "fail": "bold red",
+}
+_VERDICT = 8  # columns
+_INDENT = 6
+_MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
+_MOST_TRACEBACK = 3  # lines, the last ones
+# What a reader is most likely to need next, of all that a pass shows nothing about.
+_TELLING = ("unequal shards", "accumulation", "clipping", "loss scaling", "a resumed run")
+_MORE = "-v"
+
+
+def print_group(
+    cases: Sequence[CaseReport],
+    verdict: VerdictName,
+    console: Console,
+    *,
+    alone: bool,
+    known: dict[Key, int],
+) -> None:
+    """Prints the cases of one strategy in one world: all that there is to say where it is `alone`
+    or has not passed, and otherwise one line. `known` are failures of other worlds, each with its
+    world, that need not be said again.
+    """
+    print_headline(cases, verdict, console)
+    lines = _Lines(console)
+    for one in dict.fromkeys(one for case in cases for one in case.remarks):
+        lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
+    for allowance in dict.fromkeys(case.accepted for case in cases if case.accepted is not None):
+        lines.add("accepted", describe_accepted(allowance).removeprefix("accepted: "), most=5)
+    if verdict == "pass":
+        if alone:
+            _add_pass(cases, lines)
+    else:
+        _add_failures([case for case in cases if case.verdict != "pass"], lines, known)
+        passed = _passed(cases)
+        if passed:
+            lines.add("ok", ", ".join(passed), most=2)
+    notes = list(dict.fromkeys(note for case in cases for note in case.notes))
+    shown = notes[:_MOST_NOTES] if alone or verdict != "pass" else []
+    for note in shown:
+        lines.add("note", note, most=2)
+    if shown and len(notes) > _MOST_NOTES:
+        lines.add("", f"{len(notes) - _MOST_NOTES} more notes ({_MORE})")
+    lines.print()
+
+
+def print_end(report: Report, console: Console, *, verbose: bool) -> None:
+    """Prints what belongs to all cases: what a pass does not show, where the run is, what next."""
+    if report.verdict == "pass" and report.not_shown and not verbose:
+        telling = [one for one in _TELLING if one in report.not_shown]
+        first = [*telling, *(one for one in report.not_shown if one not in telling)][:4]
+        left = len(report.not_shown) - len(first)
+        text = f"not covered: {', '.join(first)}{f', {left} more' * bool(left)} ({_MORE})"
+        _print(hanging(text, console.width, first="", indent=0), console, "dim")
+    failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
+    step = next_step(report)
+    if failed and report.saved_to is not None and not report.interrupted:
+        step = f"distcheck replay {shlex.quote(report.saved_to)}"
+    causes = dict.fromkeys(one.cause for case in failed for one in case.diagnosis)
+    explained = [f"distcheck explain {cause}" for cause in causes if cause != "unexplained"][:1]
+    more = [*explained, *(["distcheck open"] if report.saved_to else []), *[_MORE][verbose:]]
+    ends = [
+        ("replay" if step.startswith("distcheck replay ") else "next", step),
+        ("saved", report.saved_to or ""),
+        ("more", " | ".join(more) if any(not case.unfinished for case in report.cases) else ""),
+    ]
+    for label, text in ends:  # not wrapped, so that they can be copied
+        if text:
+            console.print(Text(f"{label:<{_VERDICT - 1}}{text}"), soft_wrap=True)
+
+
+def headline(cases: Sequence[CaseReport], verdict: VerdictName) -> str:
+    """Whose verdict it is, how much ran, and the cause if there is one."""
+    case = cases[0].case
+    ranks = f"{case.world} rank{'s' * (case.world != 1)}"
+    if case.backend not in ("gloo", "none"):
+        ranks += f" on {case.backend}"
+    if case.device != "cpu":
+        ranks += f", {case.device}"
+    causes = dict.fromkeys(
+        one.cause for c in most_telling_first([c for c in cases if c.verdict != "pass"])
+        for one in c.diagnosis
+    )  # fmt: skip
+    if causes:
+        return f"{case.strategy}   {ranks}: {', '.join([*causes][:3])}"
+    names = [f"{c.case.workload} {c.case.dtype}" for c in cases]
+    if case.job:
+        of = f"{case.steps} steps"
+    else:
+        of = ", ".join(names) if len(names) < 3 else f"{len(names)} trainings"
+    return f"{case.strategy}   {ranks}, {of}, {sum(len(c.checks) for c in cases)} checks"
+
+
+def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: Console) -> None:
+    """Prints the verdict, and what it is of."""
+    text = headline(cases, verdict)
+    lines = hanging(text, console.width, first=verdict.upper(), indent=_VERDICT)
+    first = Text(lines[0])
+    first.stylize(_STYLE[verdict], 0, _VERDICT)
+    first.stylize("bold", _VERDICT, _VERDICT + len(cases[0].case.strategy))
+    for line in (first, *map(Text, lines[1:])):
+        console.print(line, soft_wrap=True)
+
+
+class _Lines:
+    """Labelled lines, printed with the texts below each other."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._found: list[tuple[str, str, int]] = []
+
+    def add(self, label: str, text: str, *, most: int = 1) -> None:
+        """A text of at most so many lines: what does not fit is left out, by clauses."""
+        self._found.append((label, text, most))
+
+    def print(self) -> None:
+        width = max((len(label) for label, *_ in self._found), default=0)
+        indent = _INDENT + width + 2
+        for label, text, most in self._found:
+            first = f"{'':<{_INDENT}}{label}"
+            for line in fitting(text, self._console.width, first=first, indent=indent, most=most):
+                whole = Text(line)
+                whole.stylize("bold", 0, _INDENT + width)
+                self._console.print(whole, soft_wrap=True)
+
+
+def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
+    """A text in at most so many lines: whole, or without its last clauses, or cut."""
+    lines = hanging(text, width, first=first, indent=indent)
+    clauses = text.split("; ")
+    while len(lines) > most and len(clauses) > 1:
+        clauses.pop()
+        lines = hanging("; ".join(clauses), width, first=first, indent=indent)
+    if len(lines) > most:
+        lines = lines[:most]
+        lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} ..."
+    return lines
+
+
+def _add_pass(cases: Sequence[CaseReport], lines: _Lines) -> None:
+    """What the checks have found equal, how close, and what they would have shown."""
+    results = [r for case in cases for r in case.checks if r.verdict == "pass"]
+    for label, layer, how in (
+        ("exact", EXACT, "equal to the bit in whole numbers"),
+        ("bitwise", BITWISE, "equal to the bit in the promised order"),
+    ):
+        names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
+        if names:
+            lines.add(label, f"{listed(names)} {how}", most=2)
+    closest = _closest(results)
+    if closest is not None:
+        share, of = closest
+        lines.add("rounding", f"worst error {share:.2g} % of what rounding allows ({of})")
+    if any(result.check == "rerun" for result in results):
+        apart = " in fresh interpreters" * any(case.case.separate for case in cases)
+        lines.add("repeat", f"a second run{apart} gave the same bits")
+    others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
+    if others:
+        lines.add("also", ", ".join(others), most=2)
+    shown = [r.shown for r in results if r.check == SENSITIVITY and r.shown]
+    if shown:
+        ranks = len(cases[0].case.with_data)
+        lines.add("catches", would_have_caught(shown, ranks=ranks), most=3)
+
+
+_SAID = ("outcome", "rerun", SENSITIVITY)
+_SHORT = {
+    "no-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
+    "stale": "stale step", "lost-rank": "lost rank", "doubled-rank": "doubled rank",
+    "other-parameter": "swapped parameters",
+}  # fmt: skip
+
+
+def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
+    """The simplest mistakes that the comparisons would have shown, and in how many tensors where
+    that is not all of them.
+    """
+    several = list(shown)
+    tensors = [one for part in several for one in part.values()]
+    by_share: dict[str, list[str]] = {}
+    for name, mistake in MISTAKES.items():
+        possible = [one for one in tensors if name in one.shown]
+        needed = ranks if mistake.of_ranks else 1
+        number = sum(len(one.shown[name]) >= needed for one in possible)
+        if number:
+            share = "" if number == len(possible) else f" ({number} of {len(possible)} tensors)"
+            by_share.setdefault(share, []).append(_SHORT[name])
+    found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
+    factors = [limits[1] for part in several if (limits := scales(part)) is not None]
+    if factors:
+        found.append(f"a factor wrong by {max(factors):.0e}")
+    return "; ".join(found) or "none of the simplest mistakes"
+
+
+def _closest(results: Iterable[CheckResult]) -> tuple[float, str] | None:
+    """The largest share of its bound, in percent, that an error has, and of what."""
+    layers = (ROUNDING, *FULL_BATCH_LAYERS)
+    bounded = [
+        (float(r.worst.error) / float(r.worst.bound), r)
+        for r in results
+        if r.worst is not None and r.layer in layers and float(r.worst.bound) > 0
+    ]
+    if not bounded:
+        return None
+    share, result = max(bounded, key=lambda pair: pair[0])
+    return 100 * share, result.check
+
+
+def _names(results: Iterable[CheckResult]) -> list[str]:
+    return list(dict.fromkeys(result.check for result in results))
+
+
+def _passed(cases: Sequence[CaseReport]) -> list[str]:
+    """The checks that passed wherever they were made."""
+    results = [r for case in cases for r in case.checks if r.check not in _SAID]
+    wrong = {result.check for result in results if result.verdict != "pass"}
+    return [name for name in _names(results) if name not in wrong]
+
+
+def _add_failures(cases: Sequence[CaseReport], lines: _Lines, known: dict[Key, int]) -> None:
+    """Each failure once, with the names of the other cases that it is in."""
+    alike = failures_alike(cases)
+    new = [key for key in alike if key not in known]
+    for key in new[:_MOST_FAILURES]:
+        case, *others = alike[key]
+        _add_failure(case, lines)
+        if others:
+            lines.add("also in", _cases(others), most=2)
+    if len(new) > _MOST_FAILURES:
+        left = [case for key in new[_MOST_FAILURES:] for case in alike[key]]
+        lines.add("others", f"{_cases(left)}: not passed ({_MORE})", most=2)
+    for key in alike.keys() & known.keys():
+        lines.add("as", f"with {known[key]} ranks: {_cases(alike[key])}", most=2)
+    known |= {key: found[0].case.world for key, found in alike.items() if key in new}
+
+
+def _cases(cases: Sequence[CaseReport]) -> str:
+    return ", ".join(f"{case.case.workload} {case.case.dtype}" for case in cases)
+
+
+def _add_failure(case: CaseReport, lines: _Lines) -> None:
+    for label, text in _of_ranks(case.outcomes):
+        lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
+    for one in case.diagnosis[:_MOST_FAILURES]:
+        lines.add("cause", f"{one.evidence}", most=2)
+    first = earliest_failure([r for r in case.checks if r.check != "outcome"])
+    if first is not None and first.first is not None:
+        lines.add("first", f"{first.check}, {_place(first.first)}", most=2)
+    for one in case.diagnosis[:_MOST_FAILURES]:
+        lines.add("try", one.suggestion, most=3)
+    if case.ranks_failed:
+        return  # the rest is not judged for that reason
+    wanted = ("unknown",) if any(r.verdict == "fail" for r in case.checks) else ("unknown", "fail")
+    by_reason: dict[str, list[str]] = {}
+    for result in case.checks:
+        if result.verdict in wanted and result.reason:
+            by_reason.setdefault(result.reason, []).append(result.check)
+    for reason, checks in [*by_reason.items()][:_MOST_REASONS]:
+        lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
+
+
+def _of_ranks(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """How ranks ended that did not finish: those that began it by the end of their traceback."""
+    alike: dict[tuple[str, str], list[Outcome]] = {}
+    for one in outcomes:
+        if one.outcome != RankEnd.FINISHED:
+            detail = one.where if one.lost_peer else one.detail
+            alike.setdefault((one.outcome, detail), []).append(one)
+    for (end, detail), ranks in alike.items():
+        numbers = ", ".join(str(one.rank) for one in sorted(ranks, key=lambda one: one.rank))
+        head, *rest = detail.splitlines() or [""]
+        called = [line for line in rest[:-_MOST_TRACEBACK] if line == ranks[0].last_call]
+        first = ", ".join(filter(None, [end, head]))
+        text = "\n".join([first, *called, *rest[-_MOST_TRACEBACK:]])
+        yield f"rank{'s' * (len(ranks) > 1)} {numbers}", text
+
+
+def _place(difference: Difference) -> str:
+    """Where, and what was there: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
+    index = f"[{','.join(map(str, difference.index))}]" if difference.index else ""
+    where = f"step {difference.step}, {difference.parameter}{index}, rank {difference.rank}"
+    if difference.actual == "" and difference.expected == "":
+        return where
+    norm = "norm " * (difference.unit == "L2 norm")
+    actual, expected = show(difference.actual), show(difference.expected)
+    if actual == expected and difference.ulp:
+        return f"{where}: {difference.ulp:,} ULP from {expected}"
+    return f"{where}: got {norm}{actual}, expected {expected}"
+
+
+def _print(lines: Sequence[str], console: Console, style: str) -> None:
+    for line in lines:
+        console.print(Text(line, style=style), soft_wrap=True)
