@@ -4,7 +4,7 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
-from distcheck.recordings.jobs.reading import JobRecording, read_tensors
+from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
 from distcheck.records.decoding import decode_json, read_bounded
 
 _MOST_PARENTS = 8
@@ -45,6 +45,7 @@ class Reference:
     folder: Path
     replayed: Replayed
     replaced: tuple[str, ...] = ()
+    _kept: Kept = field(default_factory=Kept)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
         """The same, of fewer steps."""
@@ -53,7 +54,8 @@ class Reference:
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All that was written of one step. Raises UsageError where that is damaged."""
-        return read_tensors(self.folder / f"replay-{step:06d}.safetensors")
+        file = self.folder / f"replay-{step:06d}.safetensors"
+        return self._kept.get(step, lambda: read_tensors(file))
 
 
 def replay(

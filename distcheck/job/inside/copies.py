@@ -47,6 +47,7 @@ class Copies:
         step, those by which it is chosen which batches the script takes.
         """
         first = self._job.steps[0]
+        self._job.tensors(0, step)  # read once, for all copies that are forked
         if step == first:
             roles = choosing.tries(self._job, self._hands.feeding, self._apart)
             if self._becomes_a_copy(first, roles):
@@ -73,8 +74,9 @@ class Copies:
 
     def _roles(self, step: int, draws: "range | tuple[int, ...]") -> list[Role]:
         """The copies that compute the gradients of a step, and are not done."""
-        if self.choice.mode == BY_RANK:
-            roles = [Role(rank, step, draw) for rank in range(self._job.world) for draw in draws]
+        if self.choice.mode == BY_RANK:  # this process computes the gradients of rank 0
+            several = [(rank, draw) for rank in range(self._job.world) for draw in draws]
+            roles = [Role(rank, step, draw) for rank, draw in several if rank or draw]
         else:
             roles = [Role(ALL, step, draw) for draw in draws if draw]
         return roles
@@ -97,19 +99,19 @@ class Copies:
             limit_memory()
         return True
 
-    def reference(
-        self, step: int, own: Tensors, loss: torch.Tensor, recorded: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """The reference's gradients, where this process has `own`; and what else of the step is to
-        be written. `recorded` are the job's.
+    def reference(self, step: int, computed: Tensors, recorded: Tensors) -> tuple[Tensors, Tensors]:
+        """The reference's gradients, where this process has `computed` its own; and what else of
+        the step is to be written. `recorded` are the job's.
         """
         if self.choice.mode == BY_RANK:
+            self._found.setdefault(step, {}).setdefault(Role(0, step), computed)
             combined = self._combined(step, 0)
             if combined is None:
                 said = next(iter(self.forks.why.values()), "nothing was said")
                 self._fails(f"step {step}: as one rank the script fails: {said}")
-            loss = combined["loss"]
-            own = {n: g for n, g in combined.items() if n not in state.NOT_GRADIENTS}
+            computed = combined
+        loss = computed["loss"]
+        own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
         if self.times is None:
             found = state.factor_of(recorded, own)
             self.times = min(self.choice.scales, key=lambda scale: abs(scale - found))

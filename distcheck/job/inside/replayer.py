@@ -223,6 +223,10 @@ class Replayer(Deaf):
         if not self._is_target or self._copy is None or self._is_ready:
             return
         self._is_ready = True  # where it is a process, it goes on
+        self._copies.forks.leave(self._copy, self._computed(), self._step)
+
+    def _computed(self) -> dict[str, torch.Tensor]:
+        """The gradients of the step's passes, and what their losses are."""
         counts = {self._counts.get(place, (0.0, "")) for place in self._losses_of_step()}
         count, sums = counts.pop() if len(counts) == 1 else (0.0, "")
         about = {
@@ -233,7 +237,7 @@ class Replayer(Deaf):
             "own": torch.tensor(1.0 if self._own is None else self._own),
         }
         raw = {n: g / self._scale for n, g in self._candidate.items()}
-        self._copies.forks.leave(self._copy, {**raw, **about}, self._step)
+        return {**raw, **about}
 
     def _losses_of_step(self) -> list[int]:
         """The passes whose loss the step was trained on."""
@@ -248,10 +252,11 @@ class Replayer(Deaf):
     def _take(self) -> None:
         """The reference's gradients, for what the script does with them until the next step."""
         self._is_ready = True
-        own = {n: g / self._scale for n, g in self._candidate.items()}
+        computed = self._computed()
+        own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
         recorded = {n: self._job.gradient(Kind.EXCHANGED, 0, self._step, n) for n in own}
         theirs = {n: g for n, g in recorded.items() if g is not None and g.shape == own[n].shape}
-        self._raw, self._out = self._copies.reference(self._step, own, self._loss(), theirs)
+        self._raw, self._out = self._copies.reference(self._step, computed, theirs)
         resumes = self._record.exchanged and bool(theirs)
         resumes = resumes and state.distance(theirs, self._raw) < choosing.SAME
         self._left = {**self._raw, **theirs} if resumes else self._raw

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.machine.free_memory import available_bytes
 from distcheck.recordings.jobs.records import (
     RankRecord,
     StepRecord,
@@ -43,6 +44,26 @@ class JobHeader(NamedTuple):
     optimizer: str
 
 
+class Kept:
+    """Tensors that were read, to be had again while they take a quarter (chosen) of the memory."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, dict[str, torch.Tensor]] = {}
+        self._bytes = 0
+
+    def get(
+        self, key: object, read: Callable[[], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """What has this key, read if it is not there."""
+        if key not in self._found:
+            found = read()
+            size = sum(one.numel() * one.element_size() for one in found.values())
+            if self._bytes + size > available_bytes() // 4:
+                self._found, self._bytes = {}, 0
+            self._found[key], self._bytes = found, self._bytes + size
+        return self._found[key]
+
+
 @dataclass
 class JobRecording:
     """All ranks of a job. `steps` are those that every rank has written, as the job counts them: a
@@ -57,7 +78,7 @@ class JobRecording:
     drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
     alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # what ranks
     # read with streams that are alike, by rank, loader and index: parts, the largest first
-    _loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
     @property
@@ -76,13 +97,9 @@ class JobRecording:
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """All that was kept of one step of one rank. Raises UsageError where that is damaged."""
-        key = (rank, step)
-        if key not in self._loaded:
-            for old in [k for k in self._loaded if k[1] != step]:
-                del self._loaded[old]
-            file = rank_folder(self.folder, rank) / f"step-{step:06d}.safetensors"
-            self._loaded[key] = read_tensors(file, self.records[key].checksum)
-        return self._loaded[key]
+        file = rank_folder(self.folder, rank) / f"step-{step:06d}.safetensors"
+        checksum = self.records[rank, step].checksum
+        return self._kept.get((rank, step), lambda: read_tensors(file, checksum))
 
     def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
         """One of a parameter's gradients; what a step holds twice is written once."""
