@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
@@ -40,6 +40,7 @@ _END_DEADLINE_S = 5.0  # for killed processes to be gone
 _JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files take their time
 
 NO_FDS: Mapping[str, Shared] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 OnProgress = Callable[[int, messages.Progress], None]
 
 
@@ -70,33 +71,19 @@ def start_world(
 ) -> World:
     """Starts ranks; each gets the listening socket, `fds`, and those of its own."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
-    job, backend, size, surroundings = ranks.job, ranks.backend, ranks.size, ranks.surroundings
+    job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi = MPIJob(size) if backend == "mpi" else None
     try:
         with listening(pool.address) as server:
-            host, port = server.getsockname()[:2]
-            starts = []
-            variables = backends.variables(backend, pool.ranks_here(size))
-            for rank in range(size):
-                meeting = Rendezvous(
-                    backend=backend,
-                    rank=rank,
-                    world=size,
-                    host=host,
-                    port=port,
-                    deadline_s=ranks.deadline_s,
-                )
-                start = RankStart(
-                    payload=job.encode(ranks.request(meeting)),
-                    environment={
-                        **environment_of(meeting, nodes=surroundings.nodes_of(size)),
-                        **variables,
-                    },
-                    fds=own_fds[rank] if own_fds else {},
-                    interpreter=surroundings.interpreter_of(rank),
-                    order_seed=surroundings.order_seed(rank),
-                )
-                starts.append(start if mpi is None else mpi.enlist(rank, start))
+            starts = _starts(
+                ranks,
+                *server.getsockname()[:2],
+                variables=backends.variables(backend, pool.ranks_here(size)),
+            )
+            if own_fds:
+                starts = [replace(start, fds=fd) for start, fd in zip(starts, own_fds, strict=True)]
+            if mpi is not None:
+                starts = [mpi.enlist(rank, start) for rank, start in enumerate(starts)]
             given = {LISTEN: Shared(fd=server.fileno()), **fds}
             for start in starts:
                 job.accept({**given, **start.fds})
@@ -107,9 +94,9 @@ def start_world(
                         backend=backend,
                         deadline_s=ranks.deadline_s,
                         target=job.target,
-                        starts=dict(enumerate(starts)),
+                        starts=starts,
                         fds=descriptors_of(given),
-                        schedule=surroundings.schedule,
+                        schedule=ranks.surroundings.schedule,
                     )
                 ]
             else:
@@ -121,6 +108,33 @@ def start_world(
     if mpi is not None:
         mpi.let_go_of_connections()
     return World(shares, deadline_s=ranks.deadline_s, on_progress=on_progress, job=mpi)
+
+
+def _starts(
+    ranks: Ranks[Any], host: str, port: int, *, variables: Mapping[str, str] = NO_VARIABLES
+) -> list[RankStart]:
+    """What each rank is started with, if they are to meet at an address."""
+    size, surroundings = ranks.size, ranks.surroundings
+    starts = []
+    for rank in range(size):
+        meeting = Rendezvous(
+            backend=ranks.backend,
+            rank=rank,
+            world=size,
+            host=host,
+            port=port,
+            deadline_s=ranks.deadline_s,
+        )
+        named = environment_of(meeting, nodes=surroundings.nodes_of(size))
+        starts.append(
+            RankStart(
+                payload=ranks.job.encode(ranks.request(meeting)),
+                environment={**named, **variables},
+                interpreter=surroundings.interpreter_of(rank),
+                order_seed=surroundings.order_seed(rank),
+            )
+        )
+    return starts
 
 
 def start_job(
@@ -152,24 +166,11 @@ def search_schedules(
     others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
     Raises as `job_result` does.
     """
-    meetings = [
-        Rendezvous(
-            backend=ranks.backend,
-            rank=rank,
-            world=ranks.size,
-            host="127.0.0.1",
-            port=1,  # a simulated world has no store on a port
-            deadline_s=ranks.deadline_s,
-        )
-        for rank in range(ranks.size)
-    ]
     host = HostRequest(
         target=ranks.job.target,
         order=backends.order_of(ranks.backend),
         deadline_s=ranks.deadline_s,
-        payloads=[ranks.job.encode(ranks.request(one)) for one in meetings],
-        environments=[environment_of(one) for one in meetings],
-        order_seeds=[None] * ranks.size,
+        starts=_starts(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
     )
     asked = SearchRequest(
         host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches

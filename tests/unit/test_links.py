@@ -33,7 +33,7 @@ ENDED = [
 
 def link_that_fails(error: Exception) -> Link:
     coming = wire.Coming(wire.PROTOCOL, (1,), 2, "far", "")
-    return Link(Line(error), coming)  # type: ignore[arg-type]
+    return Link(Line(error), coming, lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", ENDED, ids=lambda error: type(error).__name__)

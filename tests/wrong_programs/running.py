@@ -20,6 +20,7 @@ from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
 from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.shares import RankStart
 from distcheck.worlds.simulated.share import SEARCH, HostRequest, SearchRequest
 from tests.world.jobs import Asked
 from tests.world.launching import run_to_end, start
@@ -95,9 +96,12 @@ def _by_schedules(pool: Pool, program: Program, wrong: bool, deadline_s: float) 
         target=JOB,
         order=backends.order_of("simulated"),
         deadline_s=deadline_s,
-        payloads=[msgspec.msgpack.encode(Asked(one, about)) for one in meetings],
-        environments=[environment_of(one) for one in meetings],
-        order_seeds=[None] * WORLD,
+        starts=[
+            RankStart(
+                payload=msgspec.msgpack.encode(Asked(one, about)), environment=environment_of(one)
+            )
+            for one in meetings
+        ],
     )
     asked = SearchRequest(host=host, schedules=SCHEDULES, deadline_s=deadline_s)
     begun = time.monotonic()

@@ -44,7 +44,8 @@ class Fleet(Pool):
         self._secret = secret.shared_secret()
         self._links: list[Link] = []
         self._worlds = 0
-        self._gathered = self._all_alike = False
+        self._gathered = False
+        self._is_gathering = True  # until all have come, and are alike
         self._beats = Looks(0.0)
         self._asked_to_end = False
 
@@ -89,7 +90,7 @@ class Fleet(Pool):
             self._accept_all(server)
         version = super().wait_ready()
         self._check_alike({**self._identity, "torch": version})
-        self._all_alike = True
+        self._is_gathering = False
         return version
 
     def start_ranks(
@@ -158,9 +159,6 @@ class Fleet(Pool):
             if not link.lost and link.silent_s > allowed_s:
                 link.lose(f"nothing was heard of it for {allowed_s:g} s")
             link.send(wire.Beat())
-            if link.lost:
-                self.unwatch(link.line)
-                self._complain_early(link)
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Notes that the launcher ends its processes; `pump` finds out why."""
@@ -176,26 +174,21 @@ class Fleet(Pool):
             if time.monotonic() > deadline:
                 raise KeyboardInterrupt
             super().pump(0.05)
-        for link in self._links:
-            if link.lost:
-                self.unwatch(link.line)
-                self._complain_early(link)
 
-    def _complain_early(self, link: Link) -> None:
+    def _on_lost(self, link: Link) -> None:
         """A process that goes while the others gather leaves no world to report it in."""
-        if not self._all_alike:
+        self.unwatch(link.line)
+        if self._is_gathering and link in self._links:
             raise RankLostError(link.lost)
 
     def dismiss(self, exit_code: int, summary: str) -> None:
         """Makes every other process leave with the verdict's code, and waits for that shortly."""
+        self._is_gathering = False
         for link in self._links:
             link.send(wire.Over(exit_code, summary))
         deadline = time.monotonic() + _BYE_S
         while any(not link.lost for link in self._links) and time.monotonic() < deadline:
             super().pump(0.05)
-            for link in self._links:
-                if link.lost:
-                    self.unwatch(link.line)
 
     def let_go(self) -> None:
         """As any pool; closes every connection."""
@@ -221,8 +214,8 @@ class Fleet(Pool):
             elif scheme == "store":
                 server = stack.enter_context(meeting.listen_on_way_to(*meeting.address_of(place)))
                 super().wait_ready()
-                told = meeting.place_of(server)
-                ask_store(self, self._launch, value=told, deadline_s=self._deadline_s)
+                here = meeting.place_of(server)
+                ask_store(self, self._launch, value=here, deadline_s=self._deadline_s)
             else:
                 server = stack.enter_context(meeting.listen(*meeting.address_of(place)))
             yield server
@@ -254,7 +247,7 @@ class Fleet(Pool):
     def _greet(self, line: wire.Wire, words: list[Any]) -> None:
         coming: wire.Coming = words[0]
         line.be_patient(max(self._deadline_s, LEAST_SILENCE_S))
-        link = Link(line, coming)
+        link = Link(line, coming, self._on_lost)
         for word in words[1:]:
             link.take(word)
         problem = coming.error and f"{link.name} cannot take part: {coming.error}"

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,10 +65,14 @@ class RemoteChild(Child):
 
 
 class Link:
-    """The connection to one process, and the shares of worlds that it runs."""
+    """The connection to one process, and the shares of worlds that it runs. `on_lost` is called
+    when it breaks.
+    """
 
-    def __init__(self, line: wire.Wire, coming: wire.Coming) -> None:
-        self.line = line
+    def __init__(
+        self, line: wire.Wire, coming: wire.Coming, on_lost: Callable[["Link"], None]
+    ) -> None:
+        self.line, self._on_lost = line, on_lost
         address = line.peer_address
         self.host = f"{coming.host} ({address})" if address else coming.host
         self.ranks = coming.ranks
@@ -102,6 +106,7 @@ class Link:
         self.lost = f"{self.name} can no longer be reached: {reason}"
         for share in self._shares.values():
             share.lose()
+        self._on_lost(self)
 
     def on_readable(self) -> None:
         """Takes what has arrived."""

@@ -112,12 +112,12 @@ class SimulatedHost:
         module, _, name = asked.target.partition(":")
         # Before anything is a rank's own: all ranks run the same job.
         self._target: child.Target = getattr(importlib.import_module(module), name)
-        ranks = range(len(asked.payloads))
+        ranks = range(len(asked.starts))
         self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
         self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
-            in_order({**os.environ, **own}, seed)
-            for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
+            in_order({**os.environ, **start.environment}, start.order_seed)
+            for start in asked.starts
         ]
         streams = [(stream, stream) for stream in self._streams]
         self._isolation = Isolation(environments, streams, owned_by(self._target))
@@ -164,7 +164,7 @@ class SimulatedHost:
         reporter = self._reporters[rank]
         torch.get_num_threads()  # so that what a rank sets is its thread's, and no other's
         try:
-            result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
+            result = self._target(self._asked.starts[rank].payload, self._fds_of(rank), reporter)
             self._world.end_of_rank(rank)
             self._remark()
             self._flush(rank)

@@ -10,7 +10,8 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -29,7 +30,7 @@ _NO_WORD = "the process of the simulated world ended while another rank ran"
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `target` with each of `payloads`, one per rank, in `environments`, one per rank.
+    """Run `target` for each rank, started as one of `starts` says.
 
     Descriptors are every rank's, or, where their name begins with `RANK/`, that rank's alone.
     """
@@ -37,9 +38,7 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     order: str
     deadline_s: float
-    payloads: list[bytes]
-    environments: list[dict[str, str]]
-    order_seeds: list[int | None]
+    starts: list[RankStart]
     schedule: str = ""
 
 
@@ -170,25 +169,26 @@ class SimulatedShare(Share):
         backend: str,
         deadline_s: float,
         target: str,
-        starts: Mapping[int, RankStart],
+        starts: Sequence[RankStart],
         fds: Descriptors,
         schedule: str = "",
     ) -> None:
         self._host = HostProcess(len(starts))
-        own = {f"{rank}/{name}": fd for rank, s in starts.items() for name, fd in s.fds.items()}
+        own_fds = {
+            f"{rank}/{name}": fd for rank, s in enumerate(starts) for name, fd in s.fds.items()
+        }
         request = HostRequest(
             target=target,
             order=backends.order_of(backend),
             deadline_s=deadline_s,
-            payloads=[start.payload for start in starts.values()],
-            environments=[dict(start.environment) for start in starts.values()],
-            order_seeds=[start.order_seed for start in starts.values()],
+            starts=[replace(start, fds={}) for start in starts],
             schedule=schedule,
         )
+        payload = msgspec.msgpack.encode(request)
         self._share = LocalShare(
             forker,
             target=_TARGET,
-            starts={0: RankStart(payload=msgspec.msgpack.encode(request), environment={}, fds=own)},
+            starts={0: RankStart(payload=payload, environment={}, fds=own_fds)},
             fds={**fds, TURN_FD: self._host.turn_fd},
             new_child=lambda _: self._host,
         )
