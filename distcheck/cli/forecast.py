@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import msgspec
 
 from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import SearchBeside
 from distcheck.records import Case
 from distcheck.records.layers import BITWISE
+from distcheck.reports import json_report
 from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.verification.case_run import is_separate
@@ -62,9 +62,7 @@ def plan_command(planned: Planned, *, json_file: str | None) -> int:
     recorded = recorded_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]
     if json_file is not None:
-        document = _document(planned, estimates)
-        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
-        write_text(json_file, text)
+        write_text(json_file, json_report.render(_document(planned, estimates)))
     if json_file != "-":
         for line in _lines(planned, estimates):
             click.echo(line)

@@ -7,7 +7,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from distcheck.judge.sensitivity import why_alone_unknown
 from distcheck.plan.declined import notes_on
 from distcheck.records import Case
 from distcheck.records.generated_words import PREFIX, parse
+from distcheck.reports import json_report
 from distcheck.reports.failures import describe_failure
 from distcheck.reports.terminal import console_for
 
@@ -139,7 +139,7 @@ def as_json(story: Story) -> str:
             "file": str(story.kept_as) if story.kept_as else None,
             "python": as_python(finding.report.case),
         }
-    return msgspec.json.format(msgspec.json.encode(document)).decode() + "\n"
+    return json_report.render(document)
 
 
 def _headline(story: Story) -> Text:

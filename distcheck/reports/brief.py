@@ -24,7 +24,7 @@ from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, listed, sca
 from distcheck.reports.failures import Key, failures_alike
 from distcheck.reports.next_step import next_step
 from distcheck.reports.wording import describe_accepted, most_telling_first, show
-from distcheck.reports.wrapping import hanging
+from distcheck.reports.wrapping import hanging, print_hanging
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
@@ -82,7 +82,7 @@ def print_end(report: Report, console: Console, *, verbose: bool) -> None:
         first = [*telling, *(one for one in report.not_shown if one not in telling)][:4]
         left = len(report.not_shown) - len(first)
         text = f"not covered: {', '.join(first)}{f', {left} more' * bool(left)} ({_MORE})"
-        _print(hanging(text, console.width, first="", indent=0), console, "dim")
+        print_hanging(text, console, indent=0, style="dim")
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     step = next_step(report)
     if failed and report.saved_to is not None and not report.interrupted:
@@ -317,8 +317,3 @@ def _place(difference: Difference) -> str:
     if actual == expected and difference.ulp:
         return f"{where}: {difference.ulp:,} ULP from {expected}"
     return f"{where}: got {norm}{actual}, expected {expected}"
-
-
-def _print(lines: Sequence[str], console: Console, style: str) -> None:
-    for line in lines:
-        console.print(Text(line, style=style), soft_wrap=True)

@@ -48,7 +48,7 @@ class LiveProgress:
         return Text(self._line(self._text), overflow="ellipsis", no_wrap=True)
 
     def preparing(self, what: str) -> None:
-        """Before any case runs."""
+        """Before any case runs; in a search, at any time."""
         self._show(what)
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:

@@ -12,7 +12,7 @@ from distcheck.records import Report
 from distcheck.reports import brief, scale, terminal
 from distcheck.reports.failures import Key
 from distcheck.reports.json_report import as_document
-from distcheck.reports.wrapping import hanging, print_trimmed
+from distcheck.reports.wrapping import print_hanging, print_trimmed
 
 _RANKS = re.compile(r" \(rank [\d, ]+\)")  # of many ranks, a list of them hides what is said
 
@@ -35,11 +35,9 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         if verdict == "PASS" and any(point.verdict != "pass" for point in curve.points):
             verdict = "UNKNOWN"
         sentence = f"{curve.order} {curve.comes_to}"
-        for line in hanging(sentence, console.width, first=verdict, indent=8):
-            console.print(Text(line), soft_wrap=True)
+        print_hanging(sentence, console, first=verdict, indent=8)
     for sentence in () if quiet else _unknown(found):
-        for line in hanging(sentence, console.width, first="", indent=8):
-            console.print(Text(line), soft_wrap=True)
+        print_hanging(sentence, console, indent=8)
     if verbose:
         terminal.render(report, console, verbose=True)
     elif not quiet:
@@ -58,8 +56,7 @@ def _print_head(report: Report, found: list[scale.Curve], console: Console) -> N
         *([f"accepted: {case.accept}"] if case.accept else []),
     ]
     for sentence in sentences:
-        for line in hanging(sentence, console.width, first="", indent=2):
-            console.print(Text(line), soft_wrap=True)
+        print_hanging(sentence, console, indent=2)
 
 
 def _table(found: list[scale.Curve]) -> Table:

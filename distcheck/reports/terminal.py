@@ -29,7 +29,7 @@ from distcheck.reports.wording import (
     describe_worst,
     most_telling_first,
 )
-from distcheck.reports.wrapping import hanging, print_trimmed
+from distcheck.reports.wrapping import hanging, print_hanging, print_trimmed
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
@@ -138,11 +138,6 @@ def _environment_line(report: Report) -> str:
     )
 
 
-def _print_sentence(sentence: str, console: Console, *, indent: int, style: str = "") -> None:
-    for line in hanging(sentence, console.width, first="", indent=indent):
-        console.print(Text(line, style=style), soft_wrap=True)
-
-
 def _print_headline(
     cases: Sequence[CaseReport], verdict: VerdictName, report: Report, console: Console
 ) -> None:
@@ -171,7 +166,7 @@ def _print_headline(
         console.print(text, soft_wrap=True)
     for one in dict.fromkeys(one for c in cases for one in c.remarks):
         said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
-        _print_sentence(said, console, indent=2, style=_STYLE["unknown"])
+        print_hanging(said, console, indent=2, style=_STYLE["unknown"])
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
@@ -196,7 +191,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
     if table.row_count:
         print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
-        _print_sentence(sentence, console, indent=2)
+        print_hanging(sentence, console, indent=2)
     for case in most_telling_first([c for c in cases if c.verdict != "pass" and c.replay]):
         print_failure(case, console)
 
@@ -266,19 +261,19 @@ def _print_legend(report: Report, console: Console) -> None:
     shown = [f"{one.name} ({one.alias}), {one.about}" for a, one in LAYERS.items() if a in used]
     if shown:
         text = f"Layers, and what each compares with: {'; '.join(shown)}."
-        _print_sentence(text, console, indent=0, style="dim")
+        print_hanging(text, console, indent=0, style="dim")
 
 
 def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool) -> None:
     if judged and verbose:
         console.print()
     for explored in report.explored:
-        _print_sentence(describe_search(explored), console, indent=0)
+        print_hanging(describe_search(explored), console, indent=0)
     if judged and verbose:
         _print_legend(report, console)
         if report.verdict == "pass" and report.not_shown:
             shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
-            _print_sentence(shown, console, indent=0, style="dim")
+            print_hanging(shown, console, indent=0, style="dim")
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"

@@ -7,6 +7,7 @@ import textwrap
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
+from rich.text import Text
 
 _GLUE = "\u00a0"  # a blank that `textwrap` does not break at; shown as an ordinary one
 _NAMED = re.compile(
@@ -55,6 +56,14 @@ def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
     head, *rest = wrap(text, max(width - indent, _LEAST))
     lines = [f"{first:<{indent}}{head}", *(f"{'':<{indent}}{line}" for line in rest)]
     return [line.rstrip() for line in lines]
+
+
+def print_hanging(
+    text: str, console: Console, *, indent: int, first: str = "", style: str = ""
+) -> None:
+    """Prints a text in such lines."""
+    for line in hanging(text, console.width, first=first, indent=indent):
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def print_trimmed(what: RenderableType, console: Console) -> None:

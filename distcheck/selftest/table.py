@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distcheck.errors.shown_text import shown
+from distcheck.reports import json_report
 from distcheck.selftest.records import Counts, Naming, Row, Verdict, show_checks
 
 SCHEMA = "distcheck.selftest/1"
@@ -106,7 +107,7 @@ def render_json(found: Detection) -> str:
         "elsewhere": dict(found.elsewhere),
         "seconds": round(found.seconds, 1),
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+    return json_report.render(document)
 
 
 def _mutant_table(rows: Sequence[Row]) -> Table:
