@@ -116,7 +116,12 @@ def _deadlock(said: Said) -> tuple[str, str]:
     over = [rank for rank, own in said.items() if own.over]
     if len(stuck) + len(over) < len(said) or not all(own.alone for own in said.values()):
         return "", ""
-    while free := {rank for rank in stuck if _may_go_on(said[rank], said, {*stuck, *over})}:
+    while free := {
+        rank
+        for rank in stuck
+        for place in said[rank].on
+        if _may_complete(said[rank].calls[place], said, {*stuck, *over})
+    }:
         stuck -= free
     if len(stuck) + len(over) < len(said):
         return "", ""
@@ -126,11 +131,6 @@ def _deadlock(said: Said) -> tuple[str, str]:
         group = said[rank].ranks.get(call.group, ())
         waits[rank] = Wait(call, list(_waited_for(call, said)), group=group)
     return why_stuck(waits, over)
-
-
-def _may_go_on(own: Waits, said: Said, stuck: set[int]) -> bool:
-    """Whether a call that a rank waits for may complete, while the `stuck` ranks post nothing."""
-    return any(_may_complete(own.calls[place], said, stuck) for place in own.on)
 
 
 def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:

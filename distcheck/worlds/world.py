@@ -59,7 +59,7 @@ class World:
         self._busy_grace_s = 0.0  # of the time since then
         self._last_look = self._stopped_s = 0.0
         self.hung = False
-        self._phase_since = self._now = 0.0
+        self._phase_since = self._now = 0.0  # seconds of its life in which it was looked at
         self.begun = time.monotonic()
         self._ticks = Looks(self.begun)
         self._share_of = {rank: share for share in shares for rank in share.children}
@@ -88,7 +88,8 @@ class World:
 
     def tick(self) -> None:
         """Takes the next step, if it is time; call it after every pump."""
-        before, now = self._now, self._advance()
+        before = self._now
+        self._now = now = before + self._ticks.since_last(time.monotonic())
         for share in self._shares:
             share.look()
         if self._phase is Phase.RUNNING:
@@ -131,11 +132,6 @@ class World:
         if self._job is not None:
             self._job.close()
             self._job = None
-
-    def _advance(self) -> float:
-        """Seconds of the world's life in which it was looked at."""
-        self._now += self._ticks.since_last(time.monotonic())
-        return self._now
 
     def _tick_running(self, now: float, elapsed: float) -> None:
         children = self.children

@@ -14,11 +14,11 @@ def main(address: str) -> None:
     """Sends this process's environment, and MPICH's connection to its launcher."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    told = json.dumps(dict(os.environ)).encode()
-    length = len(told).to_bytes(4, "little")
+    variables = json.dumps(dict(os.environ)).encode()
+    length = len(variables).to_bytes(4, "little")
     fds = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
     socket.send_fds(connection, [length[:1]], fds)
-    connection.sendall(length[1:] + told)
+    connection.sendall(length[1:] + variables)
     try:
         connection.recv(1)
     finally:

@@ -52,7 +52,7 @@ class MPIJob:
         self.environments: list[dict[str, str]] = [{} for _ in range(size)]
         self.connections: list[dict[str, int]] = [{} for _ in range(size)]
         self._stand_ins: list[socket.socket] = []
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._keeper: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
         self._control, theirs = socket.socketpair()
@@ -62,7 +62,7 @@ class MPIJob:
             with theirs, socket.socket(socket.AF_UNIX) as server:
                 server.bind(os.path.join(folder, "s"))
                 server.listen(size)
-                self._keeper = _start_keeper(launcher, size, folder, theirs, self._said)
+                self._keeper = _start_keeper(launcher, size, folder, theirs, self._output)
                 self._meet(server, size, launcher)
         except BaseException:
             self.close()
@@ -95,7 +95,7 @@ class MPIJob:
                 self._keeper.kill()
                 self._keeper.wait()
             self._keeper = None
-        self._said.close()
+        self._output.close()
 
     def let_go_of_connections(self) -> None:
         """Closes this process's copies of what the ranks were given."""
@@ -129,8 +129,8 @@ class MPIJob:
         first, fds, _, _ = socket.recv_fds(connection, 1, 1)
         with connection.makefile("rb") as stream:
             length = int.from_bytes(first + stream.read(3), "little")
-            told: dict[str, str] = json.loads(stream.read(length))
-        rank = int(told.get("PMIX_RANK") or told.get("PMI_RANK") or -1)
+            variables: dict[str, str] = json.loads(stream.read(length))
+        rank = int(variables.get("PMIX_RANK") or variables.get("PMI_RANK") or -1)
         if not 0 <= rank < size:
             raise CannotRunError(
                 f"an MPI launcher started a process that it gave no rank from 0 to {size - 1}: "
@@ -139,15 +139,15 @@ class MPIJob:
         self.connections[rank] = {"PMI_FD": fds[0]} if fds else {}
         self.environments[rank] |= {
             name: value
-            for name, value in told.items()
+            for name, value in variables.items()
             if os.environ.get(name) != value and name not in _NOT_PASSED_ON
         }
 
     def _why(self) -> str:
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()
-        told = [line.strip() for line in lines if line.strip(" -=")]
-        return f": {' '.join(told)[:500]}" if told else ""
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        words = [line.strip() for line in lines if line.strip(" -=")]
+        return f": {' '.join(words)[:500]}" if words else ""
 
 
 def _launcher() -> library.Launcher:

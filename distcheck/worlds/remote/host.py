@@ -362,8 +362,8 @@ class StoreFinder:
         """The address that the store had last."""
         now = time.monotonic()
         if self._found is None or now - self._asked_at > _ASK_AGAIN_S:
-            told = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
-            self._found, self._asked_at = meeting.address_of(f"tcp://{told}"), now
+            place = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
+            self._found, self._asked_at = meeting.address_of(f"tcp://{place}"), now
         return self._found
 
 

@@ -193,7 +193,8 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
             except (OSError, socket.gaierror) as error:
                 reason = error.strerror or str(error)
         if time.monotonic() > deadline:
-            where = "" if place is None else f" at {_spelled(place)}"
+            spelled = place if isinstance(place, str | None) else f"{place[0]}:{place[1]}"
+            where = f" at {spelled}" if spelled else ""
             raise CannotRunError(
                 f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); is it "
                 "running, and is the address right? --deadline-s gives it longer"
@@ -219,7 +220,3 @@ def _connect_once(
         connection.close()
         raise
     return connection
-
-
-def _spelled(place: tuple[str, int] | str) -> str:
-    return place if isinstance(place, str) else f"{place[0]}:{place[1]}"

@@ -57,7 +57,8 @@ class InFlight(TorchDispatchMode):
         of_their_code = is_called_by_theirs(call.stack)
         if not of_their_code and not self._held:
             return  # DDP gathers a tensor of every rank on each: of 1,024 a million
-        written = [] if _only_gives(call) else call.outputs
+        only_gives = call.kind == "broadcast" and call.rank == call.root
+        written = [] if only_gives else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
         own = [held for t, writes in uses if (held := hold(call, t, writes)) is not None]
         if self._held:
@@ -165,10 +166,6 @@ def _put_modes(modes: Sequence[Any]) -> None:
         dispatch._push_mode(mode)
 
 
-def _only_gives(call: SimulatedCall) -> bool:
-    return call.kind == "broadcast" and call.rank == call.root
-
-
 def _name(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
@@ -197,12 +194,17 @@ def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
         return None
     if not address:
         return None
-    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), tensor.numel()
-    if not tensor.is_contiguous():
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        span = sum((count - 1) * stride for count, stride in pairs) + 1
+    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), span_of(tensor)
     dense = span == tensor.numel()
     return Held(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """How many elements of memory lie from its first to its last."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((count - 1) * stride for count, stride in pairs) + 1
 
 
 def overlap(one: Held, other: Held) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from distcheck.records import posted_calls
 from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
-from distcheck.worlds.simulated.in_flight import Held, hold, overlap
+from distcheck.worlds.simulated.in_flight import hold, overlap, span_of
 
 _MOST_SAID = 4  # remarks of one name; chosen
 _MANY = 64  # outputs that are looked at on rank 0 alone: of 1,024 ranks they are a million
@@ -77,7 +77,7 @@ class OddCalls:
         if call.by_index:
             return
         for tensor in (*call.inputs, *call.outputs):
-            if not tensor.is_contiguous() and _span(tensor) > tensor.numel() > 1:
+            if not tensor.is_contiguous() and span_of(tensor) > tensor.numel() > 1:
                 strides = "x".join(map(str, tensor.stride()))
                 self._say(
                     "tensor-with-gaps",
@@ -93,7 +93,7 @@ class OddCalls:
         places = [(one, number) for number, one in enumerate(held) if one is not None]
         places.sort(key=lambda place: (place[0].address, place[0].begin))
         for (one, number), (other, next_number) in pairwise(places):
-            if one.address == other.address and _share(one, other):
+            if one.address == other.address and (one.tensor is other.tensor or overlap(one, other)):
                 first, second = sorted((number, next_number))
                 self._say(
                     "overlapping-outputs",
@@ -121,13 +121,3 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of the dimensions that have any."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(stride for size, stride in pairs if size > 1)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie from its first to its last."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return sum((size - 1) * stride for size, stride in pairs) + 1
-
-
-def _share(one: Held, other: Held) -> bool:
-    return one.tensor is other.tensor or overlap(one, other)

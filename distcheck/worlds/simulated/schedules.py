@@ -41,7 +41,7 @@ class Chooser:
         self.cut = False
         self._schedule = schedule
         self._random = random.Random(schedule.seed)
-        self._told = dict(schedule.switches)
+        self._set_choices = dict(schedule.switches)
         self._priority = list(range(size))
         self._random.shuffle(self._priority)
         self._changes = set(self._random.sample(range(1, _AMONG + 1), _CHANGES))
@@ -76,8 +76,8 @@ class Chooser:
 
     def _draw(self, usual: int, ranks: Sequence[int]) -> int:
         if not self._schedule.seed:
-            told = self._told.get(self._choices, usual)
-            return told if told in ranks else usual
+            chosen = self._set_choices.get(self._choices, usual)
+            return chosen if chosen in ranks else usual
         if self._schedule.kind == "random":
             return usual if self._random.random() < 0.5 else self._random.choice(ranks)
         if self._schedule.kind == "round-robin":

@@ -140,8 +140,8 @@ def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[Sch
             if size == 1:
                 break
             parts = min(2 * parts, len(switches))
-    told = Schedule(buffered=buffered, switches=best.switches)
-    return msgspec.structs.replace(best, schedule=str(told)), tried
+    smallest = Schedule(buffered=buffered, switches=best.switches)
+    return msgspec.structs.replace(best, schedule=str(smallest)), tried
 
 
 class ScheduleForks:

@@ -88,13 +88,10 @@ class SimulatedWork(Work):
                     self._finish()
             else:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._at_end_of_backward)
+                engine.queue_callback(self._finish)
         return self._future
 
     getFuture = get_future  # noqa: N815
-
-    def _at_end_of_backward(self) -> None:
-        self._finish()
 
 
 def _torch_may_wait() -> bool:

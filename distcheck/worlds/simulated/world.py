@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 from distcheck.errors import NotSimulatedError
@@ -87,7 +88,8 @@ class SimulatedWorld:
         self._ended = ended
         self.groups = GroupsMade()
         self.odd = OddCalls()
-        self._in_flight = [InFlight(rank, self._accuse_of_buffer) for rank in range(size)]
+        accuse_of_buffer = partial(self.accuse, "buffer-in-flight")
+        self._in_flight = [InFlight(rank, accuse_of_buffer) for rank in range(size)]
 
     def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
         """The rank that runs makes a group: its calls, which its ranks share, and what is noted of
@@ -110,7 +112,8 @@ class SimulatedWorld:
             if done:
                 self.odd.met(done)
         for one in done:
-            self._wake(one)
+            if self.baton.runners[one.rank].waits_for is one:
+                self.baton.wake(one.rank)
         if self._buffered and call.kind == "send" and not call.complete:
             with unseen():
                 call.inputs = [tensor.detach().clone() for tensor in call.inputs]
@@ -174,9 +177,6 @@ class SimulatedWorld:
         """A method of a tensor reads its memory by itself."""
         self._in_flight[rank].read(tensor, how)
 
-    def _accuse_of_buffer(self, what: str) -> NoReturn:
-        self.accuse("buffer-in-flight", what)
-
     def wait_for_store(self, keys: Sequence[str], limit_s: float = math.inf) -> None:
         """Gives way until all keys are there. `limit_s` is the code's own, as of a call."""
         wanted = Keys(keys, limit_s)
@@ -208,10 +208,6 @@ class SimulatedWorld:
     def lose(self, rank: int) -> None:
         """A rank has raised or left: those that wait for it will lose their peer."""
         self._lost.add(rank)
-
-    def _wake(self, call: SimulatedCall) -> None:
-        if self.baton.runners[call.rank].waits_for is call:
-            self.baton.wake(call.rank)
 
     def _stuck(self) -> None:
         matched = (channel.mismatch() for channel in self._channels.values())
