@@ -41,18 +41,6 @@ _MOST_S = 7 * 24 * 3600
 _TAKEN = (*CALLS, "loss", "accept")
 
 
-class _Live(LiveProgress):
-    """A line of the search's own."""
-
-    def __enter__(self) -> "_Live":
-        super().__enter__()
-        return self
-
-    def show(self, text: str) -> None:
-        """Replaces what the line says."""
-        self._show(text)
-
-
 # Of several searches, the code that says most comes first.
 _WORST_FIRST = (
     ExitCode.INTERRUPTED,
@@ -123,18 +111,18 @@ def _explore(
     runner = Runner(pool)
     if name_of(asked["backend"]) == "simulated":
         runner.distrusts_kept = "simulated worlds are not kept; every case ran in a fresh one"
-    with _Live(Console(stderr=True, quiet=asked["quiet"])) as live:
+    with LiveProgress(Console(stderr=True, quiet=asked["quiet"])) as live:
         search = Search(
             runner=runner,
             space=space(without=asked["without"]),
             seed=asked["seed"],
             until=begun + budget_s,
             most_cases=asked["max_cases"],
-            show=live.show,
+            show=live.preparing,
             most_world=asked["world"],
         )
         try:
-            live.show("importing torch, looking at the strategy")
+            live.preparing("importing torch, looking at the strategy")
             pool.wait_ready()
             runner.look_at(_samples(strategy, asked, vary))
             if runner.left_out:
