@@ -7,7 +7,7 @@ are thrown away: their state is not trusted.
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -15,12 +15,10 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.explore.messages import JUDGE, PAIRS, SERVE, TRACE_BYTES, TRACES, CaseTurn, Sitting
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.worlds import blame
-from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.kept import Kept
-from distcheck.worlds.launch import Ranks, error_of, start_job, start_world
+from distcheck.worlds.launch import Ranks, error_of
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
-from distcheck.worlds.world import World
 
 _JUDGE_DEADLINE_S = 120.0
 
@@ -132,17 +130,8 @@ class KeptRanks:
             request=lambda rendezvous: rendezvous,
             deadline_s=case.deadline_s,
         )
-
-        def start(own: Sequence[Descriptors]) -> World:
-            return start_world(self._pool, ranks, fds=fds, own_fds=own)
-
-        return Kept(self._pool, case.world, start)
+        return Kept.of_ranks(self._pool, ranks, fds)
 
     def _start_judge(self) -> Kept:
         fds = dict(zip(TRACES, self._traces, strict=True))
-
-        def start(own: Sequence[Descriptors]) -> World:
-            given = {**fds, **own[0]}
-            return start_job(self._pool, JUDGE, b"", given, deadline_s=_JUDGE_DEADLINE_S)
-
-        return Kept(self._pool, 1, start)
+        return Kept.of_job(self._pool, JUDGE, b"", fds, _JUDGE_DEADLINE_S)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,12 +24,9 @@ from distcheck.testing.failures import Ended
 from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, outputs_of, ranks_of, wait
-from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.kept import Kept
-from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.world import World
 
 _MOST_KEPT = 2  # worlds of different sizes or backends
 
@@ -92,12 +88,8 @@ class KeptWorld:
         self._pool.wait_ready()
         options = prepared.options
         self._size = options.size
-
-        def start(own: Sequence[Descriptors]) -> World:
-            return start_world(self._pool, ranks_of(options, SERVE), own_fds=own)
-
         try:
-            self._ranks = Kept(self._pool, options.size, start)
+            self._ranks = Kept.of_ranks(self._pool, ranks_of(options, SERVE))
         except BaseException:
             self._pool.close()
             raise

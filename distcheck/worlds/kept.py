@@ -7,15 +7,16 @@ the caller ends them and starts others.
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from distcheck.worlds.framing import Line
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.launch import end_now
+from distcheck.worlds.jobs import Asked, Descriptors, Job
+from distcheck.worlds.launch import NO_FDS, Ranks, end_now, start_job, start_world
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
 
 CHANNEL = "channel"  # the descriptor by which a kept process hears its requests
@@ -41,6 +42,22 @@ class Kept:
         self._said: list[deque[bytes]] = [deque() for _ in range(size)]
         for number, child in enumerate(self.world.children):
             child.on_said = self._said[number].append
+
+    @classmethod
+    def of_ranks(cls, pool: Pool, ranks: Ranks[Any], fds: Mapping[str, Shared] = NO_FDS) -> "Kept":
+        """Ranks that meet."""
+        return cls(pool, ranks.size, lambda own: start_world(pool, ranks, fds=fds, own_fds=own))
+
+    @classmethod
+    def of_job(
+        cls, pool: Pool, job: Job[Asked, Any], request: Asked, fds: Descriptors, deadline_s: float
+    ) -> "Kept":
+        """A process that meets no other."""
+        return cls(
+            pool,
+            1,
+            lambda own: start_job(pool, job, request, {**fds, **own[0]}, deadline_s=deadline_s),
+        )
 
     def ask(self, request: msgspec.Struct) -> None:
         """Sends a request to all; that one is gone will be noticed."""

@@ -45,14 +45,14 @@ _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"
 class Look:
     """Looks at this rank, and tells the front."""
 
-    def __init__(self, reporter: Reporter, postings: Postings = HERE) -> None:
-        self._reporter, self._postings = reporter, postings
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter, self._postings = reporter, HERE
         self._last: Any = None
         self._reported: Any = None
         self._telling = threading.Lock()
         self.over = False
         self._main = threading.main_thread().ident or 0
-        postings.after_wait = self._take_back
+        HERE.after_wait = self._take_back
 
     def again(self) -> None:
         """Looks once more: what it sees twice it reports. Another release of torch may have
