@@ -23,7 +23,7 @@ from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
-from distcheck.testing.waiting import listen, outputs_of, ranks_of, wait
+from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds.kept import Kept
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
@@ -121,21 +121,16 @@ class KeptWorld:
             options=msgspec.msgpack.encode(prepared.options),
             final=examples.is_final(),
         )
-        told = listen(self._ranks.world, prepared.item)
+        heard = listen(self._ranks.world, prepared.item)
         self._ranks.world.begin_again(prepared.options.deadline_s)
         self._ranks.ask(test)
         ended = wait(
-            self._pool, self._ranks.world, told, enough=lambda: self._all_well(told.reports)
+            self._pool, self._ranks.world, heard, enough=lambda: self._all_well(heard.reports)
         )
         if ended is None:
             self._pool.pump(0)  # what was printed before the reports were sent
-            ended = Ended(
-                size=self._size,
-                outcomes=[Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(self._size)],
-                reports=told.reports,
-                outputs=outputs_of(self._ranks.world),
-                subtests=told.subtests,
-            )
+            done = [Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(self._size)]
+            ended = heard.as_end(self._ranks.world, done)
             for child in self._ranks.world.children:
                 child.forget_output()
         return ended

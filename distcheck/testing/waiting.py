@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -48,7 +48,7 @@ def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvo
 
 
 @dataclass
-class Told:
+class Heard:
     """What ranks have said so far: each one's report, which of them did so before it was necessary
     to ask what they were doing, and their subtests as (rank, subtest). `item` is the test.
     """
@@ -58,36 +58,47 @@ class Told:
     in_time: set[int] = field(default_factory=set)
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
 
+    def as_end(self, world: World, outcomes: Sequence[Outcome], *, timeout: str = "") -> Ended:
+        """How a world ended whose ranks came to these outcomes."""
+        return Ended(
+            size=len(world.children),
+            outcomes=outcomes,
+            reports=self.reports,
+            outputs=_outputs_of(world),
+            subtests=self.subtests,
+            timeout=timeout,
+        )
 
-def listen(world: World, item: pytest.Function) -> Told:
+
+def listen(world: World, item: pytest.Function) -> Heard:
     """Collects what each rank says; without capturing, prints what it prints."""
-    told = Told(item=item)
+    heard = Heard(item=item)
 
     def take(number: int, payload: bytes) -> None:
         said = msgspec.msgpack.decode(payload, type=RankReport | Subtest)
         if isinstance(said, Subtest):
-            told.subtests.append((number, said))
+            heard.subtests.append((number, said))
         else:
-            told.reports[number] = said
+            heard.reports[number] = said
             if not world.hung:
-                told.in_time.add(number)
+                heard.in_time.add(number)
 
     live = item.config.getoption("capture", "no") == "no"  # -p no:capture takes the option along
     for number, child in enumerate(world.children):
         child.on_said = functools.partial(take, number)
         if live:
             child.on_output = functools.partial(_print_live, number)
-    return told
+    return heard
 
 
 @overload
-def wait(pool: Pool, world: World, told: Told) -> Ended: ...
+def wait(pool: Pool, world: World, heard: Heard) -> Ended: ...
 @overload
-def wait(pool: Pool, world: World, told: Told, *, enough: Callable[[], bool]) -> Ended | None: ...
+def wait(pool: Pool, world: World, heard: Heard, *, enough: Callable[[], bool]) -> Ended | None: ...
 def wait(
     pool: Pool,
     world: World,
-    told: Told,
+    heard: Heard,
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> Ended | None:
@@ -101,8 +112,8 @@ def wait(
         while not world.over:
             if not world.hung and enough():
                 return None
-            if told.item is not None and not world.hung:
-                timeouts.check(told.item)
+            if heard.item is not None and not world.hung:
+                timeouts.check(heard.item)
             pool.pump(0.05)
             world.tick()
     except pytest.fail.Exception as struck:
@@ -111,31 +122,25 @@ def wait(
         run_until_over(pool, world)
     except BaseException as struck:
         try:
-            if isinstance(struck, KeyboardInterrupt) and told.item is not None:
-                note_interrupt(told.item, pool, world, told.in_time)
+            if isinstance(struck, KeyboardInterrupt) and heard.item is not None:
+                note_interrupt(heard.item, pool, world, heard.in_time)
         finally:
             end_now(pool, world)
         raise
     if (refused := not_simulated(world)) is not None:
         world.close()
         raise refused
-    ended = Ended(
-        size=len(world.children),
-        outcomes=_of_the_test(blame.outcomes(world.children, hung=world.hung), told),
-        reports=told.reports,
-        outputs=outputs_of(world),
-        subtests=told.subtests,
-        timeout=timeout,
-    )
+    outcomes = _of_the_test(blame.outcomes(world.children, hung=world.hung), heard)
+    ended = heard.as_end(world, outcomes, timeout=timeout)
     world.close()
     return ended
 
 
-def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
+def _of_the_test(outcomes: list[Outcome], heard: Heard) -> list[Outcome]:
     """A kept rank that waits for its next test has finished this one, whatever others do; not one
     that went on when it was asked.
     """
-    waiting = {number for number in told.in_time if told.reports[number].end != "failed"}
+    waiting = {number for number in heard.in_time if heard.reports[number].end != "failed"}
     still = [
         o
         for o in outcomes
@@ -145,7 +150,7 @@ def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
     return still + done
 
 
-def outputs_of(world: World) -> dict[int, str]:
+def _outputs_of(world: World) -> dict[int, str]:
     """What each rank has printed, unless it was shown already; how much of it is not kept."""
     found = {}
     for number, child in enumerate(world.children):

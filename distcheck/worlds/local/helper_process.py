@@ -78,19 +78,19 @@ class HelperProcess(Protocol):
         ...
 
     def last_words(self) -> str:
-        """The last line that it wrote, if any."""
-        ...
+        """The last line that it wrote, if that is known."""
+        return ""
 
     def import_path(self) -> list[str]:
-        """`sys.path` for what it forks."""
-        ...
+        """`sys.path` for what it forks: as it is here."""
+        return list(sys.path)
 
     def variables(self) -> dict[str, str]:
-        """Environment variables that say of it what is so, for what it forks."""
-        ...
+        """Environment variables that say of it what is so, for what it forks; none here."""
+        return {}
 
 
-class CleanHelper:
+class CleanHelper(HelperProcess):
     """A new interpreter that has imported torch, single-threaded.
 
     Its PYTHONHASHSEED is fixed, so that a replay has the same one. A `variant` above 0 differs in
@@ -165,7 +165,7 @@ class CleanHelper:
         return {"PYTHONHASHSEED": str(self._hash_seed)}
 
 
-class ForkedHelper:
+class ForkedHelper(HelperProcess):
     """A fork of this process: single-threaded by nature, with all of its memory."""
 
     def __init__(self) -> None:
@@ -212,18 +212,6 @@ class ForkedHelper:
                 self._reap(0)
                 return
             time.sleep(_POLL_S)
-
-    def last_words(self) -> str:
-        """Unknown: it writes to the streams that it shares with this process."""
-        return ""
-
-    def import_path(self) -> list[str]:
-        """`sys.path` as it is."""
-        return list(sys.path)
-
-    def variables(self) -> dict[str, str]:
-        """None: it is as this process is."""
-        return {}
 
     def _reap(self, flags: int) -> bool:
         try:
