@@ -1,6 +1,7 @@
 """What may be accepted, what is refused; bounds that hold and are no wider than they must be."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -208,9 +209,9 @@ def test_projections_with_feedback_are_within_the_bound(
         else:
             sent = exchange(given_in, rank, seed + step)
         now = interval(shards, [1 / world] * world)
-        known = low_rank.carried(now, earlier, unit=U, world=world)
+        known = low_rank.carried(now, earlier, rank=rank, world=world, unit=U)
         for factor, right in ((1.0, True), (1.01, False), (float(world + 1), False)):
-            found = low_rank.project(sent * factor, known, rank=rank, world=world, unit=U)
+            found = low_rank.projected(sent * factor, known)
             assert (not found.why) == right, (step, factor, found)
         earlier.append((now, sent))
         left = [a - sent for a in given_in]
@@ -219,10 +220,10 @@ def test_projections_with_feedback_are_within_the_bound(
 def test_what_is_no_projection_is_said() -> None:
     shards = shards_of(1, 4, (20, 30))
     now = interval(shards, [0.25] * 4)
-    known = low_rank.carried(now, [], unit=U, world=4)
+    known = low_rank.carried(now, [], rank=2, world=4, unit=U)
 
     def why(result: torch.Tensor, rank: int = 2) -> str:
-        return low_rank.project(result, known, rank=rank, world=4, unit=U).why
+        return low_rank.projected(result, replace(known, rank=rank)).why
 
     sent = exchange(shards, 2, 0)
     assert not why(sent)
@@ -238,17 +239,19 @@ def test_what_is_no_projection_is_said() -> None:
     assert why(exchange(turned, 2, 0).T, rank=1) == "not the mean, and of rank 2, not 1"
     assert "no projection" in why(exchange(turned[:3], 2, 0).T)
     assert "no projection" in why(exchange(turned, 2, 0).T * 1.01)
-    vector = low_rank.carried(interval([torch.ones(9)] * 2, [0.5] * 2), [], unit=U, world=2)
-    assert low_rank.project(torch.full((9,), 2.0), vector, rank=2, world=2, unit=U).why
+    ones = interval([torch.ones(9)] * 2, [0.5] * 2)
+    vector = low_rank.carried(ones, [], rank=2, world=2, unit=U)
+    assert low_rank.projected(torch.full((9,), 2.0), vector).why
 
 
 @pytest.mark.parametrize("left", [torch.zeros(20, 30), *shards_of(1, 1, (20, 30))])
 def test_where_the_mean_is_zero_so_is_what_was_exchanged(left: torch.Tensor) -> None:
     """Because every rank's gradient is, or because two of them cancel."""
-    known = low_rank.carried(interval([left, -left], [0.5] * 2), [], unit=U, world=2)
+    zero = interval([left, -left], [0.5] * 2)
+    known = low_rank.carried(zero, [], rank=2, world=2, unit=U)
 
     def why(result: torch.Tensor) -> str:
-        return low_rank.project(result, known, rank=2, world=2, unit=U).why
+        return low_rank.projected(result, known).why
 
     assert not why(torch.zeros(20, 30))
     for wrong in (torch.ones(20, 30), torch.randn(20, 30)):  # of rank 1, and of more than was said

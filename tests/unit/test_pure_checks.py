@@ -5,13 +5,15 @@ and nothing that they are given can be changed.
 import ast
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from distcheck.judge import expecting
-from distcheck.judge.checks import evidence
+from distcheck.judge import job
+from distcheck.judge.checks import evidence, purpose
 from distcheck.judge.oracles import (
     averaging,
     closed_form,
@@ -23,6 +25,7 @@ from distcheck.judge.oracles import (
     shares,
     whole_batch,
 )
+from distcheck.records.expected_events import Happening
 from distcheck.records.layers import LAYERS, NO_LAYER, oracle_of
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +131,7 @@ def structs(module: object) -> list[type]:
     ]
 
 
-GIVEN = [*structs(forms), *structs(evidence), *structs(expecting), *structs(shares),
+GIVEN = [*structs(forms), *structs(evidence), *structs(job), *structs(shares),
          *structs(averaging), *structs(low_rank), *structs(rounding),
          *forms.GradientForms.__subclasses__()]  # fmt: skip
 
@@ -216,3 +219,9 @@ def test_a_layer_is_a_file_that_its_line_names(alias: str) -> None:
 
 def test_nothing_is_expected_where_a_check_compares_ranks_alone() -> None:
     assert expect("agreement", NO_LAYER, None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("event", get_args(Happening), ids=lambda event: event.__name__)
+def test_every_event_is_looked_for(event: type[Happening]) -> None:
+    look = purpose.look_for(event)
+    assert inspect.signature(look).parameters["event"].annotation is event

@@ -18,8 +18,7 @@ from distcheck.judge import checks
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.expecting import expect_step
-from distcheck.judge.job import evidence_of
+from distcheck.judge.job import evidence_of, expect_step
 from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles.references import References
 from distcheck.machine import seeds

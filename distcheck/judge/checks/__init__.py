@@ -8,7 +8,7 @@ One file a check, in the order of the report:
 A check module defines `compare(evidence, tally)`; `tally.layer` says by which layer, and the plan
 whether it is judged step by step or over the whole run. It trains nothing, keeps nothing, starts no
 process, reads no clock, and decides nothing about other checks: what is expected was computed
-before (`judge/expecting.py`), and is frozen. It is given one step at a time, in the order of the
+before (`judge/job.py`), and is frozen. It is given one step at a time, in the order of the
 steps; with `OVER_STEPS = True` all at once. `outcome` alone needs no trace and is judged by the
 front.
 

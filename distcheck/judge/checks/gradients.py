@@ -19,10 +19,10 @@ from distcheck.judge.checks.matching import (
     comparison_with,
     match_ranks,
     note_not_given,
-    projected,
 )
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import EachItsOwn, Form, Projection
+from distcheck.judge.oracles.forms import EachItsOwn, Form
+from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 

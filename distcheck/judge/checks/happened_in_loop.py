@@ -1,13 +1,12 @@
 """Whether events of the training loop happened: its steps, epochs, modes and random numbers.
 
-A function for each kind of event returns "" where it happened, and otherwise what was seen in its
-place. What ranks did with an event plays no part: a GradScaler met an overflow whether or not the
-strategy then hid it.
+A function for each kind of event, with its name, returns "" where it happened, and otherwise what
+was seen in its place. What ranks did with an event plays no part: a GradScaler met an overflow
+whether or not the strategy then hid it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -216,26 +215,3 @@ def integers_changed(event: events.IntegersChanged, run: RunOfEvents) -> str:
         kept = "changed" if changed else "stays the same"
         seen = f"seen: {event.buffer} of {dtype}, up to {largest:,}, {kept}"
     return seen
-
-
-LOOKS: Mapping[type, Callable[[Any, RunOfEvents], str]] = {
-    events.ShortBatch: short_batch,
-    events.TokensApart: tokens_apart,
-    events.Padding: padding,
-    events.OtherOrder: other_order,
-    events.Resumed: resumed,
-    events.RateChanged: rate_changed,
-    events.Accumulated: accumulated,
-    events.GradientsKept: gradients_kept,
-    events.Evaluated: evaluated,
-    events.Clipped: clipped,
-    events.ScalerSkips: scaler_skips,
-    events.CalledTwice: called_twice,
-    events.OwnRandomNumbers: own_random_numbers,
-    events.StartsApart: starts_apart,
-    events.Frozen: frozen,
-    events.Unfrozen: unfrozen,
-    events.EvalMode: eval_mode,
-    events.BufferReplaced: buffer_replaced,
-    events.IntegersChanged: integers_changed,
-}

@@ -3,7 +3,7 @@
 As in `happened_in_loop.py`: "" where an event happened, and otherwise what was seen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,22 +198,3 @@ def kinds(event: events.Kinds, run: RunOfEvents) -> str:
         if not any(holds_any(g) for step in run.steps for g in run.own(step, index))
     ]
     return f"seen: no gradient of {', '.join(silent)}" if silent else ""
-
-
-LOOKS: Mapping[type, Callable[[Any, RunOfEvents], str]] = {
-    events.NoGradient: no_gradient,
-    events.ZeroGradient: zero_gradient,
-    events.NotFinite: not_finite,
-    events.Magnitude: magnitude,
-    events.RowsApart: rows_apart,
-    events.Dtypes: dtypes,
-    events.Twins: twins,
-    events.Shapes: shapes,
-    events.MoreElements: more_elements,
-    events.MoreBytes: more_bytes,
-    events.Remainder: remainder,
-    events.Permuted: permuted,
-    events.Tied: tied,
-    events.OneStorage: one_storage,
-    events.Kinds: kinds,
-}

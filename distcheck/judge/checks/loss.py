@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
-
-from distcheck.judge.checks.comparison import bitwise, by_norm
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import comparison_with
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import MeanLoss, Near, RankLosses
+from distcheck.judge.oracles.forms import Form, MeanLoss, RankLosses, number
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.mesh import Mesh
 
@@ -27,19 +24,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _compare_ranks(
     evidence: Evidence, expectation: Expectation, losses: RankLosses, tally: Tally
 ) -> None:
-    for position, rank in enumerate(evidence.with_data):
-        actual = _scalar(expectation.headers[position].loss)
-        comparison = bitwise(actual, _scalar(losses.expected[position]))
-        if not comparison.ok and losses.beside:
-            comparison = bitwise(actual, _scalar(losses.beside[position]))
-        if not comparison.ok and losses.within:
-            near = by_norm(actual, _scalar(losses.expected[position]), losses.within[position])
-            comparison = near if near.ok else comparison
-            if near.ok:
-                tally.excuse(losses.excuse)
-        tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
-    bound = max(losses.within, default=0.0)
-    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=bound)
+    for rank, header, form in zip(
+        evidence.with_data, expectation.headers, losses.forms, strict=True
+    ):
+        _add(tally, [rank], expectation.step, header.loss, form)
+    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=losses.bound)
 
 
 def _compare_mean(
@@ -49,15 +38,8 @@ def _compare_mean(
         _compare_in_mesh(evidence, evidence.mesh, expectation, expected, tally)
         return
     mean = _mean(expectation, [header.loss for header in expectation.headers])
-    comparison = by_norm(_scalar(mean), _scalar(expected.expected), expected.bound)
-    if not comparison.ok and expected.beside is not None:
-        beside = by_norm(_scalar(mean), _scalar(expected.beside), expected.bound)
-        comparison = beside if beside.ok else comparison
-        if beside.ok:
-            tally.excuse(expected.excuse)
     _sum_up(expectation, tally, expected=expected.expected, bound=expected.bound)
-    for rank in evidence.with_data:
-        tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
+    _add(tally, evidence.with_data, expectation.step, mean, expected.form)
 
 
 def _compare_in_mesh(
@@ -67,19 +49,12 @@ def _compare_in_mesh(
     pipeline, those of some places have none.
     """
     step, shown = expectation.step, False
-    form = Near(
-        _scalar(expected.expected), expected.bound, rounding=expected.rounding, why=expected.why
-    )
-    compare_with = comparison_with(form, tally)
-    assert compare_with is not None, "there is an expectation"
     for ranks in mesh.along("data"):
         losses = [evidence.trace.header(rank, step).loss for rank in ranks]
         if not all(map(has_loss, losses)):
             continue
         mean = _mean(expectation, losses)
-        comparison = compare_with(_scalar(mean))
-        for rank in ranks:
-            tally.add(comparison, parameter="loss", rank=rank, step=step)
+        _add(tally, ranks, step, mean, expected.form)
         if not shown:
             tally.sums.add_losses(
                 step, losses, mean=mean, expected=expected.expected, bound=expected.bound
@@ -90,6 +65,14 @@ def _compare_in_mesh(
             f"backward() returned no loss at step {step} on any rank of some data coordinate; "
             "return it on the rank that has it"
         )
+
+
+def _add(tally: Tally, ranks: Sequence[int], step: int, loss: float, form: Form) -> None:
+    compare_with = comparison_with(form, tally)
+    assert compare_with is not None, "there is a form"
+    comparison = compare_with(number(loss))
+    for rank in ranks:
+        tally.add(comparison, parameter="loss", rank=rank, step=step)
 
 
 def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
@@ -104,7 +87,3 @@ def _sum_up(expectation: Expectation, tally: Tally, *, expected: float, bound: f
     losses = [header.loss for header in expectation.headers]
     mean = _mean(expectation, losses)
     tally.sums.add_losses(expectation.step, losses, mean=mean, expected=expected, bound=bound)
-
-
-def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value + 0.0, dtype=torch.float64)

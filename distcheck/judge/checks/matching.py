@@ -18,8 +18,8 @@ from distcheck.judge.checks.comparison import (
     within,
 )
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Bits, Either, Form, Near, Numbers, Projection, Within
-from distcheck.judge.oracles.low_rank import Projected, project
+from distcheck.judge.oracles.forms import Bits, Either, Form, Near, Numbers, Within
+from distcheck.judge.oracles.low_rank import Projected, Projection, projected
 from distcheck.recordings.recording import OF_A_STEP, EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
@@ -83,7 +83,7 @@ def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
     if isinstance(form, Near):
         return partial(_near, form)
     if isinstance(form, Projection):
-        return partial(_as_projection, form)
+        return lambda actual: comparison_of(actual, form, projected(actual, form))
     return partial(_either, form, tally)
 
 
@@ -94,21 +94,12 @@ def _near(form: Near, actual: torch.Tensor) -> Comparison:
     return replace(found, undecided=form.why) if may_be_rounding else found
 
 
-def projected(actual: torch.Tensor, form: Projection) -> Projected:
-    """How one rank's result fits what went into its exchange."""
-    return project(actual, form.given, rank=form.rank, world=form.world, unit=form.unit)
-
-
-def _as_projection(form: Projection, actual: torch.Tensor) -> Comparison:
-    return comparison_of(actual, form, projected(actual, form))
-
-
 def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> Comparison:
-    """The same as a comparison of norms."""
+    """How a result fits what went into its exchange, as a comparison of norms."""
     place = Place(
         index=(),
         actual=float(actual.double().norm()),
-        expected=float(form.given.mean.norm()),
+        expected=float(form.mean.norm()),
         error=found.error,
         bound=found.bound,
         ulp=None,

@@ -6,13 +6,25 @@ recorded. Where one is missing the verdict is unknown, with what was expected an
 This check never fails: whether the ranks did right is for the others.
 """
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 from distcheck.judge.checks import happened_in_loop, happened_to_gradients
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.recording import RunOfEvents
 from distcheck.judge.checks.tally import Tally
+from distcheck.records.expected_events import Happening
 
 OVER_STEPS = True  # looks at all steps together
-LOOKS = {**happened_in_loop.LOOKS, **happened_to_gradients.LOOKS}
+
+
+def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
+    """The function of a `happened_` file that has an event's name."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower()
+    place = happened_in_loop if hasattr(happened_in_loop, name) else happened_to_gradients
+    look: Callable[[Any, RunOfEvents], str] = getattr(place, name)
+    return look
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -23,6 +35,6 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             read = len(header.ids)
             tally.count(parameter="", rank=rank, step=expectation.step, elements=read)
     for event in evidence.must_happen:
-        seen = LOOKS[type(event)](event, recording) if recording.steps else "seen: no step"
+        seen = look_for(type(event))(event, recording) if recording.steps else "seen: no step"
         if seen:
             tally.missing(f"expected {event.says}; {seen}")

@@ -10,9 +10,9 @@ from functools import partial
 import msgspec
 import torch
 
-from distcheck.judge.checks.matching import projected
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
-from distcheck.judge.oracles.forms import GradientForms, Projection
+from distcheck.judge.oracles.forms import GradientForms
+from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.machine.numerics import every, real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
@@ -147,7 +147,7 @@ class _Look:
         result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
         if not isinstance(form, Projection) or result is None or not result.numel():
             return NOTHING
-        mean, world = form.given.mean, len(ranks)
+        mean, world = form.mean, len(ranks)
         own = [torch.zeros_like(result) if g is None else g for g in self._own(index)]
         pairs = zip(self._forms.shares.in_mean, own, strict=True)
         scaled = [share * g.double() for share, g in pairs]

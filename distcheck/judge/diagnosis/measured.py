@@ -29,7 +29,7 @@ class StepExpectation(AtStep):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """As `quantum.half_quanta`; empty where quantising is not accepted."""
+        """How far quantising may move each rank's elements; empty where it is not accepted."""
         return any_order.mean_at(self).half_quanta
 
     @property

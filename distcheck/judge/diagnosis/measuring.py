@@ -127,18 +127,18 @@ class StepMeasuring:
         interval, wrong = one.interval, []
         for rank in ranks:
             result = one.result(rank)
-            count = int((~result.isfinite()).sum())
-            if count and self._not_finite is None:
-                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
-                self._not_finite = NotFinite(
-                    rank=rank, parameter=spec.name, count=count, before=before
-                )
-            hidden = int((result.isfinite() & ~interval.mean.isfinite()).sum())
-            if hidden and self._not_finite is None:
-                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
-                self._not_finite = NotFinite(
-                    rank=rank, parameter=spec.name, count=hidden, before=before, hidden=True
-                )
+            for places, hidden in (
+                (~result.isfinite(), False),
+                (result.isfinite() & ~interval.mean.isfinite(), True),
+            ):
+                if bool(places.any()) and self._not_finite is None:
+                    self._not_finite = NotFinite(
+                        rank=rank,
+                        parameter=spec.name,
+                        count=int(places.sum()),
+                        before=tuple(r for r in ranks if not bool(one.left(r).isfinite().all())),
+                        hidden=hidden,
+                    )
             if not bool(((result - interval.mean).abs() <= interval.bound).all()):
                 wrong.append(rank)
         return replace(one, wrong=tuple(wrong))

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from distcheck.judge.checks.matching import projected
 from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import any_order
 from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.forms import Projection
+from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
@@ -260,7 +259,7 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
         if not projected(y, form).why:
             continue
         wrong.append((y, form))
-        along = float((y * form.given.mean).sum())
+        along = float((y * form.mean).sum())
         if factor is None and along:
             factor = float(y.norm()) ** 2 / along
     if not factor or any(projected(y / factor, form).why for y, form in wrong):

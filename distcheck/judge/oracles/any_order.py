@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distcheck.judge.acceptance import Accepted
 from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
 from distcheck.judge.oracles.forms import (
     Averaged,
@@ -18,13 +19,13 @@ from distcheck.judge.oracles.forms import (
     Gradients,
     Limit,
     Near,
-    Projection,
     Within,
 )
+from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import every, real_parts, unit_roundoff
+from distcheck.machine.numerics import NotBoundedError, every, real_parts, unit_roundoff
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
 
@@ -125,18 +126,15 @@ class AnyOrder(GradientForms):
 
 @dataclass(frozen=True)
 class LowRank(GradientForms):
-    """The same where a low-rank exchange is accepted: `given` has what went into it."""
+    """The same where a low-rank exchange is accepted."""
 
     projects = True
     mean: AnyOrder
-    given: tuple[low_rank.Carried | None, ...]
-    rank: int
-    unit: float
+    projections: tuple[Projection | None, ...]
 
     def of(self, index: int) -> Projection | None:
         """What a parameter's gradient may be."""
-        given, world = self.given[index], len(self.shares.ranks)
-        return None if given is None else Projection(given, self.rank, world, self.unit)
+        return self.projections[index]
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
         """That of the mean. A projection is tried by comparing it (`checks/sensitivity.py`)."""
@@ -152,9 +150,9 @@ def gradients(at: AtStep) -> GradientForms:
         at.shares,
         mean.computed,
         mean=mean,
-        given=tuple(carried(at, index) for index in range(len(at.specs))),
-        rank=accepted.amount,
-        unit=unit_roundoff(at.ingredients.dtype),
+        projections=tuple(
+            _projection(at, accepted, index, mean.interval(index)) for index in range(len(at.specs))
+        ),
         opening=at.shares.lost,
     )
 
@@ -183,16 +181,20 @@ def _mean(at: AtStep) -> AnyOrder:
 def _half_quanta(at: AtStep) -> tuple[float, ...]:
     if at.accepted is None or at.accepted.family != "quantised":
         return ()
-    by_rank = dict(zip(at.trace.ranks, at.shard_gradients, strict=True))
-    return tuple(quantum.half_quanta(by_rank, at.accepted.amount, at.step))
+    halves = []
+    for rank, own in zip(at.trace.ranks, at.shard_gradients, strict=True):
+        try:
+            halves.append(quantum.half_quantum(own, at.accepted.amount))
+        except NotBoundedError as error:
+            raise NotBoundedError(f"rank {rank} at step {at.step}: {error}") from error
+    return tuple(halves)
 
 
-def carried(at: AtStep, index: int) -> low_rank.Carried | None:
-    """What went into the exchange of one parameter where a low-rank one is accepted. Raises
-    NotRecordedError.
-    """
-    accepted, now = at.accepted, mean_at(at).interval(index)
-    if accepted is None or now is None:
+def _projection(
+    at: AtStep, accepted: Accepted, index: int, now: Interval | None
+) -> Projection | None:
+    """What went into the exchange of one parameter. Raises NotRecordedError."""
+    if now is None:
         return None
     earlier = []
     for step in range(at.step) if accepted.feedback else ():
@@ -202,7 +204,7 @@ def carried(at: AtStep, index: int) -> low_rank.Carried | None:
             raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
         earlier.append((before, result))
     unit, world = unit_roundoff(at.ingredients.dtype), at.trace.layout.world
-    return low_rank.carried(now, earlier, unit=unit, world=world)
+    return low_rank.carried(now, earlier, rank=accepted.amount, unit=unit, world=world)
 
 
 class _EarlierMeans:

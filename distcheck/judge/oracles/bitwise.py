@@ -33,6 +33,7 @@ from distcheck.judge.oracles.forms import (
     Near,
     RankLosses,
     Updates,
+    number,
 )
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -108,9 +109,10 @@ def local_gradients(at: AtStep) -> EachItsOwn:
 def loss(at: AtStep) -> RankLosses:
     """The loss of every rank's own shard."""
     losses = tuple(shard.loss for shard in at.shards)
+    exact = tuple(Bits(number(loss)) for loss in losses)
     if not at.references.unpromised:
-        return RankLosses(losses)
-    return RankLosses(losses, within=unpromised.losses(at), excuse=unpromised.excuse(at))
+        return RankLosses(exact, losses)
+    return unpromised.losses(at, exact)
 
 
 def parameters(at: AtStep) -> Updates:

@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
-from distcheck.judge.oracles import any_order, bitwise
+from distcheck.judge.oracles import any_order, bitwise, unpromised
 from distcheck.judge.oracles.any_order import AnyOrder
 from distcheck.judge.oracles.forms import (
+    Bits,
     EachItsOwn,
     Either,
     ExactParameters,
@@ -26,6 +27,7 @@ from distcheck.judge.oracles.forms import (
     Numbers,
     RankLosses,
     Updates,
+    number,
 )
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.references import AtStep, References
@@ -189,12 +191,14 @@ def loss(at: AtStep) -> RankLosses:
     """The loss of every rank's own shard. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
     expected = tuple(float(value) for value in form.step(at.step).losses)
+    exact: tuple[Form, ...] = tuple(Bits(number(value)) for value in expected)
     if at.references.unpromised:  # whose micro-batches may not be fractions that a dtype holds
-        again = bitwise.loss(at)
-        return RankLosses(again.expected, expected, again.within, again.excuse)
-    if not form.began_rounded(at.step):
-        return RankLosses(expected)
-    return RankLosses(expected, beside=bitwise.loss(at).expected)
+        again = (Bits(number(shard.loss)) for shard in at.shards)
+        return unpromised.losses(at, [Either(*pair) for pair in zip(again, exact, strict=True)])
+    if form.began_rounded(at.step):
+        pairs = zip(exact, bitwise.loss(at).forms, strict=True)
+        exact = tuple(Either(*pair) for pair in pairs)
+    return RankLosses(exact, expected)
 
 
 def parameters(at: AtStep) -> ExactParameters | Updates:

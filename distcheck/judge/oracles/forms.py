@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distcheck.judge.oracles.low_rank import Carried
+from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.shares import Shares
 from distcheck.recordings.recording import Kind
 
@@ -55,16 +55,6 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """What went into a low-rank exchange, or its projection on at most `rank` directions."""
-
-    given: Carried
-    rank: int
-    world: int
-    unit: float
-
-
-@dataclass(frozen=True)
 class Either:
     """The first of two, or else the second. An `excuse` is said where the second alone fits; what
     fits neither is then measured by the first, and without an excuse by the second.
@@ -76,6 +66,13 @@ class Either:
 
 
 Form = Bits | Numbers | Within | Near | Projection | Either
+
+
+def number(value: float) -> torch.Tensor:
+    """A number that is compared, -0 as +0."""
+    return torch.tensor(value + 0.0, dtype=torch.float64)
+
+
 After = Mapping[Kind, Sequence[Form | None]]
 
 
@@ -119,14 +116,11 @@ class EachItsOwn:
 
 @dataclass(frozen=True)
 class RankLosses:
-    """The loss of each rank, to the bit; `beside` has the other value that each may be, `within`
-    how far it may be from what is expected, for which `excuse` is the reason.
-    """
+    """What the loss of each rank may be; `expected` and `bound` are what a picture shows of it."""
 
+    forms: tuple[Form, ...]
     expected: tuple[float, ...]
-    beside: tuple[float, ...] = ()
-    within: tuple[float, ...] = ()
-    excuse: str = ""
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,16 +134,14 @@ class Outputs:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean loss over all ranks, within a bound; or else within that of `beside`, for which
-    `excuse` is the reason. `rounding` and `why` as in `Near`.
+    """What the mean loss over all ranks may be: `expected` within `bound`, or what else the form
+    has. `rounding` as in `Near`.
     """
 
+    form: Form
     expected: float
     bound: float
-    beside: float | None = None
-    excuse: str = ""
     rounding: float = 0.0
-    why: str = ""
 
 
 @dataclass(frozen=True)

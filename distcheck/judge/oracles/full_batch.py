@@ -86,19 +86,17 @@ from math import fsum, sqrt
 from typing import Any
 
 import torch
-from torch import nn
 
-from distcheck.contract import Batch, Contract
+from distcheck.contract import Batch
 from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.judge.oracles.longest_sum import LongestSum
-from distcheck.judge.oracles.shards import load_state, stretch_sizes
+from distcheck.judge.oracles.shards import Reference, load_state, stretch_sizes
 from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
-from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
-from distcheck.training.building import Ingredients, trainable
+from distcheck.training.building import trainable
 from distcheck.training.outputs import calls_of
 from distcheck.training.whole_tensors import dense
 
@@ -181,18 +179,8 @@ def loss_tolerance(layer: str, magnitude: float) -> float:
     return _LOSS_RELATIVE[layer] * abs(magnitude)
 
 
-class FullBatchReference:
-    """Runs whole batches on `model`, whose state it overwrites."""
-
-    def __init__(
-        self,
-        ingredients: Ingredients,
-        contract: Contract,
-        trace: TraceReader,
-        model: nn.Module,
-    ) -> None:
-        self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._model = model
+class FullBatchReference(Reference):
+    """Runs whole batches."""
 
     def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
         """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""

@@ -58,15 +58,19 @@ _UNORTHOGONAL = 100.0
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What went into one tensor's exchange: the mean M over the ranks (float64), how far a right
-    mean of it may be off, and the norm of what was added up on the way.
+class Projection:
+    """What went into one tensor's exchange, or its projection on at most `rank` directions: the
+    mean M over the ranks (float64), how far a right mean of it may be off, and the norm of what was
+    added up on the way. `unit` is the roundoff of the gradients' dtype.
     """
 
     mean: torch.Tensor
     bound: torch.Tensor
     size: float
     steps_before: int
+    rank: int
+    world: int
+    unit: float
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,13 @@ class Projected:
 
 
 def carried(
-    now: Interval, earlier: Sequence[tuple[Interval, torch.Tensor]], *, unit: float, world: int
-) -> Carried:
+    now: Interval,
+    earlier: Sequence[tuple[Interval, torch.Tensor]],
+    *,
+    rank: int,
+    world: int,
+    unit: float,
+) -> Projection:
     """M of one tensor, from the interval of this step's mean and, with feedback, the (interval,
     result) of every step before.
 
@@ -98,41 +107,31 @@ def carried(
     bound = now.bound
     if earlier:
         bound = bound + gamma(world + 5 + 2 * len(earlier), unit) * size
-    return Carried(mean, bound, float(size.norm()), len(earlier))
+    return Projection(mean, bound, float(size.norm()), len(earlier), rank, world, unit)
 
 
-def project(
-    result: torch.Tensor, given: Carried, *, rank: int, world: int, unit: float
-) -> Projected:
-    """Whether `result` is M, or a projection of it on at most `rank` directions."""
+def projected(result: torch.Tensor, given: Projection) -> Projected:
+    """How `result` fits: whether it is M, or a projection of it."""
     y, mean = result.to(given.mean.device).double(), given.mean
     distance = (y - mean).abs()
     if bool((distance <= given.bound).all()):
         return Projected(float(distance.norm()), float(given.bound.norm()), 1.0)
     failed = Projected(float(distance.norm()), float(given.bound.norm()), 0.0, "not the mean")
     rows = y.shape[0] if y.dim() else 1
-    if y.dim() < 2 or min(rows, y.numel() // rows) <= rank or not bool(y.isfinite().all()):
+    if y.dim() < 2 or min(rows, y.numel() // rows) <= given.rank or not bool(y.isfinite().all()):
         return failed
     matrix, wanted = y.reshape(rows, -1), mean.reshape(rows, -1)
-    found = _from_left(matrix, wanted, given, rank=rank, world=world, unit=unit)
+    found = _from_left(matrix, wanted, given)
     if found.why:
-        other = _from_left(matrix.T, wanted.T, given, rank=rank, world=world, unit=unit)
+        other = _from_left(matrix.T, wanted.T, given)
         return found if other.why else other
     return found
 
 
-def _from_left(
-    matrix: torch.Tensor,
-    wanted: torch.Tensor,
-    given: Carried,
-    *,
-    rank: int,
-    world: int,
-    unit: float,
-) -> Projected:
+def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, given: Projection) -> Projected:
     """Whether a matrix is P P^T M for a P of orthonormal columns."""
-    rows, whole = len(matrix), float(given.mean.norm())
-    eps = gamma(rows + world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
+    rows, whole, rank, unit = len(matrix), float(given.mean.norm()), given.rank, given.unit
+    eps = gamma(rows + given.world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
     columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     norm, tail = float(values.norm()), float(values[rank:].norm())
     if norm <= eps:

@@ -35,7 +35,7 @@ may arrive as zero. Where one of a rank's gradients is infinite or NaN its range
 nothing is known of the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -56,19 +56,6 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
             "one of its gradients is not finite, and nothing bounds how far quantising moves others"
         )
     return max(largest, default=0.0) / (2.0**bits - 2.0) * (1.0 + 2.0 ** (bits + 2) * _U)
-
-
-def half_quanta(
-    gradients: Mapping[int, Sequence[torch.Tensor | None]], bits: int, step: int
-) -> list[float]:
-    """h_r of each rank, from the ranks' gradients at a step. Raises NotBoundedError."""
-    found = []
-    for rank, own in gradients.items():
-        try:
-            found.append(half_quantum(own, bits))
-        except NotBoundedError as error:
-            raise NotBoundedError(f"rank {rank} at step {step}: {error}") from error
-    return found
 
 
 def widened(

@@ -160,18 +160,18 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
             hook.remove()
 
 
-class ShardReference:
-    """Runs shards one after the other on `model`, whose state it overwrites."""
+class Reference:
+    """Computes steps of a trace again on `model`, whose state it overwrites."""
 
     def __init__(
-        self,
-        ingredients: Ingredients,
-        contract: Contract,
-        trace: TraceReader,
-        model: torch.nn.Module,
+        self, ingredients: Ingredients, contract: Contract, trace: TraceReader, model: nn.Module
     ) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model = model
+
+
+class ShardReference(Reference):
+    """Runs shards one after the other."""
 
     def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:
         """What each backward pass of a rank's step added to the gradients, up to a rounding."""

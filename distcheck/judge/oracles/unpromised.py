@@ -11,9 +11,11 @@ that tolerance for two ways to compute one gradient. It is 3e-5 of the largest g
 module for 256 images: less than any wrong weight, and less than rounding to a shorter dtype.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from distcheck.judge.oracles.forms import Bits, Either, Form, Near
+from distcheck.judge.oracles.forms import Bits, Either, Form, Near, RankLosses, number
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
     module_scales,
@@ -68,14 +70,19 @@ def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
     return tuple(found)
 
 
-def losses(at: AtStep) -> tuple[float, ...]:
-    """How far each rank's loss may be from what is expected."""
+def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
+    """What each rank's loss may be beside what is `exact`: near to what is computed again."""
     # Derived: of K terms, each is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
-    return tuple(
+    bounds = [
         max(loss_tolerance(at.whole_batch_layer, shard.loss_terms), room * shard.loss_terms)
         for shard in at.shards
+    ]
+    forms = tuple(
+        Either(form, Near(number(shard.loss), bound), excuse=excuse(at))
+        for form, shard, bound in zip(exact, at.shards, bounds, strict=True)
     )
+    return RankLosses(forms, tuple(shard.loss for shard in at.shards), max(bounds, default=0.0))
 
 
 def of_mean(at: AtStep) -> tuple[float, ...]:

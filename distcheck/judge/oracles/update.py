@@ -1,34 +1,26 @@
 """The optimizer step of one rank, again, from the gradients and the state that it recorded."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import xxhash
 
-from distcheck.contract import Contract
-from distcheck.judge.oracles.shards import NotRecordedError, all_finite, load_state
+from distcheck.judge.oracles.shards import NotRecordedError, Reference, all_finite, load_state
 from distcheck.machine import seeds
 from distcheck.recordings.recording import EntryState, Kind
-from distcheck.recordings.traces.reader import TraceReader
-from distcheck.training.building import Ingredients, state_tensors, trainable
+from distcheck.training.building import state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
 
 
-class UpdateReference:
-    """Steps the workload's optimizer on `model`, whose state it overwrites; `trains` says which of
-    its parameters did when it was built, as the ranks' optimizer met them.
+class UpdateReference(Reference):
+    """Steps the workload's optimizer; `trains` says which of the model's parameters did when it was
+    built, as the ranks' optimizer met them.
     """
 
-    def __init__(
-        self,
-        ingredients: Ingredients,
-        contract: Contract,
-        trace: TraceReader,
-        model: torch.nn.Module,
-        trains: Sequence[bool],
-    ) -> None:
-        self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._model, self._trains = model, trains
+    def __init__(self, *given: Any, trains: Sequence[bool]) -> None:
+        super().__init__(*given)
+        self._trains = trains
 
     @property
     def world(self) -> int:

@@ -19,9 +19,9 @@ from distcheck.judge.oracles.forms import (
     MeanLoss,
     Near,
     Outputs,
+    number,
 )
 from distcheck.judge.oracles.full_batch import (
-    FullBatch,
     loss_tolerance,
     relative_tolerance,
     tolerance_of,
@@ -264,18 +264,15 @@ def loss(at: AtStep) -> MeanLoss:
         bound = loss_tolerance(layer, magnitude)
     refused = bound < apart < math.inf and layer == IN_FLOAT32
     if refused and at.references.mesh is not None:
-        rounding = at.own_rounding.allows(_loss_of, error=apart, bound=bound)
-        return MeanLoss(
-            expected, bound, rounding=rounding, why=_ROUNDED.format("the loss is", "it is")
-        )
+        rounding = at.own_rounding.allows(lambda b: number(b.loss), error=apart, bound=bound)
+        why = _ROUNDED.format("the loss is", "it is")
+        form = Near(number(expected), bound, rounding=rounding, why=why)
+        return MeanLoss(form, expected, bound, rounding)
+    near = Near(number(expected), bound)
     if not refused or not _losses_are_the_batchs(at):
-        return MeanLoss(expected, bound)
-    beside = _mean_loss(at, [shard.loss for shard in at.shards])
-    return MeanLoss(expected, bound, beside, excuse=_LONG_LOSS)
-
-
-def _loss_of(batch: FullBatch) -> torch.Tensor:
-    return torch.tensor(batch.loss, dtype=torch.float64)
+        return MeanLoss(near, expected, bound)
+    by_shards = Near(number(_mean_loss(at, [shard.loss for shard in at.shards])), bound)
+    return MeanLoss(Either(near, by_shards, excuse=_LONG_LOSS), expected, bound)
 
 
 def recorded_losses(at: AtStep) -> list[float]:
