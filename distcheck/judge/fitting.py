@@ -30,7 +30,6 @@ class Fit(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What is left over, as a share."""
         return self.left / self.size if self.size else 0.0
 
 

@@ -35,7 +35,6 @@ Pair = tuple[str, str]  # a check and its layer
 
 @JUDGE.does
 def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[CheckResult]:
-    """Runs the planned checks."""
     os.nice(5)  # the ranks of the rerun go first, and leave gaps
     seeds.pin_determinism()
     device = devices.enter(job.case.judged_on, 0)

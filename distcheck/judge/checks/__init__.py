@@ -54,7 +54,6 @@ def module_names() -> dict[str, str]:
 
 
 def load(name: str) -> Check:
-    """The check called `name`."""
     place = f"{__name__}.{name.replace(' ', '_')}"
     module: Check = importlib.import_module(place)  # type: ignore[assignment]
     return module

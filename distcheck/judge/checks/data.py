@@ -24,7 +24,6 @@ OVER_STEPS = True  # looks at all steps together, as they were recorded
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """All steps, all ranks."""
     case, world = evidence.case, len(evidence.with_data)
     size = evidence.train_size
     own_sampler = evidence.own_sampler

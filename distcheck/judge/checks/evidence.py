@@ -54,7 +54,6 @@ class Evidence:
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(self.trace.layout.world)
 
     @property

@@ -28,7 +28,6 @@ from distcheck.records import TensorSpec
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Every parameter of every rank."""
     for expectation in evidence.expectations:
         forms = expectation.what
         if isinstance(forms, EachItsOwn):

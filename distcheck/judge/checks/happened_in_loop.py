@@ -23,7 +23,6 @@ def _steps(found: Collection[int]) -> str:
 
 
 def short_batch(event: events.ShortBatch, run: RunOfEvents) -> str:
-    """Fewer samples over all ranks than the case's batch."""
     sizes = [sum(len(header.ids) for header in step.headers) for step in run.steps]
     if any(size < run.case.batch for size in sizes):
         return ""
@@ -31,7 +30,6 @@ def short_batch(event: events.ShortBatch, run: RunOfEvents) -> str:
 
 
 def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
-    """Ranks whose tokens are not in the proportion of their samples."""
     others: list[tuple[int, int]] = []
     for step in run.steps:
         pairs = [(header.loss_over, len(header.ids)) for header in step.headers]
@@ -44,7 +42,6 @@ def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
 
 
 def padding(event: events.Padding, run: RunOfEvents) -> str:
-    """Fewer tokens than positions."""
     headers = [header for step in run.steps for header in step.headers]
     if any(h.tokens is not None and h.tokens < h.positions for h in headers):
         return ""
@@ -94,13 +91,11 @@ def _later_step(run: RunOfEvents, when: bool, what: str) -> str:
 
 
 def gradients_kept(event: events.GradientsKept, run: RunOfEvents) -> str:
-    """By what the loop was asked for."""
     kept = run.training.keeps_gradients
     return _later_step(run, kept, f"sets gradients to {'zero' if kept else 'None'}")
 
 
 def evaluated(event: events.Evaluated, run: RunOfEvents) -> str:
-    """By what the loop was asked for."""
     evaluates = run.training.evaluates
     return _later_step(run, evaluates, "evaluates" if evaluates else "does not evaluate")
 
@@ -172,7 +167,6 @@ def frozen(event: events.Frozen, run: RunOfEvents) -> str:
 
 
 def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:
-    """As for `frozen`."""
     trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
     if any(now and not before for before, now in pairwise(trains)):
         return ""

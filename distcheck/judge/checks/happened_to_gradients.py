@@ -46,7 +46,6 @@ def no_gradient(event: events.NoGradient, run: RunOfEvents) -> str:
 
 
 def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
-    """There, and zero everywhere."""
     found = [
         (step, [g is not None and not holds_any(g) for g in own])
         for step, own in run.named(event.parameter)
@@ -57,7 +56,6 @@ def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
 
 
 def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
-    """On any rank, at any step."""
     if run.training.loss_scale is not None:
         return "seen: a GradScaler"
     for _, own in run.named(event.parameter):
@@ -144,19 +142,16 @@ def shapes(event: events.Shapes, run: RunOfEvents) -> str:
 
 
 def more_elements(event: events.MoreElements, run: RunOfEvents) -> str:
-    """The largest parameter that was exchanged."""
     most = max((s.elements for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.elements else f"seen: at most {most:,}"
 
 
 def more_bytes(event: events.MoreBytes, run: RunOfEvents) -> str:
-    """The largest parameter that was exchanged."""
     most = max((spec_bytes(s) for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.nbytes else f"seen: at most {most:,}"
 
 
 def remainder(event: events.Remainder, run: RunOfEvents) -> str:
-    """Of any parameter that was exchanged."""
     world = len(run.ranks)
     found = _there(run, lambda spec: spec.elements % world != 0)
     return "" if found else f"seen: every number of elements is a multiple of {world}"

@@ -138,7 +138,6 @@ def note_not_given(
 
 
 def is_zero(tensor: torch.Tensor | None) -> bool:
-    """Whether it is there, and holds nothing but zeros."""
     return tensor is not None and not bool(tensor.any())
 
 

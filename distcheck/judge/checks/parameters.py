@@ -21,7 +21,6 @@ from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Parameters and optimizer state after every step."""
     for expectation in evidence.expectations:
         what = expectation.what
         if isinstance(what, ExactParameters):

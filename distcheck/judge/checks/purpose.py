@@ -28,7 +28,6 @@ def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Every event that is declared."""
     recording = RunOfEvents(evidence)
     for expectation in evidence.expectations:
         for rank, header in zip(evidence.with_data, expectation.headers, strict=True):

@@ -21,16 +21,13 @@ class RunOfEvents:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The parameters."""
         return self.trace.layout.model.parameters
 
     @property
     def as_prepared(self) -> list[OwnStep]:
-        """The steps as the workload itself has them."""
         return [expectation.what for expectation in self.steps]
 
     def own(self, expectation: Expectation, index: int) -> Gradients:
-        """What backward left on each rank."""
         found: OwnStep = expectation.what
         return found.own[index]
 
@@ -58,10 +55,8 @@ class RunOfEvents:
 
 
 def holds_any(gradient: torch.Tensor | None) -> bool:
-    """Whether it is there, and not zero everywhere."""
     return gradient is not None and bool(gradient.any())
 
 
 def all_there(own: Gradients) -> bool:
-    """Whether every rank has a gradient."""
     return all(gradient is not None for gradient in own)

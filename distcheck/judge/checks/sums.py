@@ -22,7 +22,6 @@ class Sums:
         self._digests: dict[int, dict[str, tuple[str, ...]]] = {}
 
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
-        """Takes in the comparison of one tensor of one rank at one step."""
         worst = comparison.worst
         if worst is not None and worst.bound > 0:
             self._in_bits = False
@@ -46,7 +45,6 @@ class Sums:
     def add_losses(
         self, step: int, ranks: Iterable[float], *, mean: float, expected: float, bound: float
     ) -> None:
-        """Takes in the loss of one step."""
         self._losses[step] = Losses(
             ranks=tuple(number(loss) for loss in ranks),
             mean=number(mean),
@@ -59,7 +57,6 @@ class Sums:
         self._digests.setdefault(step, {})[kind] = tuple(ranks)
 
     def result(self) -> Aggregates:
-        """The sums so far."""
         return Aggregates(
             shares={
                 name: {step: number(share) for step, share in row.items()}

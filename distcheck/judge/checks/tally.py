@@ -135,7 +135,6 @@ class Tally:
         self._excuses.append(reason)
 
     def result(self) -> CheckResult:
-        """The result so far."""
         return CheckResult(
             check=self.check,
             layer=self.layer,

@@ -13,7 +13,6 @@ _SHOWN = 4
 
 
 def lost(facts: Facts) -> list[Diagnosis]:
-    """A loss from which no gradient comes back."""
     if not facts.lost:
         return []
     evidence = f"{facts.lost}: the shard's gradient is gone before anything is exchanged"
@@ -203,7 +202,6 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
 
 
 def of_owners(facts: Facts) -> list[Diagnosis]:
-    """The cause `wrong-owner`."""
     if not facts.elsewhere:
         return []
     shown = ", ".join(
@@ -222,7 +220,6 @@ def of_owners(facts: Facts) -> list[Diagnosis]:
 
 
 def of_loss(failed: Failures) -> list[Diagnosis]:
-    """A loss that is wrong where all else is right."""
     results = [result for (check, _), result in failed.items() if check == "loss"]
     if not results or {check for check, _ in failed} - {"loss", "outcome"}:
         return []

@@ -26,7 +26,6 @@ _LEFT_OVER = 1e-4
 
 
 def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
-    """What the ranks held at a step, in terms of what they should have held."""
     found, last = [], -1
     for index in range(len(at.specs)):
         parameter = _Measuring(at, mesh, index).measured()
@@ -231,7 +230,6 @@ class _Measuring:
         return ()
 
     def _earlier(self) -> torch.Tensor | None:
-        """What was right at the step before."""
         if self._at.step == 0:
             return None
         before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]

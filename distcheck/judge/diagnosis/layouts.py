@@ -22,7 +22,6 @@ _APART = "; ranks that read the same samples have different losses"
 
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
-    """The causes that what was measured carries."""
     checks = {check for check, _ in failed}
     if facts.parameters and facts.loss_is_wrong:
         return [_wrong_output(facts)]

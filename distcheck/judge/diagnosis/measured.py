@@ -84,7 +84,6 @@ class Measured:
 
     @property
     def world(self) -> int:
-        """How many ranks have data."""
         return len(self.expectation.shares.weights)
 
     @property
@@ -106,7 +105,6 @@ class Measured:
         return self.left(rank) / self.expectation.shares.unscaled[rank]
 
     def result(self, rank: int) -> torch.Tensor:
-        """What a rank held after the sync."""
         found = self.expectation.trace.tensor(
             rank, Kind.GRADIENT, self.expectation.step, self.index
         )

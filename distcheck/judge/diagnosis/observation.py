@@ -72,7 +72,6 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
 
 
 def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
-    """What is to be known of the job's steps."""
     look = _Look(job, ingredients, trace)
     library, _, alike = drew_alike(trace, range(job.layout.world))
     seen: dict[str, Any] = {

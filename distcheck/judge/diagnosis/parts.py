@@ -13,7 +13,6 @@ _LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by ch
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Every cause that explains these parameters on all ranks."""
     found = _partial(step, parameters)
     found = found or _other_kinds(step, parameters)
     return [*found, *_order(step, parameters), *_earlier(step, parameters)]

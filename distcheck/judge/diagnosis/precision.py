@@ -41,7 +41,6 @@ def rounded_to(facts: Facts) -> str:
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Every cause that explains these parameters on all ranks."""
     dtypes = {p.shorter[rank] for p in parameters for rank in p.wrong}
     if not dtypes or "" in dtypes:
         return _small_noise(step, parameters)

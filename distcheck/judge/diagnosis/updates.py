@@ -350,7 +350,6 @@ class _Averaged(StepExpectation):
     def interval(
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
-        """The mean of what the ranks' own updates left."""
         parts = [shard.gradients[index] for shard in self.shards]
         present = [part for part in parts if part is not None]
         found = mean_of(present) if present else None

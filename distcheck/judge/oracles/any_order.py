@@ -49,7 +49,6 @@ class AnyOrder(GradientForms):
     why_near: str = ""
 
     def of(self, index: int) -> Within | Either | None:
-        """What a parameter's gradient may be."""
         found = self.interval(index)
         if found is None:
             return None
@@ -62,7 +61,6 @@ class AnyOrder(GradientForms):
         return Either(within, Near(mean, self.near[index]), excuse=self.why_near)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """The bound, elementwise."""
 
         def elementwise(stride: int) -> torch.Tensor:
             found = self.interval(index, parts=own, take=lambda tensor: every(stride, tensor))
@@ -133,11 +131,9 @@ class LowRank(GradientForms):
     projections: tuple[Projection | None, ...]
 
     def of(self, index: int) -> Projection | None:
-        """What a parameter's gradient may be."""
         return self.projections[index]
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """That of the mean. A projection is tried by comparing it (`checks/sensitivity.py`)."""
         return self.mean.limit(index, own)
 
 

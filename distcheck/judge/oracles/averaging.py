@@ -51,7 +51,6 @@ class Averages:
         return cls(period=period, first=first, seen=agreed is not None)
 
     def at(self, step: int) -> bool:
-        """Whether the ranks average after this step."""
         return (step - self.first) % self.period == 0
 
 
@@ -61,7 +60,6 @@ def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
 
 
 def _moved(trace: TraceReader, step: int) -> bool:
-    """Whether a step changed any parameter of any rank."""
     return any(
         trace.entry(rank, Kind.PARAMETER, step, index).digest
         != trace.entry(rank, Kind.PARAMETER, step + 1, index).digest

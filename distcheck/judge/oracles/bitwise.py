@@ -55,7 +55,6 @@ class InOrder(GradientForms):
     mean: AnyOrder
 
     def of(self, index: int) -> Bits | None:
-        """What a parameter's gradient must be."""
         return bits(self.gradients[index])
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:

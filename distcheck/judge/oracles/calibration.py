@@ -31,7 +31,6 @@ _STEPS = 3  # DDP rebuilds its buckets after the first, or after the second
 
 @CALIBRATE.does
 def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter) -> Calibration:
-    """The job of one calibrating rank."""
     seeds.pin_determinism()
     # Whatever is made below is made on the rank's device.
     torch.set_default_device(devices.enter(job.device, int(os.environ["LOCAL_RANK"])))

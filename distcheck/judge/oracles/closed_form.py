@@ -133,7 +133,6 @@ class ExactGradients(GradientForms):
     mean: AnyOrder | None
 
     def of(self, index: int) -> Form:
-        """What a parameter's gradient may be."""
         spec = self.specs[index]
         exact = Numbers(as_tensor(spec, self.exact.synced[spec.name]))
         mean = None if self.mean is None else self.mean.of(index)

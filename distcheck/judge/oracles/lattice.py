@@ -275,7 +275,6 @@ class _Contributions:
 
 
 def initial() -> dict[str, Vector]:
-    """The weights before the first step; the table by its period, see `expand`."""
     return {
         "dense.weight": _initial(2, _HIDDEN * _FEATURES),
         "dense.bias": _initial(3, _HIDDEN),

@@ -119,12 +119,10 @@ class References:
 
     @cached_property
     def shards(self) -> ShardReference:
-        """For the ranks' own parts."""
         return ShardReference(self.ingredients, self.contract, self.trace, self._model)
 
     @cached_property
     def full_batch(self) -> FullBatchReference:
-        """For the whole batch."""
         return FullBatchReference(self.ingredients, self.contract, self.trace, self._model)
 
     @cached_property
@@ -168,7 +166,6 @@ class AtStep:
 
     @cached_property
     def shares(self) -> Shares:
-        """What each rank's part counts for."""
         ranks = range(self.trace.layout.world)
         return Shares(
             step=self.step,
@@ -183,7 +180,6 @@ class AtStep:
 
     @cached_property
     def shards(self) -> tuple[ShardResult, ...]:
-        """Every rank's own part, computed again."""
         ranks = range(self.trace.layout.world)
         return tuple(self.references.shards.run(rank, self.step) for rank in ranks)
 
@@ -205,17 +201,14 @@ class AtStep:
 
     @cached_property
     def full_batch(self) -> FullBatch:
-        """The whole batch in one process."""
         return self.references.full_batch.run(self.step)
 
     @cached_property
     def own_rounding(self) -> OwnRounding:
-        """What rounding alone does to the whole batch in one process."""
         return OwnRounding(self.references.full_batch, self.step, self.full_batch)
 
     @cached_property
     def module_scales(self) -> dict[str, float]:
-        """The largest gradient of the whole batch in each module, as an L2 norm."""
         return module_scales([spec.name for spec in self.specs], self.full_batch.gradients)
 
     @cached_property
@@ -225,7 +218,6 @@ class AtStep:
 
     @property
     def accepted(self) -> Accepted | None:
-        """What the case accepts."""
         return read(self.case.accept)
 
     @property

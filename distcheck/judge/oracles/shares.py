@@ -37,7 +37,6 @@ class Shares:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each rank."""
         return tuple(len(header.ids) for header in self.headers)
 
     @property
@@ -49,7 +48,6 @@ class Shares:
 
     @property
     def samples(self) -> int:
-        """Samples of all ranks."""
         return sum(self.sizes)
 
     @property

@@ -26,7 +26,6 @@ def initial_state(at: AtStep) -> InitialState | None:
 
 
 def purpose(at: AtStep) -> OwnStep:
-    """What events are looked for in."""
     declared = {type(event) for event in at.ingredients.must_happen}
     of_model = declared & {
         events.Frozen, events.Unfrozen, events.EvalMode, events.Tied, events.OneStorage,
@@ -86,7 +85,6 @@ def _calls(at: AtStep) -> int:
 
 
 def _rates(at: AtStep, model: nn.Module) -> tuple[float | None, ...]:
-    """The workload's schedule, called again for this step."""
     optimizer = at.ingredients.optimizer(model.parameters())
     at.ingredients.schedule(optimizer, at.step)
     return tuple(group.get("lr") for group in getattr(optimizer, "param_groups", ()))

@@ -24,7 +24,6 @@ class UpdateReference(Reference):
 
     @property
     def world(self) -> int:
-        """The number of ranks whose steps it can take."""
         return self._trace.layout.world
 
     def is_sharded(self, index: int) -> bool:
@@ -33,7 +32,6 @@ class UpdateReference(Reference):
         return self._contract.optimizer_state == "sharded" and not is_of_group(name)
 
     def holders(self, slot: int, index: int) -> list[int]:
-        """The ranks that hold a tensor of the optimizer's state."""
         ranks = range(self._trace.layout.world)
         entries = [self._trace.entry(rank, Kind.OPTIMIZER, slot, index) for rank in ranks]
         return [rank for rank, entry in zip(ranks, entries, strict=True) if entry.state.is_there]

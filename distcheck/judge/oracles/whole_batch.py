@@ -62,7 +62,6 @@ class WholeBatch(GradientForms):
     nan_is_expected: bool
 
     def of(self, index: int) -> Near | Either | None:
-        """What a parameter's gradient may be."""
         expected, tolerance = self.gradients[index], self.tolerances[index]
         if expected is None:
             return None
@@ -79,12 +78,10 @@ class WholeBatch(GradientForms):
         return Either(near, Near(self.by_shards[index], tolerance), excuse=_AT_A_KINK)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """The bound of the L2 norm."""
         return lambda stride: self.tolerances[index]
 
 
 def gradients(at: AtStep) -> WholeBatch:
-    """The synchronised gradients of a step."""
     indices = range(len(at.specs))
     expected = tuple(_expected(at, index) for index in indices)
     tolerances = tuple(tolerance(at, index) for index in indices)
