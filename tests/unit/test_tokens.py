@@ -11,7 +11,7 @@ import torch
 from distcheck.contract import BackendAllReduce, Batch, Contract, contract_of, strategy
 from distcheck.errors import UsageError
 from distcheck.judge.checks import happened_in_loop
-from distcheck.judge.diagnosis import token_counts, token_weights, weights
+from distcheck.judge.diagnosis import tokens, weights
 from distcheck.judge.diagnosis.combinations import readings
 from distcheck.judge.oracles.shares import Shares
 from distcheck.plan.source_files import promises_of
@@ -154,12 +154,8 @@ def test_right_weights_and_other_workloads_have_none_of_these_names() -> None:
     assert causes(counted(PLENTY)) == []
     plain = measured([[1 / 3] * 3] * 3, PLENTY)
     assert causes(plain) == ["unweighted-mean"]
-    assert (
-        token_weights.other_weights(plain)
-        == {}
-        == dict.fromkeys(token_weights.named_factors(plain))
-    )
-    assert token_counts.of_factor(plain, 0.5, "") == []
+    assert tokens.other_weights(plain) == {} == dict.fromkeys(tokens.named_factors(plain))
+    assert tokens.of_factor(plain, 0.5, "") == []
     assert [way.kind for way in readings(plain, plain.parameters, 0)][:1] == ["plain mean"]
 
 

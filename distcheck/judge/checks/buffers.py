@@ -80,12 +80,7 @@ def _expected(
     evidence: Evidence, expectation: Expectation, rank: int, position: int
 ) -> tuple[torch.Tensor, ...]:
     """The way that the rank's buffers went, where two are allowed; else the first."""
-    slot = expectation.step + 1
-    layout = evidence.trace.layout
-    actual = [
-        evidence.trace.tensor(rank, Kind.BUFFER, slot, index)
-        for index in range(len(layout.model.buffers))
-    ]
+    actual = evidence.trace.tensors(rank, Kind.BUFFER, expectation.step + 1)
     of_rank: tuple[tuple[torch.Tensor, ...], ...] = expectation.what.ways[position]
     for way in of_rank[1:]:
         if all(a is not None and torch.equal(a, e) for a, e in zip(actual, way, strict=True)):

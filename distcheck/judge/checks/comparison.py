@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from distcheck.machine.numerics import real_parts
 from distcheck.records.picture_sums import NONFINITE
 
 _SHOWN = 4  # of the elements of one tensor that fail
@@ -54,9 +55,8 @@ class Comparison:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers, so that -0 is not +0 and NaN equals itself."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
+    tensor = real_parts(tensor).contiguous()
+    return tensor.view(_INTEGER[tensor.element_size()])
 
 
 def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
@@ -86,11 +86,7 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 def _both_nan(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """In the shape of `bits`."""
-    if not (actual.is_floating_point() or actual.is_complex()):
-        return torch.zeros_like(actual, dtype=torch.bool)
-    if actual.is_complex():
-        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
-    return actual.isnan() & expected.isnan()
+    return real_parts(actual).isnan() & real_parts(expected).isnan()
 
 
 def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
@@ -109,9 +105,13 @@ def within(
 
     Nothing is within a bound that is negative, infinite or not a number. A NaN is not within any
     bound either, unless `nan_is_expected`: then NaN is right where NaN is expected.
+
+    Complex numbers are within where both of their parts are; places have an index more then, 0 for
+    the real and 1 for the imaginary part.
     """
     if actual.is_complex():
-        return _within_parts(actual, expected, bound, nan_is_expected=nan_is_expected)
+        parts = within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
+        return replace(parts, elements=actual.numel())
     if actual.numel() == 0:
         return Comparison(True, 0)
     expected, bound = expected.to(actual.device), bound.to(actual.device)
@@ -136,17 +136,6 @@ def within(
         places=() if ok else _places(actual, expected, bound, share, fails),
         ulps=ulp_bins(actual, expected),
     )
-
-
-def _within_parts(
-    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, *, nan_is_expected: bool
-) -> Comparison:
-    """Complex numbers are within where both of their parts are; places have an index more, 0 for
-    the real and 1 for the imaginary part.
-    """
-    real = torch.view_as_real(actual)
-    parts = within(real, expected, bound, nan_is_expected=nan_is_expected)
-    return replace(parts, elements=actual.numel())
 
 
 def _closest_if_all_within(
@@ -176,8 +165,8 @@ def by_norm(
     infinity that is expected is required as such; `nan_is_expected` as in `within`.
     """
     if actual.is_complex():
-        given = (torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
-        parts = by_norm(*given, nan_is_expected=nan_is_expected)
+        pair = real_parts(actual), real_parts(expected)
+        parts = by_norm(*pair, tolerance, nan_is_expected=nan_is_expected)
         return replace(parts, elements=actual.numel())
     wanted = expected.to(actual.device).double()
     error = float((actual.double() - wanted).norm())

@@ -65,11 +65,6 @@ class Parts:
     expected: torch.Tensor | None = None
 
 
-def stride_for_sample(elements: int) -> int:
-    """Every how many elements one is taken first."""
-    return max(1, -(-elements // _SAMPLE))
-
-
 def shown_by(
     parts_at: Callable[[int], Parts],
     *,
@@ -84,7 +79,7 @@ def shown_by(
     `others` are those of other parameters of this shape at this step, as recorded. `ranks` are the
     numbers of the ranks in the report.
     """
-    stride = stride_for_sample(elements)
+    stride = max(1, -(-elements // _SAMPLE))
     found = _try(parts_at(stride), stride, ranks, before, others)
     if stride > 1 and not is_complete(found, ranks):
         return _try(parts_at(1), 1, ranks, before, others)

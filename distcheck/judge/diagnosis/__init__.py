@@ -4,7 +4,7 @@ A cause is named only where the evidence carries it; a mismatch that none explai
 as `unexplained`, with what was seen. Causes that the evidence cannot tell apart are all named.
 
 One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
-optimizer, reruns), `beside` (updates, losses, bits, accepted designs), and under `gradients`
+optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), and under `gradients`
 `weights`, `parts` and `precision`. They see
 plain numbers (`facts`), which `observation` measures in a process of its own, and only for cases
 that failed.
@@ -16,9 +16,9 @@ import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import (
-    beside,
     gradients,
     layouts,
+    other_causes,
     outcomes,
     state,
 )
@@ -63,7 +63,7 @@ def diagnose(
         found += differed + [_of_one_run(cause) for cause in of_gradients]
     else:
         found += of_gradients + differed
-        found += _of_update(failed, facts, found) + beside.of_loss(failed)
+        found += _of_update(failed, facts, found) + other_causes.of_loss(failed)
     if not found:
         found.append(_unexplained(failed, facts))
     return _with_loss_contract(found, facts) + state.same_randomness(facts)
@@ -76,17 +76,17 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
         moved_at = moved.first.step if moved is not None and moved.first is not None else None
         follows = moved_at is not None and moved_at < facts.layout.step
         return [] if follows else layouts.explain(failed, facts.layout)
-    found = beside.lost(facts) or beside.of_owners(facts)
+    found = other_causes.lost(facts) or other_causes.of_owners(facts)
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)
         found = _averaged(found, facts) + _of_batch(failed, facts)
-        found += [] if found else beside.of_passes(facts)
-        found += [] if found else beside.of_bits(failed, facts)
-        found += [] if found else beside.of_design(failed, facts, accept)
+        found += [] if found else other_causes.of_passes(facts)
+        found += [] if found else other_causes.of_bits(failed, facts)
+        found += [] if found else other_causes.of_design(failed, facts, accept)
         found += [] if found else _server(failed, facts)
     if "local gradients" in checks and not found:
         found = gradients.explain_left(facts)
-    return found + beside.of_average(failed, facts)
+    return found + other_causes.of_average(failed, facts)
 
 
 def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
@@ -113,7 +113,7 @@ def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[D
     if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
         return []
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
-    return beside.of_update(failed, facts, first)
+    return other_causes.of_update(failed, facts, first)
 
 
 def worth_a_look(results: Sequence[CheckResult]) -> bool:

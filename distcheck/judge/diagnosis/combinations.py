@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot, isclose, sqrt
 
-from distcheck.judge.diagnosis import token_weights
+from distcheck.judge.diagnosis import tokens
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 
 _NEARER = 4.0  # Chosen: how much nearer another reading must be to replace the usual one
@@ -81,7 +81,7 @@ def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     # Chosen: shares are quotients of whole numbers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
         found += _scaled(step, parameters, rank, "plain mean", plain)
-    for kind, weights in token_weights.other_weights(step).items():
+    for kind, weights in tokens.other_weights(step).items():
         found += _scaled(step, parameters, rank, kind, weights)
     if world > 1:
         for source in range(world):
@@ -111,7 +111,7 @@ def _scaled(
     world = len(base)
     named = [1.0, float(world), 1.0 / world, -1.0] if kind != "single" else [1.0, 1.0 / world]
     if kind == "mean":
-        named += token_weights.named_factors(step)
+        named += tokens.named_factors(step)
     found = [
         Reading(kind, factor)
         for factor in dict.fromkeys(named)

@@ -21,6 +21,7 @@ from distcheck.judge.diagnosis.wording import (
     parameters_text,
     positions_text,
     ranks_text,
+    some_of,
 )
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -89,8 +90,7 @@ def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
         return found
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
     names = list(dict.fromkeys(name for name, _ in step.missing))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    absent = f"; {', '.join(names[:3])}{more} got no gradient on {ranks}, which did not use them"
+    absent = f"; {some_of(names, 3)} got no gradient on {ranks}, which did not use them"
     return _extended(found, after=absent)
 
 
@@ -121,12 +121,11 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
         evidence += "; ranks hold the right mean of what backward left, so the exchange is right"
     if all(found.buffers for found in step.left):
         buffers = list(dict.fromkeys(name for found in step.left for name in found.buffers))
-        more = f" and {len(buffers) - 6} more" if len(buffers) > 6 else ""
         return [
             name_cause(
                 "buffers-differ",
                 f"{evidence}. It is, to the bit, if other ranks' buffers are in place of those "
-                f"that are promised: {', '.join(buffers[:6])}{more}",
+                f"that are promised: {some_of(buffers)}",
                 "not-sent",
             )
         ]
@@ -233,10 +232,9 @@ def _holds_zeros(step: StepFacts) -> bool:
 def _missing(step: StepFacts) -> Diagnosis:
     names = list(dict.fromkeys(name for name, _ in step.missing))
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return name_cause(
         "partial-sync",
-        f"step {step.step}: {', '.join(names[:6])}{more} ({len(names)} of "
+        f"step {step.step}: {some_of(names)} ({len(names)} of "
         f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
         "at that step, and the other ranks hold their own: what they found was never sent",
         "unused",

@@ -199,7 +199,9 @@ class StepMeasuring:
             remainder=tuple(
                 float((y - q @ p).norm()) for y, p in zip(taken, projected, strict=True)
             ),
-            floor=float(sqrt(count) * len(self._ranks) * self._tiny()),
+            floor=sqrt(count)
+            * len(self._ranks)
+            * smallest(self._wire or self._expectation.case.dtype),
             wrong=measured.wrong,
             of_mean=of_mean,
             of_own=of_own,
@@ -217,9 +219,6 @@ class StepMeasuring:
         widest = max(self._expectation.half_quanta, default=0.0) * sqrt(elements)
         factors = self._expectation.shares.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
-
-    def _tiny(self) -> float:
-        return smallest(self._wire or self._expectation.ingredients.case.dtype)
 
     def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
         rows, rest, sizes = list[tuple[torch.Tensor, ...]](), 0.0, []

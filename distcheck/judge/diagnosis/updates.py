@@ -15,14 +15,14 @@ from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import any_order
-from distcheck.judge.oracles.averaging import mean_of
+from distcheck.judge.oracles.averaging import agree, mean_of
 from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
 from distcheck.judge.oracles.shares import Shares
 from distcheck.machine.numerics import unit_roundoff, wide
-from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
 
@@ -210,13 +210,8 @@ def averaged_every(expectation: StepExpectation, written: int) -> int:
 
 def _is_average(expectation: StepExpectation) -> bool:
     trace, step = expectation.trace, expectation.step
-    indices = range(len(trace.layout.model.parameters))
-    for index in indices:
-        entries = [
-            trace.entry(r, Kind.PARAMETER, step + 1, index) for r in range(trace.layout.world)
-        ]
-        if any(e.state is not EntryState.STORED or e.digest != entries[0].digest for e in entries):
-            return False
+    if not agree(trace, step + 1):
+        return False
     try:
         updates = [
             expectation.references.update.run(rank, step) for rank in range(trace.layout.world)
@@ -224,7 +219,7 @@ def _is_average(expectation: StepExpectation) -> bool:
     except NotRecordedError:
         return False
     apart = False
-    for index in indices:
+    for index in range(len(trace.layout.model.parameters)):
         own = [update[Kind.PARAMETER][index] for update in updates]
         present = [tensor for tensor in own if tensor is not None]
         held = trace.tensor(0, Kind.PARAMETER, step + 1, index)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import hypot, isclose
 
-from distcheck.judge.diagnosis import counting, token_counts
+from distcheck.judge.diagnosis import counting, tokens
 from distcheck.judge.diagnosis.combinations import (
     Reading,
     norm_error,
@@ -40,9 +40,9 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if way.kind == "mean":
         return [] if way.factor == 1.0 else _scales(step, way, where)
     if way.kind == "by positions" and way.factor == 1.0:
-        return [token_counts.padded(step, where)]
+        return [tokens.padded(step, where)]
     if way.kind in ("plain mean", "by samples") and step.tokens:
-        unweighted = token_counts.unweighted(step, way, where)
+        unweighted = tokens.unweighted(step, way.kind, where)
         return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "plain mean":
         shares = ", ".join(number_text(share) for share in step.shares)
@@ -73,7 +73,7 @@ def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """All that a factor of the mean may be."""
     general = _scale(step, way, where)
     evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
-    found = token_counts.of_factor(step, way.factor, evidence)
+    found = tokens.of_factor(step, way.factor, evidence)
     by_ranks = way.factor in (-1.0, len(step.shares), 1 / len(step.shares))
     return [*found, general] if by_ranks or not found else found
 
@@ -188,10 +188,6 @@ def _is_right(ways: Sequence[Reading]) -> bool:
     return any(way.kind == "mean" and way.factor == 1.0 for way in ways)
 
 
-def _is_sum(ways: Sequence[Reading], world: int) -> bool:
-    return any(way.kind == "mean" and way.factor == world for way in ways)
-
-
 def _is_mean(ways: Sequence[Reading]) -> bool:
     return any(way.kind in ("mean", "plain mean") for way in ways)
 
@@ -207,7 +203,11 @@ def _one_right(
     such name.
     """
     right = [rank for rank, way in enumerate(ways) if _is_right(way)]
-    summed = [rank for rank, way in enumerate(ways) if _is_sum(way, len(ways))]
+    summed = [
+        rank
+        for rank, way in enumerate(ways)
+        if any(one.kind == "mean" and one.factor == len(ways) for one in way)
+    ]
     right = right or summed
     others = [way for rank, way in enumerate(ways) if rank not in right]
     if len(right) != 1 or not others or any(map(_is_mean, others)):

@@ -28,6 +28,12 @@ def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
     return ranks_text([step.number(position) for position in positions])
 
 
+def some_of(names: Sequence[str], most: int = 6) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
     """`all 6 parameters`, or their names; of those, that could show a missing exchange."""
     if len(parameters) == step.total:
@@ -35,9 +41,7 @@ def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> st
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
         return what + which
     names = [parameter.name for parameter in parameters]
-    shown = ", ".join(names[:6])
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{shown}{more} ({len(names)} of {step.total} parameters)"
+    return f"{some_of(names)} ({len(names)} of {step.total} parameters)"
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:

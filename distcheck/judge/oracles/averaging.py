@@ -46,7 +46,7 @@ class Averages:
             next((step for step in range(phase, written, period) if _moved(trace, step)), phase)
             for phase in range(min(period, written))
         )
-        agreed = next((step for step in telling if _agree(trace, step + 1)), None)
+        agreed = next((step for step in telling if agree(trace, step + 1)), None)
         first = period - 1 if agreed is None else agreed % period
         return cls(period=period, first=first, seen=agreed is not None)
 
@@ -68,7 +68,8 @@ def _moved(trace: TraceReader, step: int) -> bool:
     )
 
 
-def _agree(trace: TraceReader, slot: int) -> bool:
+def agree(trace: TraceReader, slot: int) -> bool:
+    """Whether all ranks hold the same parameters, to the bit."""
     for index in range(len(trace.layout.model.parameters)):
         entries = [
             trace.entry(rank, Kind.PARAMETER, slot, index) for rank in range(trace.layout.world)

@@ -60,8 +60,8 @@ def expected_gradients(
             torch.cat([_flattened(shard[i], like[i], contract, permuted[i]) for i in group])
             for shard in prepared
         ]
-        total = reduce_sum(flat).to(_real_dtype(like[group[0]]))
-        sizes = [like[i].numel() * (2 if like[i].is_complex() else 1) for i in group]
+        total = reduce_sum(flat).to(real_parts(like[group[0]]).dtype)
+        sizes = [real_parts(like[i]).numel() for i in group]
         for index, part in zip(group, total.split(sizes), strict=True):
             if _is_absent(shards, index):
                 continue
@@ -90,8 +90,7 @@ def _flattened(
     if permuted:
         in_memory = torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
         gradient = in_memory.as_strided((gradient.numel(),), (1,))
-    flat = gradient.reshape(-1)
-    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return real_parts(gradient.reshape(-1)).reshape(-1)
 
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Tensor:
@@ -101,10 +100,6 @@ def _shaped(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Ten
     if not permuted:
         return flat.view(like.shape)
     return flat.contiguous().as_strided(like.shape, like.stride())
-
-
-def _real_dtype(like: torch.Tensor) -> torch.dtype:
-    return torch.view_as_real(like).dtype if like.is_complex() else like.dtype
 
 
 def rank_order_sum(shards: list[torch.Tensor]) -> torch.Tensor:

@@ -50,15 +50,13 @@ def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
     """What backward left on each rank, [parameter][rank]: as it was recorded where it was seen on
     every rank, and otherwise computed again.
     """
-    return tuple(_own(at, index) for index in range(len(at.specs)))
-
-
-def _own(at: AtStep, index: int) -> Gradients:
-    trace, ranks = at.trace, range(at.trace.layout.world)
-    seen = tuple(trace.tensor(rank, Kind.LOCAL_GRADIENT, at.step, index) for rank in ranks)
-    if all(gradient is not None for gradient in seen):
-        return seen
-    return tuple(gradients[index] for gradients in at.shard_gradients)
+    found: list[Gradients] = []
+    ranks = range(at.trace.layout.world)
+    for index in range(len(at.specs)):
+        seen = tuple(at.trace.tensor(r, Kind.LOCAL_GRADIENT, at.step, index) for r in ranks)
+        is_seen = all(gradient is not None for gradient in seen)
+        found.append(seen if is_seen else tuple(own[index] for own in at.shard_gradients))
+    return tuple(found)
 
 
 def _prepared(at: AtStep) -> nn.Module:
