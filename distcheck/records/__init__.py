@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from distcheck.errors import ExitCode, VerdictError
+from distcheck.errors import CannotRunError, ExitCode, VerdictError
 from distcheck.records.bounded import Count, Int
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
@@ -277,17 +277,65 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         __tracebackhide__ = True
         if self.verdict == "pass" and not self.interrupted and not self.given_up:
             return self
-        raise VerdictError(_failure_text(self), self.exit_code)
+        raise VerdictError(_shown["failure"](self), self.exit_code)
+
+    def __repr__(self) -> str:
+        text: str = _shown["screen"](self)
+        return text
+
+    def _repr_html_(self) -> str:
+        page: str = _shown["page"](self)
+        return page
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as `--json` writes it: plain dictionaries, lists, texts and numbers."""
+        document: dict[str, Any] = _shown["document"](self)
+        return document
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each check of each case. Raises CannotRunError where pandas
+        is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise CannotRunError(
+                "Report.to_pandas() needs pandas, which is not installed; run pip install pandas, "
+                "or use Report.to_dict()"
+            ) from None
+        return pandas.DataFrame([row for case in self.cases for row in _rows_of(case)])
 
 
-def show_failures_as(render: Callable[[Report], str]) -> None:
-    """Sets what the error of a report that did not pass says; records cannot render themselves."""
-    global _failure_text
-    _failure_text = render
+def _rows_of(report: CaseReport) -> list[dict[str, Any]]:
+    """What a table has of a case, and of each of its checks."""
+    case, causes = report.case, ", ".join(found.cause for found in report.diagnosis)
+    of_case = {
+        name: getattr(case, name)
+        for name in ("strategy", "world", "workload", "dtype", "backend", "seed", "batch", "steps")
+    }
+    return [
+        {**of_case, "case_verdict": report.verdict, "causes": causes}
+        | {"check": result.check, "layer": result.layer, "verdict": result.verdict}
+        | msgspec.structs.asdict(result.compared)
+        | {"error": worst and float(worst.error), "bound": worst and float(worst.bound)}
+        for result in report.checks
+        for worst in [result.worst]
+    ]
 
 
-def _verdict_alone(report: Report) -> str:
-    return report.verdict
+_shown: dict[str, Callable[[Report], Any]] = dict.fromkeys(
+    ("failure", "screen", "page", "document"), lambda report: report.verdict
+)
 
 
-_failure_text: Callable[[Report], str] = _verdict_alone
+def show_reports_as(
+    *,
+    failure: Callable[[Report], str],
+    screen: Callable[[Report], str],
+    page: Callable[[Report], str],
+    document: Callable[[Report], dict[str, Any]],
+) -> None:
+    """Sets how a report shows itself, which records cannot do: what the error of one that did not
+    pass says, its text, its HTML for a notebook, and what `--json` writes.
+    """
+    _shown.update(failure=failure, screen=screen, page=page, document=document)

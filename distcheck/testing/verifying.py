@@ -34,7 +34,8 @@ def verify(
     """Judges one or more gradient-sync strategies against single-node training.
 
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
-                be imported by its module and name, as it stands there
+                be imported by its module and name, as it stands there; of a notebook, or a running
+                script, its source is copied to `.distcheck/cells/`
     world       number of ranks, or several to try; by default 4
     workload    names of workloads; by default those that `distcheck verify` has
     batch       samples per step, over all ranks; `steps`: by default each workload's own

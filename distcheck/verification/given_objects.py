@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from distcheck.errors import UsageError
+from distcheck.verification.copied_source import copied, is_running_unguarded
 
 
 def names_of(
@@ -15,7 +16,7 @@ def names_of(
     """Names as they are, and the one name of an object.
 
     Raises UsageError for an object that ranks would not find under its name: they import its
-    module afresh, and would judge what stands there.
+    module afresh, and would judge what stands there. Of a notebook its source is copied.
     """
     if isinstance(strategy, str | os.PathLike):
         return (os.fspath(strategy),)
@@ -39,8 +40,11 @@ def names_of(
             f"strategy {strategy!r} is not the object that ranks find as {name} in {module}; "
             'assign it to a name at the top level of a module and give "module:name"'
         )
-    if module == "__main__":  # a script: ranks import it by its file
-        module = getattr(sys.modules[module], "__file__", "") or module
+    if module == "__main__":
+        script = sys.modules[module]
+        module = getattr(script, "__file__", None) or ""
+        if not module or is_running_unguarded(script):  # a notebook, or what would run once more
+            module = copied(name.partition(".")[0])
     return (f"{module}:{name}",)
 
 

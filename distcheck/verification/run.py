@@ -33,9 +33,10 @@ from distcheck.records import (
     Origin,
     Report,
     RunPlan,
-    show_failures_as,
+    show_reports_as,
 )
 from distcheck.records.searches import Explored
+from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
@@ -59,7 +60,12 @@ _USES_COMPILER = (
     r"|torch\.compile|utils\.checkpoint|distributed\.optim"
 )
 
-show_failures_as(render_failure)
+show_reports_as(
+    failure=render_failure,
+    screen=notebook.screen,
+    page=notebook.in_a_cell,
+    document=notebook.document,
+)
 
 
 class Explorer(Protocol):

@@ -26,6 +26,7 @@ WITH_ANOTHER = {
     "pytest": "the plugin is imported by pytest",
     "_pytest": "the plugin is imported by pytest",
     "xdist": "looked for by the plugin",
+    "pandas": "imported where a person asks for a report as its table",
     "deepspeed": "imported where an engine that a person's code made is DeepSpeed's",
     "distcheck_strategies": "a package of this project",
     "distcheck_mutants": "a package of this project",
