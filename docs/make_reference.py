@@ -5,7 +5,9 @@ python docs/make_reference.py
 
 import ast
 import copy
+import html
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +30,21 @@ def commands() -> str:
         command = _group.get_command(context, name)
         assert command is not None, name
         own = click.Context(command, parent=context, info_name=name, max_content_width=100)
-        lines.append(f"\n## distcheck {name}\n\n```\n{command.get_help(own).rstrip()}\n```\n")
+        text = _with_anchors(name, command.get_help(own).rstrip())
+        lines.append(f"\n## distcheck {name}\n\n<pre><code>{text}\n</code></pre>\n")
     return "".join(lines)
+
+
+def _with_anchors(command: str, text: str) -> str:
+    """A command's help as HTML, in which `verify--world` is where the option --world is."""
+    usage, heading, options = re.split(r"^(?=\w.*:$)()", text, maxsplit=1, flags=re.MULTILINE)
+    options = re.sub(
+        r"^(  (?:-\w, )?)--([\w-]+)",
+        lambda found: f'{found[1]}<a id="{command}--{found[2]}">--{found[2]}</a>',
+        html.escape(options, quote=False),
+        flags=re.MULTILINE,
+    )
+    return html.escape(usage, quote=False) + heading + options
 
 
 def settings() -> str:
@@ -46,8 +61,9 @@ def settings() -> str:
     ]
     for name, one in SETTINGS.items():
         default = one.default or f"`{DEFAULTS[name]!r}`"
-        names = (f"`{word}`" for word in (one.option, one.key, one.parameter))
-        cells = (*names, one.takes, default, one.help)
+        anchor = one.option.strip("-")
+        option = f'<a id="{anchor}"></a>[`{one.option}`](commands.md#verify--{anchor})'
+        cells = (option, f"`{one.key}`", f"`{one.parameter}`", one.takes, default, one.help)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(lines)
 

@@ -4,6 +4,7 @@ mkdocs.yml names this module as a hook. Links stay as they are in the sources, w
 checkout; here each is turned into one that works on the site.
 """
 
+import logging
 import posixpath
 import re
 import tomllib
@@ -13,6 +14,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
+LOG = logging.getLogger("mkdocs.hooks.site_pages")  # a warning of it ends a strict build
+CODE = re.compile(r"<(pre|code|script|style)\b.*?</\1>", re.DOTALL)
+LEFT_OVER = re.compile(r"\]\(|```|\*\*|\|\s*-{3}|^\s*(?:\||[-*] )", re.MULTILINE)
+AFTER_A_TABLE = re.compile(r"^ *\|.*\|\n(?! *\||\s*$)(.*)", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?!https?:)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 OTHER_PAGES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "strategies/README.md",
@@ -47,6 +52,23 @@ def on_page_markdown(markdown: str, page: object, config: MkDocsConfig, files: F
     if (ROOT / "docs" / source).exists():
         return LINK.sub(lambda link: _on_site(f"docs/{source}", link), markdown)
     return markdown
+
+
+def on_page_content(content: str, page: object, config: MkDocsConfig, files: Files) -> str:
+    """Warns of what a page's source means and its HTML does not show."""
+    source = page.file.src_uri  # type: ignore[attr-defined]
+    for found in not_rendered(page.markdown, content):  # type: ignore[attr-defined]
+        LOG.warning("%s is not rendered as it is meant: %s", source, found)
+    return content
+
+
+def not_rendered(markdown: str, content: str) -> list[str]:
+    """Lists and tables that stand as text in the HTML, for want of a blank line or indentation, and
+    lines that became a row of the table before them.
+    """
+    text = re.sub(r"<[^>]+>", "", CODE.sub("", content))
+    rows = AFTER_A_TABLE.findall(re.sub(r"^( *)```.*?^\1```", "", markdown, flags=re.S | re.M))
+    return [text[max(0, m.start() - 20) : m.end() + 40] for m in LEFT_OVER.finditer(text)] + rows
 
 
 def _target(page: str, path: str) -> str:

@@ -1,5 +1,6 @@
 """Links of pages lead to files and headings that exist, in a checkout and on a package index."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -74,3 +75,23 @@ def test_its_links_there_name_pages_of_the_site() -> None:
         source = next((s for s in sources if s.exists()), None)
         assert source is not None, path
         assert not anchor or anchor in anchors(source)
+
+
+def test_what_a_page_does_not_render_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these ends `mkdocs build --strict`; on a right page nothing does."""
+    markdown = pytest.importorskip("markdown")
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    found = importlib.import_module("site_pages").not_rendered
+
+    def of(text: str) -> list[str]:
+        return found(text, markdown.markdown(text, extensions=["tables", "fenced_code"]))
+
+    assert of("a list:\n- one\n- two\n")
+    assert of("a table:\n| a | b |\n|---|---|\n| 1 | 2 |\n")
+    assert of("| a | b |\n|---|---|\n| 1 | 2 |\n- one\n- two\n")
+    assert of("| a | b |\n|---|---|\n| 1 | 2 |\nA sentence.\n") == ["A sentence."]
+    assert of("**not closed\n")
+    assert (
+        of("a list:\n\n- one\n- `a | b`\n\n| a |\n|---|\n| `- x` |\n\n```\n| x |\n- y\n```\n") == []
+    )
