@@ -95,7 +95,7 @@ def _data() -> Iterable[str]:
 
 
 def _forms() -> Iterable[str]:
-    from distcheck.training.adapters import form_names
+    from distcheck.training.adapters.forms import form_names
 
     return form_names()
 

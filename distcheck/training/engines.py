@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distcheck.errors import UsageError
-from distcheck.training.optimizers import innermost
+from distcheck.training.optimizers import StandIn, innermost
 from distcheck.training.recorder import OfItsOwn
 
 _NEEDED = ("backward", "step")
@@ -106,19 +106,14 @@ class EngineModule(nn.Module):
         return self._engine[0].no_sync()
 
 
-class EngineOptimizer:
+class EngineOptimizer(StandIn):
     """The optimizer that the loop steps: its step is the engine's."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
         inner = innermost(engine.optimizer)
         self.optim = inner if isinstance(inner, torch.optim.Optimizer) else engine.built
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those whose rates the workload sets."""
-        groups: list[dict[str, Any]] = self.optim.param_groups
-        return groups
+        super().__init__(self.optim)
+        self._engine = engine
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine's."""

@@ -5,36 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Workload
+from distcheck.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 
-def build_optimizer(
-    build: Build, parameters: "Iterable[torch.nn.Parameter]"
-) -> "torch.optim.Optimizer":
-    """What a strategy without a word on the optimizer leaves it to be."""
-    return build(parameters)
-
-
-def _same_module(model: "torch.nn.Module") -> "torch.nn.Module":
-    return model
-
-
-def _same_loss(loss: "torch.Tensor", step: Step) -> "torch.Tensor":
-    return loss
-
-
 def _nothing(model: "torch.nn.Module", step: Step) -> None:
     return None
-
-
-def _no_close() -> None:
-    return None
-
-
-def _buffers_are_there() -> bool:
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +27,26 @@ class LoadedStrategy:
     `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
     accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
     those of all ranks into the whole model, and says whether it has all; every rank calls it. An
-    `engine` may
-    take long to be set up. `clip` is None where torch's function is called. `note` says which form
-    the code was taken as, where it was not written for distcheck.
+    `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
+    says which form the code was taken as, where it was not written for distcheck.
     """
 
     contract: Contract
     file: str
     line: int = 0
-    wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = _same_module
-    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = _same_loss
+    wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = lambda model: model
+    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = lambda loss, step: loss
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
     begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
     zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
     clip: "Callable[[torch.nn.Module, float], None] | None" = None
-    close: Callable[[], None] = _no_close
+    close: Callable[[], None] = lambda: None
     optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
-        build_optimizer
+        lambda build, parameters: build(parameters)
     )
     backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
     full: "Callable[[str], Any] | None" = None
-    buffers: Callable[[], bool] = _buffers_are_there
+    buffers: Callable[[], bool] = lambda: True
     engine: bool = False
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
@@ -87,3 +64,13 @@ class LoadedWorkload:
     workload: Workload
     own_samples: Callable[[], Samples] | None
     sampler: Callable[[int, int, int, int, int], Sequence[int]] | None
+
+
+def construct(spec: str, kind: type) -> Any:
+    """An object of a class that needs no arguments. Raises UsageError."""
+    try:
+        return kind()
+    except Exception as error:
+        raise UsageError(
+            f"{spec!r} is a class, and {kind.__name__}() raised {type(error).__name__}: {error}"
+        ) from error

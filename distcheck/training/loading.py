@@ -30,7 +30,7 @@ from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
 from distcheck.training import scripts
 from distcheck.training.frameworks import not_installed
-from distcheck.training.loaded import LoadedStrategy, LoadedWorkload
+from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
 
 STRATEGY_GROUP = "distcheck.strategies"
@@ -147,7 +147,7 @@ def load_workload(spec: str) -> LoadedWorkload:
         check_spelling("workload", spec, known)
         target, _, _ = _resolve("workload", spec, {})
     if inspect.isclass(target):
-        target = _construct(spec, target)
+        target = construct(spec, target)
     missing = [m for m in ("model", "loss", "optimizer") if not callable(getattr(target, m, None))]
     if missing:
         raise UsageError(
@@ -297,12 +297,3 @@ def _public_names(module: ModuleType) -> str:
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     )
-
-
-def _construct(spec: str, target: type) -> Any:
-    try:
-        return target()
-    except Exception as error:
-        raise UsageError(
-            f"{spec!r} is a class, and {target.__name__}() raised {type(error).__name__}: {error}"
-        ) from error

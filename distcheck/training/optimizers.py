@@ -6,6 +6,7 @@ ones, a warm-up within the optimizer). Those are taken as tensors without dimens
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,30 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+class StandIn:
+    """What the loop sees in place of an optimizer: that one's groups and state, unless a class
+    derived from this says otherwise.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def state(self) -> Any:
+        """What is kept for parameters."""
+        return self._inner.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those whose rates the workload sets."""
+        groups: list[dict[str, Any]] = self._inner.param_groups
+        return groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's own does."""
+        self._inner.zero_grad(set_to_none=set_to_none)
 
 
 def _by_key(item: tuple[object, object]) -> str:

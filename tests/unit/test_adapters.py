@@ -15,9 +15,9 @@ from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.plan import cases as plan
 from distcheck.records import Adaptation, Case
-from distcheck.training.adapters import choose_form, form_names, load_form
+from distcheck.training.adapters import forms
+from distcheck.training.adapters.answers import Stillness
 from distcheck.training.adapters.asked import adaptation_of
-from distcheck.training.adapters.gradients import Stillness
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loading import check_spelling, load_strategy
@@ -45,6 +45,11 @@ def target_of(folder: Path, source: str, name: str = "f") -> Target:
     found = namespace[head]
     owner = found if tail and isinstance(found, type) else None
     return Target(f"code.py:{name}", getattr(found, tail) if tail else found, owner, None)
+
+
+def choose_form(target: Target) -> str:
+    form = forms.choose_form(target)
+    return form.name if form else ""
 
 
 @pytest.mark.parametrize(
@@ -156,10 +161,15 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
 
 
 def test_every_form_has_what_a_form_needs() -> None:
-    forms = {name: load_form(name) for name in form_names()}
-    assert len(forms) == 19
-    assert len({form.PRECEDENCE for form in forms.values()}) == len(forms)
-    assert all(form.EXAMPLE and form.fits.__doc__ for form in forms.values())
+    """A row says when the code is called, or has a file of its own."""
+    assert len({form.name for form in forms.FORMS}) == len(forms.FORMS) == 19
+    files = {path.stem for path in Path(forms.__file__).parent.glob("*.py")} - {"__init__"}
+    of_rows = {form.name.replace("-", "_") for form in forms.FORMS if form.called is None}
+    assert files == of_rows
+    for form in forms.FORMS:
+        assert form.example
+        assert callable(form.own.adapt if form.called is None else form.fits_row)
+        assert form.called is None or (form.lacks and form.note)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """From an object to a strategy: which form it has, what is filled in, and that it was called."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,27 +12,27 @@ from torch import nn
 from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
 from distcheck.errors import UsageError
 from distcheck.training import scripts
-from distcheck.training.adapters import choose_form, load_form
-from distcheck.training.adapters.free_names import FreeNames, Reached
-from distcheck.training.adapters.methods import own_names, usual_method
-from distcheck.training.adapters.names import MEANINGS
+from distcheck.training.adapters.called import adapt_row
+from distcheck.training.adapters.forms import Form, choose_form, form_of
+from distcheck.training.adapters.free_names import FreeNames
+from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import function_of
+from distcheck.training.adapters.source import Reached, function_of
 from distcheck.training.adapters.start_up import StartUp
-from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.definitions import source_line
+from distcheck.training.adapters.target import (
+    Target,
+    bound_later,
+    named_parameters,
+    own_names,
+    required,
+    source_line,
+)
 from distcheck.training.loaded import LoadedStrategy
-
-# Forms that need a forward or backward pass, or a piece of the parameters, on every rank.
-_COMPUTING = (
-    "wrapper", "hooks", "comm-hook", "sharded-module", "sharded-optimizer", "context",
-    "engine",
-)  # fmt: skip
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
-    """The strategy, by the form that was asked for or chosen. Raises UsageError."""
+    """The strategy, by the form that `--as` names or the first that fits. Raises UsageError."""
     _refuse_deferred(target)
     scene = Scene(target.adaptation, find)
     free = FreeNames(target, scene)
@@ -41,52 +40,72 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     free.publish()
     start_up = StartUp(target, scene)
     target = _bound(target, scene)
-    asked = target.adaptation.form
-    name = asked or choose_form(target)
-    if not name and (method := target.adaptation.finish or usual_method(target.value)):
+    named = target.adaptation.form
+    form = form_of(named) if named else choose_form(target)
+    if form is None and (method := target.adaptation.finish or _usual_method(target.value)):
         return adapt(_method_of(target, method), find)
-    if not name and not callable(target.value) and not own_names(type(target.value)):
-        raise UsageError(
-            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; give a "
-            "function, a class, or an object with a method to call after backward"
-        )
-    if not name:
-        raise refusal(
-            target,
-            f"strategy {target.spec!r} is the class {target.signature}; expected is a function "
-            "f(model), or a class with a method to call after backward, by a usual name or as the "
-            f"only one ({_methods(target.value)})"
-            if target.is_class
-            else f"strategy {target.spec!r} has several methods, none with a usual name "
-            f"({_methods(target.value)}); give --finish METHOD",
-        )
-    if target.adaptation.without_data and name in _COMPUTING:
+    if form is None:
+        raise _no_form(target)
+    if target.adaptation.without_data and form.computes:
         raise UsageError(
             f"--without-data is for code that is called after backward; {target.spec!r} was taken "
-            f"as {name}, which works in a backward that a rank without data never runs (--as says "
-            "otherwise)"
+            f"as {form.name}, which works in a backward that a rank without data never runs (--as "
+            "says otherwise)"
         )
-    loaded = load_form(name).adapt(target, scene)
+    loaded = adapt_row(form, target, scene) if form.called else form.own.adapt(target, scene)
     line = source_line(target.value, file=loaded.file)
     loaded = dataclasses.replace(loaded, line=line or source_line(target.owner, file=loaded.file))
-    if name == "strategy":
+    if form.name == "strategy":
         _refuse_options(target)
         return loaded
-    _check_used(target, scene, name)
+    _check_used(target, scene, form)
     declared = hasattr(target.value, CONTRACT_ATTRIBUTE)
-    said = _with_generators(loaded.note, scene)
+    about_form = _with_generators(loaded.note, scene)
     more = (_of_script(target), start_up.note)
-    note = "" if declared and asked is None else _note(said, name, asked, free, *more)
+    note = "" if declared and named is None else _note(about_form, form.name, named, free, *more)
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
-    return _watched(
-        dataclasses.replace(loaded, contract=contract, note=note),
-        scene,
-        free,
-        start_up,
+    loaded = dataclasses.replace(loaded, contract=contract, note=note)
+    return _watched(loaded, scene, free, start_up, target)
+
+
+def _no_form(target: Target) -> UsageError:
+    if not callable(target.value) and not own_names(type(target.value)):
+        return UsageError(
+            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; give a "
+            "function, a class, or an object with a method to call after backward"
+        )
+    return refusal(
         target,
+        f"strategy {target.spec!r} is the class {target.signature}; expected is a function "
+        "f(model), or a class with a method to call after backward, by a usual name or as the "
+        f"only one ({_methods(target.value)})"
+        if target.is_class
+        else f"strategy {target.spec!r} has several methods, none with a usual name "
+        f"({_methods(target.value)}); give --finish METHOD",
     )
+
+
+def _usual_method(value: Any) -> str:
+    """The method that people call after backward, of a class or an object other than an optimizer:
+    the first by a usual name, of a class its `__call__`, or the only public one; of a module's
+    class, `forward` where it takes a model. Empty where there is none.
+    """
+    kind = value if inspect.isclass(value) else type(value)
+    methods = own_names(kind)
+    if inspect.isclass(value) and issubclass(value, nn.Module) and "forward" in methods:
+        first = list(inspect.signature(value.forward).parameters)[1:2]
+        if list(map(meaning_of, first)) == ["model"]:
+            return "forward"
+    if inspect.isroutine(value) or inspect.ismodule(value):
+        return ""
+    if issubclass(kind, nn.Module | torch.optim.Optimizer):
+        return ""
+    usual = next((name for name in FINISH if name in methods), "")
+    if not usual and inspect.isclass(value) and any("__call__" in vars(c) for c in kind.__mro__):
+        return "__call__"
+    return usual or (methods[0] if len(methods) == 1 else "")
 
 
 def _of_script(target: Target) -> str:
@@ -135,7 +154,7 @@ def _refuse_deferred(target: Target) -> None:
 def _with_generators(note: str, scene: Scene) -> str:
     """What is said of the form, and of what can be gone through once."""
     for name in dict.fromkeys(scene.handed_once):
-        named = "named_" if MEANINGS.get(name) == "named_parameters" else ""
+        named = "named_" if meaning_of(name) == "named_parameters" else ""
         note += (
             f"; {name} is model.{named}parameters(), a generator "
             f"(--arg {name}=@{named}param_list gives a list)"
@@ -143,16 +162,21 @@ def _with_generators(note: str, scene: Scene) -> str:
     return note.removeprefix("; ")
 
 
-def _note(note: str, name: str, asked: str | None, free: FreeNames, *more: str) -> str:
+def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) -> str:
     """What a report says of the form; nothing for f(model), which can be nothing else."""
     filled = ", ".join(f"{n} (the {m.replace('_', ' ')})" for n, m in free.filled.items())
-    if not note and not filled and asked is None:
-        return "; ".join(filter(None, more))
-    parts = [f"taken as: {name}", note] if note else [f"taken as: {name}"]
-    text = ", ".join(parts)
-    text += f"; filled in in its module: {filled}" if filled else ""
-    text = text if asked else f"{text} (--as says otherwise)"
+    text = ""
+    if note or filled or named:
+        text = ", ".join(filter(None, [f"taken as: {form}", note]))
+        text += f"; filled in in its module: {filled}" if filled else ""
+        text += "" if named else " (--as says otherwise)"
     return "; ".join(filter(None, [text, *more]))
+
+
+# What does not change as training goes on, and is known before there is a model.
+_FIXED = (
+    "rank", "local_rank", "world_size", "group", "communicator", "backend", "device", "timer",
+)  # fmt: skip
 
 
 def _bound(target: Target, scene: Scene) -> Target:
@@ -164,46 +188,24 @@ def _bound(target: Target, scene: Scene) -> Target:
         return target
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
-    required = [p for p in named_parameters(owner) if p.default is p.empty]
-    static = (
-        "rank",
-        "local_rank",
-        "world_size",
-        "group",
-        "communicator",
-        "backend",
-        "device",
-        "timer",
-    )
-    told = {name for name, _ in target.adaptation.arguments}
-    if any(scene.meaning_of(p.name) not in static and p.name not in told for p in required):
+    asks_for = {p.name: meaning_of(p.name) for p in required(named_parameters(owner))}
+    assigned = target.arguments
+    if any(meaning not in _FIXED and name not in assigned for name, meaning in asks_for.items()):
         return target
-    if any(name.startswith("self.") for name in told):
+    if any(name.startswith("self.") for name in assigned):
         return target
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
-    method = target.value
-    made: list[Any] = []
-
-    @functools.wraps(method)
-    def later(*handed: Any, **named: Any) -> Any:
-        """Makes the object in the rank, when it is called first: MPI is there only then."""
-        if not made:
-            made.append(making.call())
-        return method(made[0], *handed, **named)
-
-    signature = inspect.signature(method)
-    own = list(signature.parameters.values())[1:]
-    later.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    scene.uses |= {scene.meaning_of(p.name) for p in required}
+    scene.uses |= set(asks_for.values())
+    later = bound_later(target.value, making.call)  # MPI is there only in the rank
     return dataclasses.replace(target, value=later, owner=None, maker=owner)
 
 
 def _refuse_options(target: Target) -> None:
-    said = target.adaptation
+    adaptation = target.adaptation
     for option, value in (
-        ("--arg", said.arguments),
-        ("--finish", said.finish),
-        ("--reset", said.reset),
+        ("--arg", adaptation.arguments),
+        ("--finish", adaptation.finish),
+        ("--reset", adaptation.reset),
     ):
         if value:
             raise UsageError(
@@ -212,36 +214,30 @@ def _refuse_options(target: Target) -> None:
             )
 
 
-def _check_used(target: Target, scene: Scene, name: str) -> None:
+def _check_used(target: Target, scene: Scene, form: Form) -> None:
     """Raises UsageError for an option that nothing has come of."""
-    unused = [n for n, _ in target.adaptation.arguments if n not in scene.used]
-    if unused:
+    unused = next((name for name in target.arguments if name not in scene.used), None)
+    if unused is not None:
         taken = ", ".join(p.name for p in target.parameters) or "nothing"
         raise UsageError(
-            f"--arg {unused[0]}: {target.signature} takes no {unused[0]!r}; it takes {taken}"
+            f"--arg {unused}: {target.signature} takes no {unused!r}; it takes {taken}"
         )
-    for option, value in (
-        ("--finish", target.adaptation.finish),
-        ("--reset", target.adaptation.reset),
-    ):
-        if value and name != "wrapper":
+    options = (("--finish", target.adaptation.finish), ("--reset", target.adaptation.reset))
+    for option, value in options:
+        if value and not form.takes_methods:
             raise UsageError(
-                f"{option} {value} is for a wrapper; {target.spec!r} was taken as {name} (--as "
-                "wrapper says otherwise)"
+                f"{option} {value} is for a wrapper; {target.spec!r} was taken as {form.name} "
+                "(--as wrapper says otherwise)"
             )
 
 
 def _speaks_mpi(target: Target, scene: Scene) -> bool:
     """Whether it is handed a communicator, holds one, or exchanges by one of its module."""
-    asked_for = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
-    if "communicator" in asked_for:
+    meanings = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
+    if "communicator" in meanings:
         return True
     if target.owner is None and inspect.ismethod(target.value):
-        held = (
-            vars(target.value.__self__).values()
-            if hasattr(target.value.__self__, "__dict__")
-            else ()
-        )
+        held = getattr(target.value.__self__, "__dict__", {}).values()
         if any(type(value).__module__.startswith("mpi4py") for value in held):
             return True
     if target.module is None:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation, LossName
-from distcheck.training.adapters import form_names
+from distcheck.training.adapters.forms import form_names
 
 LOSSES: tuple[str, ...] = get_args(LossName)
 
@@ -62,16 +62,16 @@ def check_adaptation(adaptation: Adaptation, loss: str) -> None:
         )
 
 
-def _pairs(option: str, given: Iterable[str] | Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    if isinstance(given, Mapping):
-        return tuple((str(name), _text_of(option, name, value)) for name, value in given.items())
+def _pairs(option: str, values: Iterable[str] | Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    if isinstance(values, Mapping):
+        return tuple((str(name), _text_of(option, name, value)) for name, value in values.items())
     pairs = []
-    for word in given:
+    for word in values:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise UsageError(f"{option} {word!r} is not of the form NAME=VALUE")
-        told = value.startswith("@") or _is_literal(value)
-        pairs.append((name.strip(), value if told else repr(value)))
+        as_it_is = value.startswith("@") or _is_literal(value)
+        pairs.append((name.strip(), value if as_it_is else repr(value)))
     return tuple(pairs)
 
 

@@ -7,23 +7,23 @@ stand-in that ends the run where it is used, with the `--set` that gives it a va
 
 import builtins
 import contextlib
-import dis
 import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.training.adapters import names, proposals
-from distcheck.training.adapters.not_given import stand_in
+from distcheck.training.adapters import names
 from distcheck.training.adapters.scene import Scene
-from distcheck.training.adapters.source import Source, function_of
+from distcheck.training.adapters.source import Reached, Source, function_of
 from distcheck.training.adapters.target import Target
+from distcheck.training.adapters.unknown import options, stand_in
 
 _FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
-_LATER = ("model", "optimizer", "step", "index", "rate", "device")  # as training goes on
+# What changes as training goes on, and what of the scene has to be there for it.
+_LATER = {
+    "model": "model", "optimizer": "optimizer", "step": "step", "index": "step",
+    "rate": "optimizer", "device": "model",
+}  # fmt: skip
 
 
 class FreeNames:
@@ -32,18 +32,17 @@ class FreeNames:
     def __init__(self, target: Target, scene: Scene) -> None:
         self._scene = scene
         self._module = target.module
-        told = dict(target.adaptation.variables)
-        for text in told.values():
+        self._variables = dict(target.adaptation.variables)
+        for text in self._variables.values():
             scene.check(text)
-        missing, sources = _missing(function_of(target.value), target.module)
+        names_missing, sources = _missing(function_of(target.value), target.module)
+        missing = sorted(names_missing - self._variables.keys())
         self.filled = {
-            n: meaning
-            for n in sorted(missing)
-            if n not in names.IMPORTED and n not in told and (meaning := _meaning(n, sources))
+            name: meaning
+            for name in missing
+            if name not in names.IMPORTED and (meaning := _meaning(name, sources))
         }
-        self._told = told
-        unknown = [n for n in sorted(missing) if n not in self.filled and n not in told]
-        self._stand_in(unknown, target)
+        self._stand_in([name for name in missing if name not in self.filled], target)
         self._written: set[str] = set()
 
     def _stand_in(self, unknown: list[str], target: Target) -> None:
@@ -56,7 +55,7 @@ class FreeNames:
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
                 f"strategy {target.spec!r} uses {name}, which its module does not define; "
-                f"give {proposals.options('--set', [name], None)}"
+                f"give {options('--set', [name], None)}"
             )
             self._put(name, stand_in(name, sentence) if value is None else value)
 
@@ -74,21 +73,17 @@ class FreeNames:
         for name, meaning in self.filled.items():
             if self._is_due(name, meaning):
                 self._put(name, self._scene.value(meaning))
-        for name, text in self._told.items():
-            meaning = names.MEANINGS.get(text[1:], "") if text.startswith("@") else ""
+        for name, text in self._variables.items():
+            meaning = names.meaning_of(text[1:]) if text.startswith("@") else ""
             if self._is_due(name, meaning):
                 self._write(name, self._scene.read(text))
 
     def _is_due(self, name: str, meaning: str) -> bool:
         if meaning in _LATER:
-            return self._is_known(meaning)
+            return getattr(self._scene, _LATER[meaning]) is not None
         new = name not in self._written
         self._written.add(name)
         return new
-
-    def _is_known(self, meaning: str) -> bool:
-        needs = {"index": "step", "rate": "optimizer", "device": "model"}.get(meaning, meaning)
-        return getattr(self._scene, needs) is not None
 
     def _write(self, name: str, value: Any) -> None:
         """Also `args.lr`, an attribute of something that the module has."""
@@ -122,69 +117,7 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
     reached = Reached(value, module)
     # What was filled in for another strategy of the same module is not the module's own.
     filled = known.get(_FILLED, {})
-    own = {n for n, v in known.items() if n not in filled or v is not filled[n]}
-    unbound = reached.read - reached.written
-    missing = {n for n in unbound if n not in own and not hasattr(builtins, n)}
+    defined = {n for n, v in known.items() if n not in filled or v is not filled[n]}
+    unbound = reached.read - reached.written - defined
+    missing = {name for name in unbound if not hasattr(builtins, name)}
     return missing - {"__class__"}, reached.sources
-
-
-class Reached:
-    """What runs when a function or a class of a module is called, as far as it is the module's:
-    the global names that it reads and binds, and its sources.
-    """
-
-    def __init__(self, value: Any, module: ModuleType) -> None:
-        known = vars(module)
-        self.read: set[str] = set()
-        self.written: set[str] = set()
-        self.sources: list[Source] = []
-        seen: set[int] = set()
-        waiting = [value]
-        while waiting:
-            reached = waiting.pop()
-            self.sources.append(Source(reached))
-            for code in _codes(reached, known):
-                if id(code) in seen:
-                    continue
-                seen.add(id(code))
-                globals_read, globals_written = _globals_of(code)
-                self.read |= globals_read
-                self.written |= globals_written
-                called = [known[name] for name in code.co_names if name in known]
-                waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
-
-
-@lru_cache(maxsize=1024)  # ranks that share a process load the same code again
-def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The global names that code reads, and those that it binds or deletes."""
-    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
-
-    def names(*operations: str) -> frozenset[str]:
-        return frozenset(name for operation, name in found if operation in operations)
-
-    return names("LOAD_GLOBAL", "LOAD_NAME"), names("STORE_GLOBAL", "DELETE_GLOBAL")
-
-
-def own_globals(function: Callable[..., Any]) -> frozenset[str]:
-    """The global names that a function binds itself."""
-    return _globals_of(function.__code__)[1]
-
-
-def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
-    """The code objects of a function, of what is defined in it, and of a class's methods; of those
-    only that see the module's names, `known`.
-    """
-    value = inspect.unwrap(value) if callable(value) else value
-    functions: list[Callable[..., Any]] = []
-    if inspect.isclass(value):
-        members = vars(value).values()
-        functions = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
-    else:
-        functions = [getattr(value, "__func__", value)]
-    own = [inspect.unwrap(f) for f in functions if callable(f)]
-    own = [f for f in own if getattr(f, "__globals__", None) is known]
-    waiting = [f.__code__ for f in own]
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -26,6 +26,7 @@ from distcheck.records.mesh import Mesh
 from distcheck.training.adapters.over_pieces import OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.loaded import LoadedStrategy
+from distcheck.training.optimizers import StandIn
 from distcheck.training.whole_tensors import is_distributed
 
 Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
@@ -147,13 +148,12 @@ class _Pieced:
             )
         return bool(flags[0])
 
-    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         """Over what this rank holds."""
         if self._pieces is None or self._models is None:
             return self._base.optimizer(build, parameters)
         inner = self._base.optimizer(build, self._pieces.held)
-        made: Any = OverPieces(inner, self._pieces, *self._models)
-        return made  # type: ignore[no-any-return]
+        return OverPieces(inner, self._pieces, *self._models)
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """The strategy's own, then gradients together."""
@@ -199,12 +199,11 @@ class _Accessed:
         self._write_parameters()
         return self._wrapped
 
-    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Over what this rank holds, and beside it over the whole model."""
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
+        """Over what this rank holds, and besides over the whole model."""
         assert self._model is not None
         inner = self._base.optimizer(build, parameters)
-        made: Any = _Beside(inner, build(self._model.parameters()), self._write_parameters)
-        return made  # type: ignore[no-any-return]
+        return _OverBoth(inner, build(self._model.parameters()), self._write_parameters)
 
     def buffers(self) -> bool:
         """Puts them into the whole model."""
@@ -255,27 +254,18 @@ class _Accessed:
         )
 
 
-class _Beside:
+class _OverBoth(StandIn):
     """The optimizer of what a rank holds, and the workload's own over the whole model."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, whole: torch.optim.Optimizer, write: Callable[[], None]
     ) -> None:
-        self._inner, self._whole, self._write = inner, whole, write
+        super().__init__(inner)
+        self._whole, self._write = whole, write
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
-        return self._inner.param_groups
-
-    @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Of the whole parameters."""
-        return self._whole.state  # type: ignore[return-value]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of what the rank holds."""
-        self._inner.zero_grad(set_to_none=set_to_none)
+    def state(self) -> Any:
+        return self._whole.state
 
     def step(self) -> None:
         """Both; then the whole parameters are what the accessor gives."""

@@ -67,6 +67,12 @@ _FACTS = {
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
 
+
+def meaning_of(name: str) -> str:
+    """The meaning of a name; empty where it has none."""
+    return MEANINGS.get(name, "")
+
+
 # Facts of the world, and what a synchronisation works on: the latter is a function's subject also
 # where it comes second.
 WORLD = frozenset(

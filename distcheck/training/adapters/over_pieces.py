@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from distcheck.training.adapters.pieces import Pieces
+from distcheck.training.optimizers import StandIn
 
 
-class OverPieces:
+class OverPieces(StandIn):
     """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
 
     def __init__(
@@ -19,19 +20,14 @@ class OverPieces:
         whole: nn.Module,
         worked_on: nn.Module,
     ) -> None:
-        self._inner, self._pieces = inner, pieces
-        self._whole, self._worked_on = whole, worked_on
-        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        super().__init__(inner)
+        self._pieces, self._whole, self._worked_on = pieces, whole, worked_on
         self._collect()
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
-        return self._inner.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The pieces' gradients."""
-        self._inner.zero_grad(set_to_none=set_to_none)
+    def state(self) -> Any:
+        """Of the whole parameters."""
+        return self._state
 
     def step(self) -> None:
         """Steps the pieces, then puts parameters and state together."""
@@ -40,7 +36,7 @@ class OverPieces:
 
     def _collect(self) -> None:
         self._pieces.write_parameters()
-        self.state = self._pieces.state_of(self._inner)
+        self._state = self._pieces.state_of(self._inner)
         trained = dict(self._worked_on.named_buffers())
         with torch.no_grad():
             for name, buffer in self._whole.named_buffers():

@@ -1,11 +1,9 @@
 """What is said of code that no form fits: why, what to do, and a file that does it."""
 
-from collections.abc import Mapping
-
 from distcheck.errors import UsageError
-from distcheck.training.adapters import form_names, names
-from distcheck.training.adapters.methods import own_names
-from distcheck.training.adapters.target import Target, named_parameters
+from distcheck.training.adapters.forms import form_names
+from distcheck.training.adapters.names import meaning_of
+from distcheck.training.adapters.target import Target, named_parameters, own_names, required
 
 # How a strategy of distcheck's own form gives what people's parameters ask for.
 _GIVEN = {
@@ -33,27 +31,19 @@ _BEFORE_TRAINING = _GIVEN | {
 
 def refusal(target: Target, why: str) -> UsageError:
     """The error for code that cannot be adapted, with a file written for this very object."""
+    name = "Adapted" if target.is_class or target.maker is not None else "sync"
     return UsageError(
         f"{why}. Say with --as what it is ({', '.join(form_names())}), or call it yourself from a "
-        f"file beside it, and give that as FILE.py:{_name(target)}:\n{template(target)}"
+        f"file beside it, and give that as FILE.py:{name}:\n{template(target)}"
     )
-
-
-def _name(target: Target) -> str:
-    return "Adapted" if target.is_class or target.maker is not None else "sync"
-
-
-def _known_of(known: Mapping[str, str], parameter: str) -> str | None:
-    """What fills a parameter of that name; None where that cannot be said."""
-    return known.get(names.MEANINGS.get(parameter, ""))
 
 
 def _taking_a_model(target: Target) -> list[str]:
     """The first of a class's methods that takes a model and no more, if any: it sets up."""
     assert target.maker is not None
     for name in own_names(target.maker):
-        asked = [p.name for p in named_parameters(getattr(target.maker, name), skip=1)]
-        if len(asked) == 1 and names.MEANINGS.get(asked[0]) == "model":
+        taken = named_parameters(getattr(target.maker, name), skip=1)
+        if [meaning_of(p.name) for p in taken] == ["model"]:
             return [name]
     return []
 
@@ -64,10 +54,10 @@ def template(target: Target) -> str:
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
     known = _BEFORE_TRAINING if target.is_class else _GIVEN
-    meanings = [(p.name, _known_of(known, p.name)) for p in target.required]
-    if meanings and not any(given for _, given in meanings):
-        meanings[0] = (meanings[0][0], "model")
-    handed = ", ".join(f"{name}={given or name.upper()}" for name, given in meanings)
+    values = [(p.name, known.get(meaning_of(p.name))) for p in target.required]
+    if values and not any(value for _, value in values):
+        values[0] = (values[0][0], "model")
+    handed = ", ".join(f"{name}={value or name.upper()}" for name, value in values)
     if target.is_class:
         methods = own_names(target.value)
         method = methods[0] if len(methods) == 1 else "METHOD"
@@ -81,8 +71,10 @@ def template(target: Target) -> str:
             f"        self.inner.{method}()",
         ]
     elif target.maker is not None:
-        asked = [p.name for p in named_parameters(target.maker) if p.default is p.empty]
-        making = ", ".join(f"{n}={_known_of(_BEFORE_TRAINING, n) or n.upper()}" for n in asked)
+        making = ", ".join(
+            f"{p.name}={_BEFORE_TRAINING.get(meaning_of(p.name)) or p.name.upper()}"
+            for p in required(named_parameters(target.maker))
+        )
         first = [f"self.made.{name}(model)" for name in _taking_a_model(target)]
         lines = [
             "import torch.distributed as dist",

@@ -20,10 +20,10 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation
-from distcheck.training.adapters import names, proposals
-from distcheck.training.adapters.not_given import NotKnownError, explain
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import counts, named_parameters, takes_any_name, wants_list
+from distcheck.training.adapters.unknown import NotKnownError, explain, options
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Scene:
     def begin(self, model: nn.Module) -> None:
         """Takes the model that is going to be trained, whose device was not known before."""
         self.model = model
-        told = {name.partition(".")[2] for name, _ in self.adaptation.arguments}
-        if self._namespace is not None and "device" not in told:
+        assigned = {name.partition(".")[2] for name, _ in self.adaptation.arguments}
+        if self._namespace is not None and "device" not in assigned:
             self._namespace.device = self.value("device")
 
     def parameters(self) -> list[nn.Parameter]:
@@ -92,12 +92,6 @@ class Scene:
         }
         return makers[meaning]()
 
-    def meaning_of(self, name: str) -> str:
-        """The meaning of a name; empty where it has none. Raises UsageError for one that only
-        another backend has.
-        """
-        return names.MEANINGS.get(name, "")
-
     def note_namespace(self) -> None:
         """Notes that `--arg args.name=value` is of use."""
         heads = [name for name, _ in self.adaptation.arguments if "." in name]
@@ -124,11 +118,8 @@ class Scene:
         name = text[1:]
         if ":" not in name:
             return self.value(self._known(name))
-        found = self.find(name)
-        if inspect.isclass(found):
-            filling = Filling(self, found, what=name)
-            return filling.call()
-        return found
+        named = self.find(name)
+        return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
     def keep(self, name: str, text: str) -> Any:
         """The same, made once for a name: the code may keep something in it from step to step."""
@@ -144,17 +135,17 @@ class Scene:
             self._known(text[1:])
 
     def _known(self, name: str) -> str:
-        meaning = self.meaning_of(name)
+        meaning = meaning_of(name)
         if not meaning:
             known = "rank, world_size, group, device, model, optimizer, step, iteration, args, comm"
             raise UsageError(f"@{name} stands for nothing; known are {known} and their like")
         return meaning
 
     def _live(self, what: str) -> Any:
-        found = getattr(self, what)
-        if found is None:
+        value = getattr(self, what)
+        if value is None:
             raise UsageError(f"the code asks for the {what} before there is one")
-        return found
+        return value
 
     def _device(self) -> torch.device:
         if self.model is None:
@@ -175,7 +166,7 @@ class Scene:
         facts |= {"device": self.value("device"), "process_group": self.value("group")}
         for name, text in self.adaptation.arguments:
             head, dot, rest = name.partition(".")
-            if dot and names.MEANINGS.get(head) == "arguments":
+            if dot and meaning_of(head) == "arguments":
                 facts[rest] = self.read(text)
                 self.used.add(name)
         self._namespace = _Arguments(self._reads, facts)
@@ -186,7 +177,7 @@ class Scene:
         for name, text in self.adaptation.arguments:
             head, dot, rest = name.partition(".")
             stands_for_it = text.startswith("@") and ":" not in text
-            if dot and stands_for_it and names.MEANINGS.get(head) == "arguments":
+            if dot and stands_for_it and meaning_of(head) == "arguments":
                 setattr(namespace, rest, self.read(text))
 
 
@@ -211,20 +202,20 @@ class Filling:
     ) -> None:
         self._scene, self._function, self._supplied = scene, function, tuple(supplied)
         self._sources: list[tuple[inspect.Parameter, str, str]] = []
-        told = dict(scene.adaptation.arguments)
+        assigned = dict(scene.adaptation.arguments)
         unknown = []
         parameters = named_parameters(function, skip=skip)
         for p in parameters:
-            if p.name in supplied and p.name in told and p.name != made_from:
+            if p.name in supplied and p.name in assigned and p.name != made_from:
                 raise UsageError(
                     f"--arg {p.name}: {what}, whose {p.name} is what it is called with"
                 )
             if p.name in supplied:
                 self._sources.append((p, "supplied", p.name))
-            elif p.name in told:
-                scene.check(told[p.name])
+            elif p.name in assigned:
+                scene.check(assigned[p.name])
                 scene.used.add(p.name)
-                self._sources.append((p, "told", told[p.name]))
+                self._sources.append((p, "assigned", assigned[p.name]))
             elif p.default is p.empty or p.name in given:
                 meaning = Source(function).meaning_of(p.name)
                 if meaning:
@@ -236,12 +227,12 @@ class Filling:
                 else:
                     unknown.append(p.name)
         if unknown:
-            words = proposals.options("--arg", unknown, function)
+            words = options("--arg", unknown, function)
             raise UsageError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
         self._more: dict[str, str] = {}
         if takes_any_name(function):
             known = {p.name for p in parameters}
-            self._more = {n: t for n, t in told.items() if n not in known and "." not in n}
+            self._more = {n: t for n, t in assigned.items() if n not in known and "." not in n}
             scene.used.update(self._more)
 
     def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
@@ -254,19 +245,14 @@ class Filling:
             self._scene.handed_once.append(parameter.name)
         return meaning
 
-    @property
-    def meanings(self) -> set[str]:
-        """What is filled in."""
-        return {source for _, how, source in self._sources if how == "meaning"}
-
     def call(self, *handed: Any) -> Any:
         """Calls it; `handed` are the values of `supplied`, in its order."""
-        given = dict(zip(self._supplied, handed, strict=True))
+        values = dict(zip(self._supplied, handed, strict=True))
         positional, keywords = [], {}
         for parameter, how, source in self._sources:
             if how == "supplied":
-                value = given[source]
-            elif how == "told":
+                value = values[source]
+            elif how == "assigned":
                 value = self._read(parameter.name, source)
             else:
                 value = self._scene.value(source)
@@ -304,10 +290,10 @@ class _Arguments(SimpleNamespace):
             raise AttributeError(name)
         reads = object.__getattribute__(self, "_reads")
         lacking = [name, *(other for other in reads if other not in {name, *vars(self)})]
-        said = [f"args.{one}" for one in lacking]
+        names = [f"args.{one}" for one in lacking]
         raise NotKnownError(
-            f"the code reads {', '.join(said)}, which distcheck does not know; give "
-            f"{proposals.options('--arg', said, reads.get(name))}"
+            f"the code reads {', '.join(names)}, which distcheck does not know; give "
+            f"{options('--arg', names, reads.get(name))}"
         )
 
 

@@ -1,14 +1,16 @@
 """What the source of code tells without a call: what is done with a variable, what is named."""
 
 import ast
+import dis
 import functools
 import inspect
 import textwrap
-from functools import cached_property
-from types import CodeType
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
+from types import CodeType, ModuleType
 from typing import Any
 
-from distcheck.training.adapters import names
+from distcheck.training.adapters.names import meaning_of
 
 _OF_A_MODULE = {
     "parameters", "named_parameters", "modules", "named_modules", "children", "state_dict",
@@ -43,21 +45,18 @@ def function_of(value: Any) -> Any:
 
 
 class _Nodes(tuple[ast.AST, ...]):
-    """The nodes of a tree, with what is asked of them for every form."""
+    """The nodes of a tree, with what is asked of them for every form; see `Source`."""
 
     @cached_property
     def attributes(self) -> set[str]:
-        """Every `.name` in it."""
         return {node.attr for node in self if isinstance(node, ast.Attribute)}
 
     @cached_property
     def words(self) -> set[str]:
-        """Every name in it, of whatever kind."""
         return self.attributes | {node.id for node in self if isinstance(node, ast.Name)}
 
     @cached_property
     def descends(self) -> bool:
-        """See `Source`."""
         return any(_subtracts(node) for node in self)
 
 
@@ -96,25 +95,14 @@ class Source:
         """Every `.name` in it."""
         return self._nodes.attributes
 
-    def attributes_of(self, name: str) -> set[str]:
-        """Every `.attr` of a variable."""
+    def attributes_of(self, name: str, *, assigned: bool = False) -> set[str]:
+        """Every `.attr` of a variable; those only that are `assigned` to."""
         return {
             node.attr
             for node in self._nodes
             if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == name
-        }
-
-    def sets_of(self, name: str) -> set[str]:
-        """Every `.attr` of a variable that is assigned to."""
-        return {
-            node.attr
-            for node in self._nodes
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == name
+            and _is_name(node.value, name)
+            and (isinstance(node.ctx, ast.Store) or not assigned)
         }
 
     def use_of(self, name: str) -> str:
@@ -131,7 +119,9 @@ class Source:
         ):
             if used & attributes:
                 return use
-        return "group" if self._is_group(name) else ""
+        passed = (node for node in self._nodes if isinstance(node, ast.keyword))
+        is_group = any(node.arg == "group" and _is_name(node.value, name) for node in passed)
+        return "group" if is_group else ""
 
     @property
     def exchanges_by_mpi(self) -> bool:
@@ -142,18 +132,8 @@ class Source:
         """The meaning of a variable: its use outweighs its name, except that a name may say more
         of what is worked on.
         """
-        use, named = self.use_of(name), names.MEANINGS.get(name, "")
+        use, named = self.use_of(name), meaning_of(name)
         return named if use in ("model", "optimizer") and named else use or named
-
-    def _is_group(self, name: str) -> bool:
-        """Whether it hands a variable on as `group=`."""
-        return any(
-            isinstance(node, ast.keyword)
-            and node.arg == "group"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == name
-            for node in self._nodes
-        )
 
     def calls(self, name: str, attribute: str, method: str) -> bool:
         """Whether it calls `name.attribute.method()`."""
@@ -163,43 +143,32 @@ class Source:
             and node.func.attr == method
             and isinstance(node.func.value, ast.Attribute)
             and node.func.value.attr == attribute
-            and isinstance(node.func.value.value, ast.Name)
-            and node.func.value.value.id == name
+            and _is_name(node.func.value.value, name)
             for node in self._nodes
         )
 
     @property
     def returns_many(self) -> bool:
         """Whether it returns a list, tuple or dict that it makes."""
-        made = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp)
-        nodes = self._nodes
-        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-        filled = {
-            place.id
-            for node in assigned
-            for place in node.targets
-            if isinstance(place, ast.Name) and isinstance(node.value, made)
-        }
-        return any(
-            isinstance(value, made) or (isinstance(value, ast.Name) and value.id in filled)
-            for value in returned
-        )
+        return self._returns((ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
 
     @property
     def returns_what_it_calls(self) -> bool:
-        """Whether it returns what a call made, by itself or under a name."""
-        nodes = self._nodes
-        made = {
+        """Whether it returns what a call made."""
+        return self._returns((ast.Call,))
+
+    def _returns(self, kinds: tuple[type[ast.expr], ...]) -> bool:
+        """Whether it returns an expression of these kinds, by itself or under a name."""
+        names = {
             place.id
-            for node in nodes
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for node in self._nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, kinds)
             for place in node.targets
             if isinstance(place, ast.Name)
         }
-        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+        returned = [node.value for node in self._nodes if isinstance(node, ast.Return)]
         return any(
-            isinstance(value, ast.Call) or (isinstance(value, ast.Name) and value.id in made)
+            isinstance(value, kinds) or (isinstance(value, ast.Name) and value.id in names)
             for value in returned
         )
 
@@ -211,7 +180,7 @@ class Source:
             used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 used = list(node.args) if node.func.id in ("len", "reversed") else []
-            if any(isinstance(u, ast.Name) and u.id == name for u in used):
+            if any(_is_name(value, name) for value in used):
                 return True
         return False
 
@@ -233,6 +202,10 @@ class Source:
         return any(name.startswith("register_") and "hook" in name for name in self.attributes)
 
 
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
 def _subtracts(node: ast.AST) -> bool:
     if isinstance(node, ast.AugAssign):
         return isinstance(node.op, ast.Sub) and _is_data(node.target)
@@ -247,3 +220,62 @@ def _is_data(node: ast.AST) -> bool:
     if not isinstance(node, ast.Attribute) or node.attr != "data":
         return False
     return not (isinstance(node.value, ast.Attribute) and node.value.attr == "grad")
+
+
+_READS, _BINDS = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")
+
+
+class Reached:
+    """What runs when a function or a class of a module is called, as far as it is the module's:
+    the global names that it reads and binds, and its sources.
+    """
+
+    def __init__(self, value: Any, module: ModuleType) -> None:
+        known = vars(module)
+        self.read: set[str] = set()
+        self.written: set[str] = set()
+        self.sources: list[Source] = []
+        seen: set[int] = set()
+        waiting = [value]
+        while waiting:
+            reached = waiting.pop()
+            self.sources.append(Source(reached))
+            for code in _codes(reached, known):
+                if id(code) in seen:
+                    continue
+                seen.add(id(code))
+                globals_read, globals_written = _globals_of(code)
+                self.read |= globals_read
+                self.written |= globals_written
+                called = [known[name] for name in code.co_names if name in known]
+                waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
+
+
+@lru_cache(maxsize=1024)  # ranks that share a process load the same code again
+def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global names that code reads, and those that it binds or deletes."""
+    done = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    read = frozenset(name for operation, name in done if operation in _READS)
+    return read, frozenset(name for operation, name in done if operation in _BINDS)
+
+
+def own_globals(function: Callable[..., Any]) -> frozenset[str]:
+    """The global names that a function binds itself."""
+    return _globals_of(function.__code__)[1]
+
+
+def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
+    """The code objects of a function, of what is defined in it, and of a class's methods; of those
+    only that see the module's names, `known`.
+    """
+    value = inspect.unwrap(value) if callable(value) else value
+    functions: list[Callable[..., Any]] = [getattr(value, "__func__", value)]
+    if inspect.isclass(value):
+        members = vars(value).values()
+        functions = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
+    unwrapped = [inspect.unwrap(f) for f in functions if callable(f)]
+    waiting = [f.__code__ for f in unwrapped if getattr(f, "__globals__", None) is known]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -10,11 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.training.adapters.free_names import Reached, own_globals
-from distcheck.training.adapters.not_given import NotGiven
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import Source, function_of
-from distcheck.training.adapters.target import Target, named_parameters
+from distcheck.training.adapters.source import Reached, Source, function_of, own_globals
+from distcheck.training.adapters.target import Target, named_parameters, required
+from distcheck.training.adapters.unknown import NotGiven
 
 _BEFORE_TRAINING = {
     "model", "rank", "local_rank", "world_size", "group", "communicator", "device", "backend",
@@ -56,8 +55,8 @@ def _set_up(target: Target) -> list[Callable[..., Any]]:
             for name in own_globals(value) & empty:
                 by_name.setdefault(name, []).append(value)
     # Of several that set a name nothing tells which one the training calls.
-    found = [functions[0] for functions in by_name.values() if len(functions) == 1]
-    return [function for function in dict.fromkeys(found) if _may_be_called(function)]
+    only = dict.fromkeys(setters[0] for setters in by_name.values() if len(setters) == 1)
+    return [function for function in only if _may_be_called(function)]
 
 
 def _is_empty(module: ModuleType, name: str) -> bool:
@@ -71,6 +70,6 @@ def _is_empty(module: ModuleType, name: str) -> bool:
 def _may_be_called(function: Callable[..., Any]) -> bool:
     """Whether it sets up and does not train: by what it asks for, and by what it calls."""
     source = Source(function)
-    required = [p.name for p in named_parameters(function) if p.default is p.empty]
-    known = all(source.meaning_of(name) in _BEFORE_TRAINING for name in required)
+    parameters = required(named_parameters(function))
+    known = all(source.meaning_of(p.name) in _BEFORE_TRAINING for p in parameters)
     return known and not source.words & {"backward", "init_process_group", "spawn", "parse_args"}

@@ -1,5 +1,6 @@
 """The code that is to be adapted, and what is known of it without calling it."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,9 +8,11 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from distcheck.contract import contract_of
 from distcheck.records import Adaptation
 from distcheck.training.adapters import names
 from distcheck.training.adapters.source import Source
+from distcheck.training.loaded import LoadedStrategy
 
 Parameters = list[inspect.Parameter]
 _NAMED = (
@@ -38,14 +41,16 @@ class Target:
         return inspect.isclass(self.value)
 
     @property
-    def is_unbound(self) -> bool:
-        """Whether it is a method that lacks its object."""
-        return self.owner is not None and inspect.isfunction(self.value) and not self._is_static
+    def is_function(self) -> bool:
+        """Whether it can be called as it is."""
+        return callable(self.value) and not self.is_class
 
     @property
-    def _is_static(self) -> bool:
-        kept = inspect.getattr_static(self.owner, self.name, None)
-        return isinstance(kept, staticmethod)
+    def is_unbound(self) -> bool:
+        """Whether it is a method that lacks its object."""
+        if self.owner is None or not inspect.isfunction(self.value):
+            return False
+        return not isinstance(inspect.getattr_static(self.owner, self.name, None), staticmethod)
 
     @property
     def name(self) -> str:
@@ -58,10 +63,14 @@ class Target:
         return named_parameters(self.value, skip=int(self.is_unbound))
 
     @property
+    def arguments(self) -> dict[str, str]:
+        """What `--arg` says, by name."""
+        return dict(self.adaptation.arguments)
+
+    @property
     def required(self) -> Parameters:
-        """Parameters without a default that nothing was said about."""
-        told = {name for name, _ in self.adaptation.arguments}
-        return [p for p in self.parameters if p.default is p.empty and p.name not in told]
+        """Parameters without a default for which `--arg` gives no value."""
+        return [p for p in required(self.parameters) if p.name not in self.arguments]
 
     @property
     def first(self) -> str:
@@ -69,14 +78,14 @@ class Target:
         unless it is something else (a rank, a group, a command line, a module), by its name or its
         use, and what is worked on comes later.
         """
-        found = [p.name for p in (self.required or self.parameters)]
-        if not found or not self._is_beside(found[0]):
-            return found[0] if found else ""
-        others = [name for name in found if not self._is_beside(name)]
+        taken = [p.name for p in (self.required or self.parameters)]
+        if not taken or not self._is_a_fact(taken[0]):
+            return taken[0] if taken else ""
+        others = [name for name in taken if not self._is_a_fact(name)]
         known = [name for name in others if name in names.SUBJECTS or self.source.use_of(name)]
-        return next(iter(known or others), found[0])
+        return next(iter(known or others), taken[0])
 
-    def _is_beside(self, name: str) -> bool:
+    def _is_a_fact(self, name: str) -> bool:
         """Whether a parameter is a fact of the world or a setting, which code does not work on."""
         use = self.source.use_of(name)
         if use:
@@ -86,10 +95,7 @@ class Target:
     @property
     def first_annotation(self) -> str:
         """How the first parameter is annotated, as text; empty where it is not."""
-        found = [p.annotation for p in self.parameters if p.name == self.first]
-        if not found or found[0] is inspect.Parameter.empty:
-            return ""
-        return found[0] if isinstance(found[0], str) else inspect.formatannotation(found[0])
+        return next((annotation(p) for p in self.parameters if p.name == self.first), "")
 
     @cached_property
     def source(self) -> Source:
@@ -100,7 +106,7 @@ class Target:
     def signature(self) -> str:
         """As a person wrote it, without annotations and without defaults that are no literals."""
         try:
-            found = list(inspect.signature(self.value).parameters.values())
+            parameters = list(inspect.signature(self.value).parameters.values())
         except (TypeError, ValueError):
             return self.name
         plain = (int, float, str, bool, type(None))
@@ -109,9 +115,20 @@ class Target:
                 annotation=p.empty,
                 default=p.default if p.default is p.empty or isinstance(p.default, plain) else ...,
             )
-            for p in found
+            for p in parameters
         ]
         return f"{self.name}{inspect.Signature(shown)}".replace("Ellipsis", "...")
+
+    @property
+    def described(self) -> str:
+        """How messages begin that are about its parameters."""
+        return f"strategy {self.spec!r} has the signature {self.signature}"
+
+    def loaded(self, note: str, **methods: Any) -> LoadedStrategy:
+        """A strategy with these methods, and the contract and file of the code."""
+        return LoadedStrategy(
+            contract=contract_of(self.value), file=source_file(self.value), note=note, **methods
+        )
 
     @property
     def kind_of_first(self) -> str:
@@ -170,19 +187,102 @@ def counts(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in (int, "int")
 
 
+def annotation(parameter: inspect.Parameter) -> str:
+    """How a parameter is annotated, as text; empty where it is not."""
+    found = parameter.annotation
+    if found is parameter.empty:
+        return ""
+    return found if isinstance(found, str) else inspect.formatannotation(found)
+
+
+def _signed(value: Callable[..., Any]) -> Parameters | None:
+    """All that a callable takes; None where that cannot be known."""
+    try:
+        return list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
 def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
     """What a callable takes by name; nothing where that cannot be known."""
-    try:
-        found = list(inspect.signature(value).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    return [p for p in found[skip:] if p.kind in _NAMED]
+    return [p for p in (_signed(value) or [])[skip:] if p.kind in _NAMED]
+
+
+def required(parameters: Parameters) -> Parameters:
+    """Those without a default."""
+    return [p for p in parameters if p.default is p.empty]
 
 
 def takes_any_name(value: Callable[..., Any]) -> bool:
     """Whether a callable has `**kwargs`."""
+    signed = _signed(value)
+    return signed is None or any(p.kind is p.VAR_KEYWORD for p in signed)
+
+
+def takes_any_number(value: Callable[..., Any]) -> bool:
+    """Whether a callable has `*args`."""
+    signed = _signed(value)
+    return signed is None or any(p.kind is p.VAR_POSITIONAL for p in signed)
+
+
+def own_classes(build: Any) -> list[Any]:
+    """A class, and those that it is derived from and that are not torch's; a function itself."""
+    bases = build.__mro__ if inspect.isclass(build) else (build,)
+    return [base for base in bases if not base.__module__.startswith(("torch", "builtins"))]
+
+
+def own_names(build: type) -> list[str]:
+    """Public methods that neither torch nor object has given it, in the order of definition."""
+    kept = [
+        (name, getattr(value, "__func__", value))  # of static and class methods, what is run
+        for base in own_classes(build)
+        for name, value in vars(base).items()
+    ]
+    functions = dict.fromkeys(name for name, value in kept if inspect.isfunction(value))
+    return [n for n in functions if not n.startswith("_") and callable(getattr(build, n))]
+
+
+def source_file(value: Any) -> str:
+    """The file of an object; empty where that is not known."""
     try:
-        found = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(p.kind is p.VAR_KEYWORD for p in found)
+        return inspect.getsourcefile(_inspectable(value)) or ""
+    except TypeError:
+        return ""
+
+
+def source_line(value: Any, *, file: str) -> int:
+    """The line of `file` where an object's definition begins; 0 where that is not known, or where
+    it was defined in another file.
+    """
+    try:
+        inspectable = _inspectable(value)
+        if inspect.getsourcefile(inspectable) != file:
+            return 0
+        # As getsourcelines() has it, which would also look for the last line.
+        return inspect.findsource(inspect.unwrap(inspectable))[1] + 1
+    except (TypeError, OSError):
+        return 0
+
+
+def _inspectable(value: Any) -> Any:
+    """The function or class itself; of an object its class."""
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+
+
+def bound_later(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
+    """A method as a function without `self`, whose object is made in the rank, when it is called
+    first.
+    """
+    made: list[Any] = []
+
+    @functools.wraps(method)
+    def later(*handed: Any, **named: Any) -> Any:
+        if not made:
+            made.append(make())
+        return method(made[0], *handed, **named)
+
+    signature = inspect.signature(method)
+    rest = list(signature.parameters.values())[1:]
+    later.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    return later

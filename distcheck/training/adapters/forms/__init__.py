@@ -1,1 +1,271 @@
-"""One file per form; see `distcheck.training.adapters` for what it has."""
+"""The table of forms: how people write code that synchronises, and how each is called.
+
+A row says when the code is called, and with what it works on; `called.py` does that. A row that
+says neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
+
+    fits(target) -> bool   whether this code has the form, from its signature and its source
+    adapt(target, scene) -> LoadedStrategy
+
+Code has the first form that fits, in the order of the rows. No torch here, so that a slip in `--as`
+is answered at once.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.source import Reached, Source, function_of, unwrapped
+from distcheck.training.adapters.target import Target
+
+Moment = Literal[
+    "once before training",  # a module that it returns is trained
+    "around backward",  # returns a context manager
+    "after backward",  # changes gradients in place, or returns them
+    "for the optimizer's step",  # which it takes
+    "after the optimizer's step",
+]
+Subject = Literal["model", "parameters", "gradients", "each gradient"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way in which people write code; `name` is its `--as`.
+
+    `lacks` ends the sentence for code that cannot be called so, and `note` what a report says.
+    """
+
+    name: str
+    example: str
+    fits_row: Callable[[Target], bool] | None = None
+    called: Moment | None = None
+    handed: Subject = "model"  # or what else its first parameter asks for
+    divides: bool = False  # by the number of ranks, what it leaves in a gradient
+    lacks: str = ""
+    note: str = ""
+    # Whether it needs a forward or backward pass, or a piece of the parameters, on every rank.
+    computes: bool = False
+    takes_methods: bool = False  # whether --finish and --reset apply
+
+    @property
+    def own(self) -> Any:
+        """The file of a form that does something of its own."""
+        return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}")
+
+    def fits(self, target: Target) -> bool:
+        """Whether the code has this form."""
+        fits: Callable[[Target], bool] = self.fits_row or self.own.fits
+        return fits(target)
+
+
+def is_context_function(value: Any) -> bool:
+    """Whether calling it gives a context manager, by `contextlib.contextmanager`."""
+    inner = getattr(unwrapped(value), "__wrapped__", None)
+    return inspect.isgeneratorfunction(inner)
+
+
+def _is_context(target: Target) -> bool:
+    """Whether contextlib has made it one, or it is a class with __enter__ and __exit__ that is
+    nothing else besides: no module, and without a method to call after backward.
+    """
+    if not target.is_class:
+        return is_context_function(target.value) and not target.is_unbound
+    from torch import nn  # what is imported with the table must not import torch
+
+    has_both = all(hasattr(target.value, name) for name in ("__enter__", "__exit__"))
+    others = (*names.FINISH, "forward", "__call__", "wrap", "step")
+    is_more = any(name in vars(base) for base in target.value.__mro__ for name in others)
+    return has_both and not is_more and not issubclass(target.value, nn.Module)
+
+
+def _registers_hooks(target: Target) -> bool:
+    kinds = ("model", "parameters", "")
+    return target.is_function and target.source.registers_hooks and target.kind_of_first in kinds
+
+
+def _calls_step(target: Target) -> bool:
+    """Whether it takes an optimizer and calls its step, or has another of its module do so."""
+    if not target.is_function:
+        return False
+    known = vars(target.module) if target.module is not None else {}
+    called = [known[name] for name in target.source.words if inspect.isfunction(known.get(name))]
+    return any(
+        "step" in source.attributes_of(p.name)
+        for source in [target.source, *map(Source, called)]
+        for p in target.parameters
+        if p.name in ("optimizer", "optim", "opt", "optimiser")
+    )
+
+
+_VALUES = {"data", "state_dict", "parameters_to_vector"}
+_COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "Allreduce"}
+
+
+def _exchanges_values(target: Target) -> bool:
+    """Whether it exchanges what a model's parameters hold, and reads no gradient."""
+    if not target.is_function or target.is_unbound or target.kind_of_first != "model":
+        return False
+    if target.module is None:
+        return False
+    reached = Reached(function_of(target.value), target.module).sources
+    read = set[str]().union(*(source.attributes for source in reached))
+    return "grad" not in read and bool(read & _VALUES) and bool(read & _COLLECTIVES)
+
+
+FORMS = (
+    Form(
+        name="strategy",
+        example="an object or class with wrap(model), backward(), sync() or scale_loss()",
+    ),
+    Form(
+        name="comm-hook",
+        example="hook(state, bucket) or hook(bucket), registered with DDP; --arg state=...",
+        computes=True,
+    ),
+    Form(
+        name="context",
+        example="with f(model): loss.backward(), a context manager around backward",
+        fits_row=_is_context,
+        called="around backward",
+        lacks="is not a context manager",
+        note=", a context manager: entered before backward, left after it",
+        computes=True,
+    ),
+    Form(
+        name="sharded-optimizer",
+        example="class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients",
+        computes=True,
+    ),
+    Form(
+        name="optimizer",
+        example="class Wrapper(optimizer, ...) with step(), which synchronises before the inner "
+        "step",
+    ),
+    Form(
+        name="own-optimizer",
+        example="class DistributedSGD(torch.optim.SGD), whose step() synchronises first",
+    ),
+    Form(
+        name="sharded-module",
+        example="class FSDP(module, ...), whose parameters() are this rank's pieces; put together "
+        "to compare",
+        computes=True,
+    ),
+    Form(
+        name="wrapper",
+        example="class Wrapper(module, ...); --finish METHOD after backward, --reset METHOD after "
+        "the step",
+        computes=True,
+        takes_methods=True,
+    ),
+    Form(
+        name="method",
+        example="FILE.py:Class.method; self.model and the like are filled in, more by "
+        "--arg self.x=...",
+    ),
+    Form(
+        name="hooks",
+        example="f(model), called once: registers hooks that synchronise during backward",
+        fits_row=_registers_hooks,
+        called="once before training",
+        lacks="is not a function of a model",
+        note=", called once before training: it registers hooks",
+        computes=True,
+    ),
+    Form(
+        name="engine",
+        example="initialize(model, optimizer), which returns an engine with engine(inputs), "
+        "engine.backward(loss) and engine.step()",
+        computes=True,
+    ),
+    Form(
+        name="step",
+        example="f(model, optimizer), which calls optimizer.step() after it has synchronised",
+        fits_row=_calls_step,
+        called="for the optimizer's step",
+        lacks="is not a function",
+        note=", which takes the optimizer's step as well",
+    ),
+    Form(
+        name="steps-inside",
+        example="f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad",
+    ),
+    Form(
+        name="after-step",
+        example="f(model), which averages parameters, called after the optimizer's step",
+        fits_row=_exchanges_values,
+        called="after the optimizer's step",
+        lacks="is not a function",
+        note=", which exchanges parameters and no gradients, called after the optimizer's step; "
+        "--accept local-sgd:PERIOD judges the average of parameters",
+    ),
+    Form(
+        name="parameters",
+        example="f(params), which works on every p.grad",
+        fits_row=lambda target: target.is_function and target.kind_of_first == "parameters",
+        called="after backward",
+        handed="parameters",
+        lacks="takes no list of parameters",
+        note=" of the parameters, called after backward",
+    ),
+    Form(
+        name="gradients",
+        example="f(grads), a list of tensors, in place or returning a list; f(grad_in, grad_out)",
+        fits_row=lambda target: target.is_function and target.kind_of_first == "gradients",
+        called="after backward",
+        handed="gradients",
+        lacks="takes no list of gradients",
+        note=" of the list of gradients, called after backward",
+    ),
+    Form(
+        name="tensor-mean",
+        example="f(tensor), f(send, recv) or tensor = f(tensor), which leaves the mean",
+        fits_row=lambda target: target.is_function and target.kind_of_first == "tensor",
+        called="after backward",
+        handed="each gradient",
+        lacks="takes no tensor",
+        note=", applied to every gradient as it is; --as tensor-sum where it only adds up",
+    ),
+    Form(
+        name="model",
+        example="f(model), f(model, world_size, group, ...), called after backward",
+        fits_row=lambda target: target.is_function and not target.is_unbound,
+        called="after backward",
+        lacks="is not a function",
+        note=", called after backward",
+    ),
+    Form(
+        name="tensor-sum",
+        example="the same, which leaves the sum; distcheck divides it by the number of ranks",
+        # Only if asked for: nothing tells a sum that the caller divides from a forgotten division.
+        fits_row=lambda target: False,
+        called="after backward",
+        handed="each gradient",
+        divides=True,
+        lacks="takes no tensor",
+        note=", applied to every gradient and divided by the number of ranks afterwards",
+    ),
+)
+
+
+@cache
+def form_names() -> list[str]:
+    """What `--as` takes."""
+    return sorted(form.name for form in FORMS)
+
+
+def form_of(name: str) -> Form:
+    """A form by its name. Raises UsageError for one that does not exist."""
+    for form in FORMS:
+        if form.name == name:
+            return form
+    raise UsageError(f"unknown form --as {name}; known are {', '.join(form_names())}")
+
+
+def choose_form(target: Target) -> Form | None:
+    """The form that the code has; None where none fits."""
+    return next((form for form in FORMS if form.fits(target)), None)

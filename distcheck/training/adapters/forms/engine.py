@@ -1,5 +1,6 @@
 """A function of model and optimizer that returns an engine: DeepSpeed, accelerate, Fabric, ..."""
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -8,20 +9,15 @@ import msgspec
 import torch
 from torch import nn
 
-from distcheck.contract import Batch, Build, LossOf, Step, contract_of
+from distcheck.contract import Batch, Build, LossOf, Step
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.definitions import source_file
 from distcheck.training.engines import Engine, EngineModule, EngineOptimizer
 from distcheck.training.frameworks import not_installed
 from distcheck.training.loaded import LoadedStrategy
 
-PRECEDENCE = 45
-EXAMPLE = (
-    "initialize(model, optimizer), which returns an engine with engine(inputs), "
-    "engine.backward(loss) and engine.step()"
-)
 # Variables by which libraries are asked not to reach for the network.
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -33,14 +29,8 @@ def fits(target: Target) -> bool:
 
 def _taken(target: Target) -> list[str]:
     """Its parameters for the model and for the optimizer, where it has both."""
-    by_meaning = {_meaning(p.name): p.name for p in target.parameters}
+    by_meaning = {meaning_of(p.name): p.name for p in target.parameters}
     return [by_meaning[m] for m in ("model", "optimizer") if m in by_meaning]
-
-
-def _meaning(name: str) -> str:
-    from distcheck.training.adapters.names import MEANINGS
-
-    return MEANINGS.get(name, "")
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -61,17 +51,16 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         modules.append(EngineModule(model))
         return modules[-1]
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         model = modules[-1].carried
         built = build(model.parameters())
         try:
-            found = filling.call(model, built)
+            answer = filling.call(model, built)
         except ModuleNotFoundError as error:
             raise not_installed(error) or error from None
-        made.append(Engine(found, model, built, what))
+        made.append(Engine(answer, model, built, what))
         modules[-1].take(made[-1])
-        stepped: Any = EngineOptimizer(made[-1])
-        return stepped  # type: ignore[no-any-return]
+        return EngineOptimizer(made[-1])
 
     def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
         scene.step = step
@@ -79,22 +68,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         made[-1].engine.backward(loss)
         return loss.detach()
 
-    def full(accessor: str) -> Any:
-        return made[-1].full(accessor)
-
-    def clip(model: nn.Module, max_norm: float) -> None:
-        made[-1].clip(max_norm)
-
-    contract = contract_of(target.value)
-    declines = tuple(dict.fromkeys((*contract.declines, "resume")))
-    return LoadedStrategy(
-        contract=msgspec.structs.replace(contract, declines=declines, one_group=contract.one_group),
-        file=source_file(target.value),
+    loaded = target.loaded(
+        f"{target.name} makes the engine; its backward() and step() are called",
         wrap=wrap,
         optimizer=optimizer,
         backward=backward,
-        clip=clip,
-        full=full,
+        clip=lambda model, max_norm: made[-1].clip(max_norm),
+        full=lambda accessor: made[-1].full(accessor),
         engine=True,
-        note=f"{target.name} makes the engine; its backward() and step() are called",
     )
+    declines = tuple(dict.fromkeys((*loaded.contract.declines, "resume")))
+    contract = msgspec.structs.replace(loaded.contract, declines=declines)
+    return dataclasses.replace(loaded, contract=contract)

@@ -1,29 +1,23 @@
 """A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from distcheck.contract import Step, contract_of
+from distcheck.contract import Step
 from distcheck.errors import UsageError
-from distcheck.training.adapters import load_form, names, proposals
-from distcheck.training.adapters.after_backward import AfterBackward
-from distcheck.training.adapters.gradients import wait_for
-from distcheck.training.adapters.not_given import NotKnownError
-from distcheck.training.adapters.not_given import stand_in as not_given
+from distcheck.training.adapters import unknown
+from distcheck.training.adapters.answers import AfterBackward, wait_for
+from distcheck.training.adapters.called import adapt_row
+from distcheck.training.adapters.forms import form_of
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target
-from distcheck.training.definitions import source_file
+from distcheck.training.adapters.target import Target, bound_later, source_file
 from distcheck.training.loaded import LoadedStrategy
-
-PRECEDENCE = 30
-EXAMPLE = "FILE.py:Class.method; self.model and the like are filled in, more by --arg self.x=..."
 
 
 def fits(target: Target) -> bool:
@@ -39,101 +33,43 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     handed = target.first in required and target.kind_of_first in ("tensor", "gradients")
     if handed and target.adaptation.form is None:
         return _handed_gradients(target, scene)
-    what = f"strategy {target.spec!r} has the signature {target.signature}"
-    filling = (
-        Filling(scene, target.value, what=what, supplied=["self"], skip=0)
-        if (_self_name(target) == "self")
-        else None
-    )
-    if filling is None:
-        raise refusal(target, f"{what}, whose first parameter is not self")
-    attributes = dict(_of_self(scene))
-    uses = _Uses(target, attributes)
-    if "arguments" in uses.meanings.values():
+    code = getattr(target.value, "__code__", None)
+    if code is None or not code.co_argcount or code.co_varnames[0] != "self":
+        raise refusal(target, f"{target.described}, whose first parameter is not self")
+    filling = Filling(scene, target.value, what=target.described, supplied=["self"])
+    uses = _Uses(target, scene)
+    if "arguments" in uses.meanings:
         scene.note_namespace()
-    making, why_not = _making(target.owner, scene, uses.unknown)
-    stand_in = _stand_in(target.owner, scene, attributes, uses.unknown, why_not)
-    steps = uses.steps
+    making = uses.making(of_a_module=False)
+    stand_in = None if making is not None else uses.stand_in()
     after = AfterBackward(scene, repr(target.spec))
+    note = f"{target.owner.__name__}.{target.signature}, on an object that "
+    note += "has the model" if making is None else "its constructor made"
+    note += ", which takes the optimizer's step as well" if uses.steps else ""
 
     def sync(model: nn.Module, step: Step) -> None:
-        nonlocal stand_in, making
-        if making is not None:  # when model and optimizer are there
-            stand_in, making = making.call(), None
+        nonlocal stand_in
+        if stand_in is None and making is not None:  # when model and optimizer are there
+            stand_in = making.call()
         if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
             stand_in._modules["model"] = scene.live_model
-        if steps:
+        if uses.steps:
             wait_for(filling.call(stand_in))
         else:
             after.run(lambda: filling.call(stand_in))
 
-    also = ", which takes the optimizer's step as well" if steps else ""
-    what = "an object that " + ("has the model" if making is None else "its constructor made")
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.owner),
-        sync=sync,
-        update="sync" if steps else "loop",
-        note=f"{target.owner.__name__}.{target.signature}, on {what}{also}",
-    )
+    loaded = target.loaded(note, sync=sync, update="sync" if uses.steps else "loop")
+    return dataclasses.replace(loaded, file=source_file(target.owner))
 
 
 def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
     """A method that is called with gradients, as the function that it is but for its object."""
-    method, owner = target.value, target.owner
-    assert owner is not None
-    attributes = dict(_of_self(scene))
-    uses = _Uses(target, attributes)
-    making, why_not = _making(owner, scene, uses.unknown, of_a_module=True)
-    stand_in = _stand_in(owner, scene, attributes, uses.unknown, why_not)
-
-    @functools.wraps(method)
-    def bound(*handed: Any, **named: Any) -> Any:
-        nonlocal stand_in, making
-        if making is not None:
-            stand_in, making = making.call(), None
-        return method(stand_in, *handed, **named)
-
-    signature = inspect.signature(method)
-    bound.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(signature.parameters.values())[1:]
-    )
-    function = dataclasses.replace(target, value=bound, owner=None)
-    form = "tensor-mean" if target.kind_of_first == "tensor" else "gradients"
-    return load_form(form).adapt(function, scene)
-
-
-def _of_self(scene: Scene) -> Iterator[tuple[str, str]]:
-    """What was said of `self`."""
-    for name, text in scene.adaptation.arguments:
-        if name.startswith("self."):
-            scene.used.add(name)
-            yield name.removeprefix("self."), text
-
-
-def _making(
-    owner: type, scene: Scene, unknown: set[str], *, of_a_module: bool = False
-) -> tuple[Filling | None, str]:
-    """How to make the object, where its constructor sets what is `unknown` and asks for nothing but
-    what is known when it is called first; otherwise what it asks for besides. A constructor that
-    need not run is left alone: it may read data; so is that of a module which may be the model.
-    """
-    constructor = vars(owner).get("__init__")
-    if constructor is None or not unknown:
-        return None, ""
-    if issubclass(owner, nn.Module) and not of_a_module:
-        return None, ""
-    if inspect.isabstract(owner) or not unknown <= Source(constructor).sets_of("self"):
-        return None, ""
-    try:
-        return Filling(scene, owner, what=f"its constructor {owner.__name__}() sets that"), ""
-    except UsageError as error:
-        return None, str(error)
-
-
-def _self_name(target: Target) -> str:
-    code = getattr(target.value, "__code__", None)
-    return code.co_varnames[0] if code is not None and code.co_argcount else ""
+    uses = _Uses(target, scene)
+    making = uses.making(of_a_module=True)
+    stand_in = None if making is not None else uses.stand_in()
+    bound = bound_later(target.value, lambda: stand_in if making is None else making.call())
+    form = form_of("tensor-mean" if target.kind_of_first == "tensor" else "gradients")
+    return adapt_row(form, dataclasses.replace(target, value=bound, owner=None), scene)
 
 
 class _Uses:
@@ -141,8 +77,15 @@ class _Uses:
     models.
     """
 
-    def __init__(self, target: Target, attributes: dict[str, str]) -> None:
+    def __init__(self, target: Target, scene: Scene) -> None:
         assert target.owner is not None
+        self._owner, self._scene = target.owner, scene
+        self._attributes = {  # what --arg says of self
+            name.removeprefix("self."): text
+            for name, text in target.arguments.items()
+            if name.startswith("self.")
+        }
+        scene.used |= {f"self.{name}" for name in self._attributes}
         wanted: set[str] = set()
         self.steps = False  # whether it calls step() of what stands for the optimizer
         waiting, seen = [target.name], set[str]()
@@ -152,13 +95,14 @@ class _Uses:
             source = Source(getattr(target.owner, name))
             used = source.attributes_of("self")
             wanted |= used
-            optimizers = [n for n in used if names.MEANINGS.get(n) == "optimizer"]
+            optimizers = [n for n in used if meaning_of(n) == "optimizer"]
             self.steps |= any(source.calls("self", n, "step") for n in optimizers)
             waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
-        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in attributes}
-        self.unknown = {n for n in wanted if n not in names.MEANINGS}
-        self.meanings = {n: names.MEANINGS[n] for n in wanted - self.unknown}
-        models = sorted(n for n, meaning in self.meanings.items() if meaning == "model")
+        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in self._attributes}
+        self._unknown = {n for n in wanted if not meaning_of(n)}
+        self._why_not = ""  # the object cannot be made
+        self.meanings = {meaning_of(n) for n in wanted}
+        models = sorted(n for n in wanted if meaning_of(n) == "model")
         if len(models) > 1:
             raise refusal(
                 target,
@@ -166,40 +110,60 @@ class _Uses:
                 "trained",
             )
 
+    def making(self, *, of_a_module: bool) -> Filling | None:
+        """How to make the object, where its constructor sets what is unknown and asks for nothing
+        but what is known when it is called first. A constructor that need not run is left alone: it
+        may read data; so is that of a module which may be the model.
+        """
+        owner = self._owner
+        constructor = vars(owner).get("__init__")
+        if constructor is None or not self._unknown or inspect.isabstract(owner):
+            return None
+        if issubclass(owner, nn.Module) and not of_a_module:
+            return None
+        if not self._unknown <= Source(constructor).attributes_of("self", assigned=True):
+            return None
+        try:
+            return Filling(self._scene, owner, what=f"its constructor {owner.__name__}() sets that")
+        except UsageError as error:
+            self._why_not = str(error)
+            return None
 
-def _stand_in(
-    owner: type, scene: Scene, attributes: dict[str, str], unknown: set[str], why_not: str
-) -> Any:
-    """An object of a class derived from `owner`, never initialised, that finds names by meaning;
-    what is `unknown` fails when it is used.
-    """
+    def stand_in(self) -> Any:
+        """An object of a class derived from the owner, never initialised, that finds names by
+        meaning; what is unknown fails when it is used.
+        """
+        owner, find = self._owner, self._find
 
-    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+            if issubclass(owner, nn.Module):
+                modules = self.__dict__.get("_modules", {})
+                if name in modules:
+                    return modules[name]
+            return find(name)
+
+        derived: Any = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
+        derived.__abstractmethods__ = frozenset()  # it has what the method asks for, and no more
+        made: Any = object.__new__(derived)
         if issubclass(owner, nn.Module):
-            modules = self.__dict__.get("_modules", {})
-            if name in modules:
-                return modules[name]
-        if name in attributes:
-            return scene.keep(f"self.{name}", attributes[name])
-        meaning = scene.meaning_of(name)
+            nn.Module.__init__(made)
+        return made
+
+    def _find(self, name: str) -> Any:
+        if name in self._attributes:
+            return self._scene.keep(f"self.{name}", self._attributes[name])
+        meaning = meaning_of(name)
         if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
-            said = f"give {proposals.options('--arg', [f'self.{name}'], owner)}"
+            give = f"give {unknown.options('--arg', [f'self.{name}'], self._owner)}"
             sentence = (
-                f"the code uses self.{name}, which distcheck does not know; {why_not or said}"
+                f"the code uses self.{name}, which distcheck does not know; {self._why_not or give}"
             )
-            if name in unknown:
-                return not_given(name, sentence)
-            raise NotKnownError(sentence)
+            if name in self._unknown:
+                return unknown.stand_in(name, sentence)
+            raise unknown.NotKnownError(sentence)
         try:
-            return scene.value(meaning)
+            return self._scene.value(meaning)
         except UsageError as error:
             raise AttributeError(str(error)) from error
-
-    derived: Any = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
-    derived.__abstractmethods__ = frozenset()  # it has what the method asks for, and no more
-    made: Any = object.__new__(derived)
-    if issubclass(owner, nn.Module):
-        nn.Module.__init__(made)
-    return made

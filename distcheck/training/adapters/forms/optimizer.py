@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcheck.contract import Build, contract_of
+from distcheck.contract import Build
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.forms.own_optimizer import Watched
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.definitions import source_file
 from distcheck.training.loaded import LoadedStrategy
-
-PRECEDENCE = 15
-EXAMPLE = "class Wrapper(optimizer, ...) with step(), which synchronises before the inner step"
+from distcheck.training.optimizers import StandIn
 
 
 def fits(target: Target) -> bool:
@@ -36,60 +33,43 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Made from the workload's optimizer. Its step is begun where the gradients are final: where
     the optimizer inside, or torch's class that it is derived from, begins its own.
     """
-    found = [p.name for p in named_parameters(target.value) if _takes_optimizer(p)]
-    if not found:
+    supplied = [p.name for p in named_parameters(target.value) if _takes_optimizer(p)][:1]
+    if not supplied:
         raise refusal(target, f"strategy {target.spec!r} takes no optimizer: {target.signature}")
-    what = f"strategy {target.spec!r} has the signature {target.signature}"
-    filling = Filling(scene, target.value, what=what, supplied=found[:1])
+    filling = Filling(scene, target.value, what=target.described, supplied=supplied)
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
         base = type(inner)
         made = filling.call(inner)
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
-            derived: Any = Watched(made, base, scene, updates=True)
-            return derived  # type: ignore[no-any-return]
+            return Watched(made, base, scene, updates=True)
         if made is inner or not callable(getattr(made, "step", None)):
             raise UsageError(
                 f"{target.spec!r} made a {type(made).__name__} that does not define step()"
             )
-        around: Any = Around(made, inner, scene)
-        return around  # type: ignore[no-any-return]
+        return Around(made, inner, scene)
 
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
-        optimizer=optimizer,
-        update="optimizer",
-        note=f"{target.name} around the optimizer, whose step() synchronises",
-    )
+    note = f"{target.name} around the optimizer, whose step() synchronises"
+    return target.loaded(note, optimizer=optimizer, update="optimizer")
 
 
 def _takes_optimizer(parameter: inspect.Parameter) -> bool:
     return parameter.name in names.OPTIMIZERS or "Optimizer" in str(parameter.annotation)
 
 
-class Around:
+class Around(StandIn):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
     def __init__(self, made: Any, inner: torch.optim.Optimizer, scene: Scene) -> None:
+        super().__init__(inner)
         self._made, self.optim, self._scene = made, inner, scene
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's."""
-        return self.optim.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapper's where it has one."""
         method: Callable[..., Any] | None = getattr(self._made, "zero_grad", None)
         if method is None:
-            self.optim.zero_grad(set_to_none=set_to_none)
+            super().zero_grad(set_to_none=set_to_none)
         else:
             method()
 

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcheck.contract import Build, Step, contract_of
+from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.forms.steps_inside import RATE, take_gradients
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.definitions import source_file
 from distcheck.training.loaded import LoadedStrategy
-
-PRECEDENCE = 16
-EXAMPLE = "class DistributedSGD(torch.optim.SGD), whose step() synchronises first"
+from distcheck.training.optimizers import StandIn
 
 
 def fits(target: Target) -> bool:
@@ -45,8 +42,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _parameters_name(target: Target) -> str:
-    found = [p.name for p in named_parameters(target.value)]
-    return next((n for n in found if n in names.PARAMETERS or n.startswith("param")), "")
+    taken = [p.name for p in named_parameters(target.value)]
+    return next((n for n in taken if n in names.PARAMETERS or n.startswith("param")), "")
 
 
 def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
@@ -59,25 +56,15 @@ def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
     return None
 
 
-class Watched:
+class Watched(StandIn):
     """What the loop sees in place of an optimizer: its groups and state, and where the step of
     torch's class begins.
     """
 
     def __init__(self, made: Any, base: type, scene: Scene, *, updates: bool) -> None:
+        super().__init__(made)
         self.optim, self._base, self._scene, self._updates = made, base, scene, updates
         self._begun: list[Callable[..., Any]] = []
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Its own."""
-        found: list[dict[str, Any]] = self.optim.param_groups
-        return found
-
-    @property
-    def state(self) -> Any:
-        """Its own."""
-        return self.optim.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Its own."""
@@ -100,28 +87,28 @@ class Watched:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         base: Any = self._base
-        own = base.step
+        original = base.step
 
-        def watched(optimizer: Any, *given: Any, **named: Any) -> Any:
+        def watched(optimizer: Any, *handed: Any, **named: Any) -> Any:
             if optimizer is not self.optim:
-                return own(optimizer, *given, **named)
+                return original(optimizer, *handed, **named)
             for begins in self._begun:
                 begins()
-            return own(optimizer, *given, **named) if self._updates else None
+            return original(optimizer, *handed, **named) if self._updates else None
 
         watched.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
         base.step = watched
         try:
             yield
         finally:
-            base.step = own
+            base.step = original
 
 
 def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]) -> LoadedStrategy:
     filling = _filling(target, scene)
     watched: list[Watched] = []
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
         scene.optimizer = inner  # whose learning rate may be asked for
         is_same = type(inner) is base
@@ -131,7 +118,7 @@ def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]
         ]
         made = Watched(filling.call(groups), base, scene, updates=is_same)
         watched[:] = [made]
-        return made if is_same else inner  # type: ignore[return-value]
+        return made if is_same else inner
 
     def sync(model: nn.Module, step: Step) -> None:
         (made,) = watched
@@ -148,21 +135,19 @@ def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]
                 "synchronises"
             )
 
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
+    return target.loaded(
+        f"{target.name} in the optimizer's place, or before it where the workload trains with "
+        f"another than {base.__name__}; gradients are those with which {base.__name__}'s step "
+        "begins",
         optimizer=optimizer,
         sync=sync,
         update="optimizer",
-        note=f"{target.name} in the optimizer's place, or before it where the workload trains with "
-        f"another than {base.__name__}; gradients are those with which {base.__name__}'s step "
-        "begins",
     )
 
 
 def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
     settings = [p.name for p in named_parameters(target.value)]
-    rate = next((n for n in settings if names.MEANINGS.get(n) == "rate"), "")
+    rate = next((name for name in settings if names.meaning_of(name) == "rate"), "")
     if not rate:
         raise refusal(
             target,
@@ -173,7 +158,7 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
     filling = _filling(target, scene, rate)
     made: list[Any] = []
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
         scene.optimizer = inner
         trained = [p for group in inner.param_groups for p in group["params"]]
@@ -184,14 +169,12 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
         Filling(scene, made[0].step, what="its step()").call()
 
     sync, close = take_gradients(target, scene, call, RATE)
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
+    return target.loaded(
+        f"{target.name}, an optimizer whose step() synchronises: gradients are its update of "
+        f"parameters of zero, divided by a learning rate of {RATE:g}; the step is the workload's",
         optimizer=optimizer,
         sync=sync,
         close=close,
-        note=f"{target.name}, an optimizer whose step() synchronises: gradients are its update of "
-        f"parameters of zero, divided by a learning rate of {RATE:g}; the step is the workload's",
     )
 
 

@@ -2,12 +2,10 @@
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 
 from distcheck.contract import Build, Step
@@ -16,13 +14,8 @@ from distcheck.training.adapters.over_pieces import Followed, OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target
+from distcheck.training.adapters.target import Target, own_classes
 from distcheck.training.loaded import LoadedStrategy
-
-PRECEDENCE = 18
-EXAMPLE = (
-    "class FSDP(module, ...), whose parameters() are this rank's pieces; put together to compare"
-)
 
 
 def fits(target: Target) -> bool:
@@ -32,14 +25,8 @@ def fits(target: Target) -> bool:
         return False
     around = Source(target.module).words if target.module is not None else set()
     gathers = any("all_gather" in word or "allgather" in word for word in around)
-    return gathers and any("shard" in word.lower() for word in _words(made))
-
-
-def _words(made: Any) -> set[str]:
-    """Of a class, with what it inherits from others than torch."""
-    own = made.__mro__ if inspect.isclass(made) else (made,)
-    theirs = [c for c in own if not c.__module__.startswith(("torch", "builtins"))]
-    return {word for part in theirs for word in Source(part).words}
+    words = {word for part in own_classes(made) for word in Source(part).words}
+    return gathers and any("shard" in word.lower() for word in words)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -67,9 +54,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         followed[0].follow()
         base.begun(model, step)
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        made: Any = OverPieces(build(kept[0].held), kept[0], *models[0])
-        return made  # type: ignore[no-any-return]
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
+        return OverPieces(build(kept[0].held), kept[0], *models[0])
 
     def sync(model: nn.Module, step: Step) -> None:
         base.sync(model, step)

@@ -1,7 +1,6 @@
 """A class of parameters and an optimizer's class, which divides the optimizer's state (ZeRO 1)."""
 
 import dataclasses
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,18 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcheck.contract import Build, Step, contract_of
+from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
+from distcheck.training.adapters.answers import present
 from distcheck.training.adapters.forms.optimizer import Around
-from distcheck.training.adapters.gradients import present
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
-from distcheck.training.adapters.target import Target, named_parameters, takes_any_name
-from distcheck.training.definitions import source_file
+from distcheck.training.adapters.target import (
+    Target,
+    annotation,
+    named_parameters,
+    takes_any_name,
+)
 from distcheck.training.loaded import LoadedStrategy
 
-PRECEDENCE = 14
-EXAMPLE = "class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients"
 _CLASSES = ("optimizer_cls", "optimizer_class", "optim_cls", "optim_class", "optimizer_type")
 
 
@@ -37,28 +38,26 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     name = _class_name(target) if target.is_class else ""
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes no optimizer's class")
-    told = dict(target.adaptation.arguments)
     known = {p.name for p in target.parameters}
-    for argument, text in told.items():
+    for argument, text in target.arguments.items():
         scene.check(text)
         if argument in known or takes_any_name(target.value):
             scene.used.add(argument)
 
-    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
         inner = build(listed)
         # Of an optimizer's defaults some are no arguments (AdamW's decoupled_weight_decay).
         taken = {p.name for p in named_parameters(type(inner))}
         taken = taken if takes_any_name(target.value) else taken & known
         settings = {key: value for key, value in inner.defaults.items() if key in taken}
-        settings |= {key: scene.read(text) for key, text in told.items() if key in scene.used}
+        settings |= {key: scene.read(t) for key, t in target.arguments.items() if key in scene.used}
         made = target.value(listed, **{**settings, name: type(inner)})
         scene.calls += 1
         held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
         if len(held) > 1:
             raise UsageError(f"{target.spec!r} holds several optimizers, but only one is compared")
-        around: Any = Around(made, held[0] if held else made, scene)
-        return around  # type: ignore[no-any-return]
+        return Around(made, held[0] if held else made, scene)
 
     def sync(model: nn.Module, step: Step) -> None:
         for parameter in present(scene.parameters()):
@@ -67,26 +66,20 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(step.world_size)
 
-    contract = msgspec.structs.replace(
-        contract_of(target.value), optimizer_state="sharded", one_group=True
-    )
-    return dataclasses.replace(
-        LoadedStrategy(contract=contract, file=source_file(target.value)),
+    loaded = target.loaded(
+        f"{target.name} in place of the optimizer, its state divided among the ranks; "
+        "gradients are averaged by distcheck",
         optimizer=optimizer,
         sync=sync,
-        note=f"{target.name} in place of the optimizer, its state divided among the ranks; "
-        "gradients are averaged by distcheck",
     )
+    contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", one_group=True)
+    return dataclasses.replace(loaded, contract=contract)
 
 
 def _class_name(target: Target) -> str:
     """The parameter that takes the class of an optimizer."""
     for p in named_parameters(target.value):
-        text = p.annotation if isinstance(p.annotation, str) else _formatted(p.annotation)
+        text = annotation(p)
         if p.name in _CLASSES or ("ype[" in text and "Optimizer" in text):
             return p.name
     return ""
-
-
-def _formatted(annotation: Any) -> str:
-    return "" if annotation is inspect.Parameter.empty else inspect.formatannotation(annotation)

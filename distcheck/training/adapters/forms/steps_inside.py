@@ -16,24 +16,21 @@ gradients of zero: code that moves them then decays them, or keeps momentum, and
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from distcheck.contract import Step, contract_of
+from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import gamma, unit_roundoff
-from distcheck.training.adapters import names
-from distcheck.training.adapters.gradients import wait_for
+from distcheck.training.adapters.answers import wait_for
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.definitions import source_file
 from distcheck.training.loaded import LoadedStrategy
 
-PRECEDENCE = 55
-EXAMPLE = "f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad"
 RATE = 32.0
 
 
@@ -43,7 +40,7 @@ class ZeroGradientError(ArithmeticError):
 
 def fits(target: Target) -> bool:
     """A function that subtracts from parameters' data, and whose learning rate can be given."""
-    is_function = callable(target.value) and not target.is_class and not target.is_unbound
+    is_function = target.is_function and not target.is_unbound
     return is_function and target.source.descends and bool(_rates(target))
 
 
@@ -53,32 +50,30 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(
             target, f"strategy {target.spec!r} is not a function of a model or of parameters"
         )
-    what = f"strategy {target.spec!r} has the signature {target.signature}"
-    takes_optimizer = _takes_optimizer(target)
+    takes_optimizer = any(meaning_of(p.name) == "optimizer" for p in target.parameters)
     if not _rates(target) and not takes_optimizer:
         raise refusal(
             target,
-            f"{what}: gradients are derived from its step by dividing by the learning rate, "
-            "which is not known; make it a parameter lr, or give its name in the module with "
+            f"{target.described}: gradients are derived from its step by dividing by the learning "
+            "rate, which is not known; make it a parameter lr, or give its name in the module with "
             f"--set lr={RATE:g}",
         )
-    rate = _told_rate(target)
-    scene.rate = rate
-    supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]
-    filling = Filling(scene, target.value, what=what, supplied=supplied, given=_rates(target))
+    scene.rate = rate = _rate_of(target)
+    supplied = [target.first] if meaning_of(target.first) in ("", "model") else []
+    filling = Filling(
+        scene, target.value, what=target.described, supplied=supplied, given=_rates(target)
+    )
 
     def call() -> None:
         with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
             wait_for(filling.call(*([scene.live_model] if supplied else [])))
 
     sync, close = take_gradients(target, scene, call, rate)
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
+    return target.loaded(
+        f"{target.signature}, which takes the step as well: gradients are its update of "
+        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
         sync=sync,
         close=close,
-        note=f"{target.signature}, which takes the step as well: gradients are its update of "
-        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
     )
 
 
@@ -108,38 +103,33 @@ def take_gradients(
                 parameter.copy_(kept)
                 parameter.grad = None if absent else gradient
 
-    def close() -> None:
-        _refuse_more_than_a_step(target, scene.parameters(), call, scene)
-
-    return sync, close
-
-
-def _takes_optimizer(target: Target) -> bool:
-    return any(names.MEANINGS.get(p.name) == "optimizer" for p in target.parameters)
+    return sync, lambda: _refuse_more_than_a_step(target, call, scene)
 
 
 @contextlib.contextmanager
 def _plain_sgd(scene: Scene) -> Iterator[None]:
     """Makes the code find plain SGD where it asks for the optimizer."""
-    own = scene.optimizer
+    kept = scene.optimizer
     scene.optimizer = torch.optim.SGD(scene.parameters(), lr=scene.rate or RATE)
     try:
         yield
     finally:
-        scene.optimizer = own
+        scene.optimizer = kept
 
 
 def _rates(target: Target) -> list[str]:
     """The names by which the code takes its learning rate."""
-    said = [name for name, _ in target.adaptation.variables]
-    asked = [p.name for p in target.parameters]
-    return [n for n in [*asked, *said] if names.MEANINGS.get(n.lower()) == "rate"]
+    variables = [name for name, _ in target.adaptation.variables]
+    taken = [p.name for p in target.parameters]
+    return [name for name in [*taken, *variables] if meaning_of(name.lower()) == "rate"]
 
 
-def _told_rate(target: Target) -> float:
-    """What was said of it, or else `RATE`. Raises UsageError for anything but a power of two."""
-    told = dict([*target.adaptation.arguments, *target.adaptation.variables])
-    text = next((told[name] for name in _rates(target) if name in told), str(RATE))
+def _rate_of(target: Target) -> float:
+    """The rate that an option gives, or else `RATE`. Raises UsageError for anything but a power of
+    two.
+    """
+    values = target.arguments | dict(target.adaptation.variables)
+    text = next((values[name] for name in _rates(target) if name in values), str(RATE))
     try:
         rate = float(text)
         if rate >= 1 and rate.hex().startswith("0x1.0000000000000p"):
@@ -152,20 +142,18 @@ def _told_rate(target: Target) -> float:
     )
 
 
-def _refuse_more_than_a_step(
-    target: Target, parameters: Iterable[nn.Parameter], call: Callable[[], None], scene: Scene
-) -> None:
+def _refuse_more_than_a_step(target: Target, call: Callable[[], None], scene: Scene) -> None:
     """Raises UsageError where gradients of zero move parameters by more than an average over the
     ranks, which a parameter server may take of equal numbers, can round: W additions, a division;
     ZeroGradientError where they become no numbers, which is a defect of the code and no other form.
     """
-    found = list(parameters)
-    before = [p.detach().clone() for p in found]
-    for parameter in found:
+    parameters = scene.parameters()
+    before = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     call()
     roundings = scene.value("world_size") + 1
-    for parameter, kept in zip(found, before, strict=True):
+    for parameter, kept in zip(parameters, before, strict=True):
         if not bool(kept.isfinite().all()):  # the training has failed by then, and says so
             continue
         if not bool(parameter.isfinite().all()):

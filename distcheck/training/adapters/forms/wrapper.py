@@ -1,29 +1,29 @@
 """A class (or function) that takes the module, and is trained in its place or beside it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from distcheck.contract import Step, contract_of
+from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.gradients import wait_for
-from distcheck.training.adapters.methods import adapt_scale_loss, own_names
+from distcheck.training.adapters.answers import wait_for
+from distcheck.training.adapters.forms.strategy import adapt_scale_loss
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.definitions import source_file
-from distcheck.training.loaded import LoadedStrategy
-
-PRECEDENCE = 20
-EXAMPLE = (
-    "class Wrapper(module, ...); --finish METHOD after backward, --reset METHOD after the step"
+from distcheck.training.adapters.target import (
+    Target,
+    named_parameters,
+    own_classes,
+    own_names,
+    required,
 )
-_FROM_TORCH = frozenset(dir(nn.Module))
+from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
@@ -31,11 +31,12 @@ def fits(target: Target) -> bool:
     made = target.owner if target.is_unbound else target.value if target.is_class else None
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
-    meanings = [names.MEANINGS.get(p.name, "") for p in _required(made)]
-    agents = meanings.count("model") > 1 or not all(map(_is_there, _required(made), meanings))
+    parameters = required(named_parameters(made))
+    meanings = [meaning_of(p.name) for p in parameters]
+    agents = meanings.count("model") > 1 or not all(map(_is_there, parameters, meanings))
     if target.is_unbound and agents:
         return False  # a trainer or an agent, of which one method is meant
-    if "model" in meanings or any("Module" in str(p.annotation) for p in _required(made)):
+    if "model" in meanings or any("Module" in str(p.annotation) for p in parameters):
         return True
     return any(meaning.endswith("parameters") for meaning in meanings)
 
@@ -66,10 +67,11 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     reset = _method(target, build, target.adaptation.reset, names.RESET, "--reset", scene)
     clears = _method(target, build, None, ["zero_grad"], "", scene)
     is_trained = _is_trained(build)
-    hooks = inspect.isclass(build) and _registers_hooks(build)
-    if not is_trained and not finish and not has_none and not hooks:
-        finish = _only_method(build, scene)
-    if not is_trained and not finish and not has_none and not hooks:
+    hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
+    needs_a_call = not is_trained and not has_none and not hooks
+    if needs_a_call and not finish:
+        finish = _only_method(build)
+    if needs_a_call and not finish:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -83,7 +85,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         made.append(filling.call(*([model] if supplied else [])))
         trained = _trained(target, model, made[-1]) if is_trained else model
         if not in_pieces:
-            _check_own(target, before, trained)
+            _refuse_others(target, before, trained)
         return trained
 
     def calling(name: str) -> Callable[[nn.Module, Step], None]:
@@ -112,97 +114,72 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     if hooks and not finish and not has_none and not is_trained:
         how = "made once before training: it registers hooks; nothing is called after backward"
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
+    return target.loaded(
+        f"{target.name} around the module, {how}{begins}",
         wrap=wrap,
         sync=calling(finish),
         begun=calling(reset if reset != clears else ""),
         zero_grad=calling(clears) if clears else None,
         scale_loss=scaled,
-        note=f"{target.name} around the module, {how}{begins}",
     )
-
-
-def _registers_hooks(build: type) -> bool:
-    """Whether it, or a class that it is derived from and that is not torch's, registers hooks."""
-    own = [base for base in build.__mro__ if not base.__module__.startswith(("torch", "builtins"))]
-    return any(Source(base).registers_hooks for base in own)
-
-
-def _required(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [p for p in named_parameters(build) if p.default is p.empty]
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
     """The parameter that takes the module: by its name or annotation, else the first."""
-    found = named_parameters(build)
-    for p in found:
-        if names.MEANINGS.get(p.name) == "model" or "Module" in str(p.annotation):
+    taken = named_parameters(build)
+    for p in taken:
+        if meaning_of(p.name) == "model" or "Module" in str(p.annotation):
             return [p.name]
-    if found and not names.MEANINGS.get(found[0].name):
-        return [found[0].name]
-    return []
+    return [p.name for p in taken[:1] if not meaning_of(p.name)]
 
 
 def _is_trained(build: Callable[..., Any]) -> bool:
     """Whether what is made takes the module's place. What a function returns will be seen."""
-    if not inspect.isclass(build):
+    if not inspect.isclass(build) or issubclass(build, nn.Module):
         return True
-    if issubclass(build, nn.Module):
-        return True
-    return any(name in dir(build) and name in _members(build) for name in ("forward", "__call__"))
-
-
-def _members(build: type) -> set[str]:
-    return {name for base in build.__mro__ if base is not object for name in vars(base)}
+    members = {name for base in build.__mro__ if base is not object for name in vars(base)}
+    return bool(members & {"forward", "__call__"})
 
 
 def _own_methods(build: Callable[..., Any]) -> str:
     if not inspect.isclass(build):
         return "its methods"
-    own = [n for n in own_names(build) if n not in ("forward", "parameters", "state_dict")]
-    return ", ".join(own) or "its methods, of which there are none"
+    methods = [n for n in own_names(build) if n not in ("forward", "parameters", "state_dict")]
+    return ", ".join(methods) or "its methods, of which there are none"
 
 
 def _method(
     target: Target,
     build: Callable[..., Any],
-    asked: str | None,
+    name: str | None,
     usual: Sequence[str],
     option: str,
     scene: Scene,
 ) -> str:
-    """The method to call: as asked for, or the first of the usual ones that can be."""
-    if asked is not None:
-        if inspect.isclass(build) and not callable(getattr(build, asked, None)):
-            raise UsageError(
-                f"{option} {asked}: {target.name} has no such method; it has {_own_methods(build)}"
-            )
-        if inspect.isclass(build):
-            Filling(scene, getattr(build, asked), what=f"{option} {asked}", skip=1)
-        return asked
+    """The method to call: as an option names it, or the first of the usual ones that can be."""
     if not inspect.isclass(build):
-        return ""
-    own = own_names(build)
-    for name in usual:
-        if name not in own:
-            continue
-        method = getattr(build, name)
-        left = [p for p in named_parameters(method, skip=1) if p.default is p.empty]
-        if all(names.MEANINGS.get(p.name) for p in left):
-            return name
-    return ""
+        return name or ""
+    if name is None:
+        methods = own_names(build)
+        known = (n for n in usual if n in methods and _is_known(getattr(build, n)))
+        return next(known, "")
+    if not callable(getattr(build, name, None)):
+        raise UsageError(
+            f"{option} {name}: {target.name} has no such method; it has {_own_methods(build)}"
+        )
+    Filling(scene, getattr(build, name), what=f"{option} {name}", skip=1)
+    return name
 
 
-def _only_method(build: Callable[..., Any], scene: Scene) -> str:
+def _is_known(method: Callable[..., Any]) -> bool:
+    """Whether all that it asks for besides its object can be filled in."""
+    return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
+
+
+def _only_method(build: Callable[..., Any]) -> str:
     """The method of an object beside the model that has no other one, if it can be called."""
-    own = own_names(build) if inspect.isclass(build) else []
-    if len(own) != 1:
-        return ""
-    left = named_parameters(getattr(build, own[0]), skip=1)
-    known = all(p.default is not p.empty or scene.meaning_of(p.name) for p in left)
-    return own[0] if known else ""
+    methods = own_names(build) if inspect.isclass(build) else []
+    return methods[0] if len(methods) == 1 and _is_known(getattr(build, methods[0])) else ""
 
 
 def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
@@ -216,22 +193,18 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
     return trained
 
 
-def _check_own(target: Target, before: dict[int, torch.Size], trained: nn.Module) -> None:
+def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Module) -> None:
     """Raises UsageError where it trains other parameters than the model's, or pieces of them."""
-    after = {id(p): p.shape for p in _parameters(trained)}
+    parameters = list(trained.parameters()) or [
+        p for module in trained.modules() for p in module._parameters.values() if p is not None
+    ]
+    after = {id(p): p.shape for p in parameters}
     if any(after.get(key) != shape for key, shape in before.items()):
         raise UsageError(
             f"{target.spec!r} trains other parameters than those of the module that it was given: "
             "if they are pieces of them, as in FSDP, give --as sharded-module; copies are not the "
             "module that was to be trained"
         )
-
-
-def _parameters(made: nn.Module) -> Iterable[nn.Parameter]:
-    found = list(made.parameters())
-    return found or [
-        p for module in made.modules() for p in module._parameters.values() if p is not None
-    ]
 
 
 class Carrier(nn.Module):
@@ -247,8 +220,8 @@ class Carrier(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The wrapper's own, where it has such a method."""
-        own = getattr(self._made, "parameters", None)
-        return iter(own()) if callable(own) else super().parameters(recurse)
+        of_wrapper = getattr(self._made, "parameters", None)
+        return iter(of_wrapper()) if callable(of_wrapper) else super().parameters(recurse)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapper's."""

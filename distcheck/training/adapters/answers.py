@@ -1,0 +1,191 @@
+"""A call of the user's function after backward: what it must not do, and what it may return."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.errors import UsageError
+from distcheck.training.adapters.scene import Scene
+from distcheck.training.whole_tensors import is_distributed
+
+Pairs = list[tuple[nn.Parameter, torch.Tensor]]
+_HOOKS = (
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks",
+    "_forward_hooks", "_forward_pre_hooks",
+)  # fmt: skip
+_DESCENDS = 0.5  # cosine; parameters and their gradients are about at right angles
+
+
+def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def wait_for(answer: Any) -> Any:
+    """Waits for what an asynchronous call returned; the answer, where it was none."""
+    if isinstance(answer, list | tuple) and answer and all(hasattr(a, "wait") for a in answer):
+        for work in answer:
+            work.wait()
+        return None
+    if hasattr(answer, "wait") and not isinstance(answer, torch.Tensor):
+        answer.wait()
+        return None
+    return answer
+
+
+def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
+    """Makes a list of tensors, or a single one, the parameters' gradients.
+
+    Raises UsageError for an answer of another shape.
+    """
+    tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
+    fits = len(tensors) == len(parameters)
+    for parameter, tensor in zip(parameters, tensors, strict=False):
+        tensor = torch.as_tensor(tensor)
+        if not fits or tensor.shape != parameter.shape:
+            fits = False
+            break
+        assert parameter.grad is not None
+        if tensor is not parameter.grad:
+            parameter.grad = tensor.detach().to(parameter.grad).clone()
+    if not fits:
+        shown = [
+            tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors
+        ]
+        raise UsageError(
+            f"{what} returned {str(shown[:4])[:200]} for {len(parameters)} gradients; expected is "
+            "nothing (in place), or a tensor of the same shape for each"
+        )
+
+
+class Stillness:
+    """That a call which is to change gradients does not descend along them as well.
+
+    A call that moves parameters in some other way (a decay, a broadcast) is judged like any other.
+    Looked at in the first step only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(p, p.detach().clone()) for p in model.parameters()]
+
+    def check(self, what: str) -> None:
+        """Raises UsageError where parameters have moved against the gradient: by hand-written SGD
+        exactly so (a cosine of 1), by Adam's first step (the gradient's signs) still mostly.
+        """
+        if all(_is_plain(p) and torch.equal(p, before) for p, before in self._before):
+            return  # of one that is not plain, let the sums tell
+        along = moved = slope = 0.0
+        for parameter, before in self._before:
+            if parameter.grad is None or is_distributed(parameter):
+                continue
+            gradient = parameter.grad.detach().double()
+            step = before.double() - parameter.detach().double()
+            along += float((step * gradient).sum())
+            moved += float(step.square().sum())
+            slope += float(gradient.square().sum())
+        if along > _DESCENDS * math.sqrt(moved * slope):
+            raise UsageError(
+                f"{what} updates the parameters itself, so distcheck cannot see its gradients; if "
+                "it calls optimizer.step(), give --as step; if it takes the step of plain SGD, "
+                "give --as steps-inside; otherwise split it in two, and give the part that "
+                "synchronises"
+            )
+
+
+class AfterBackward:
+    """Calls of one function. The first is watched: it shows whether the function takes a step,
+    registers hooks, or returns gradients instead of changing them.
+    """
+
+    def __init__(self, scene: Scene, what: str) -> None:
+        self._scene, self._what = scene, what
+        self._is_first, self._returns = True, False
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Calls it, waits for what it began, and returns its answer. Gradients that it returns, one
+        for each parameter in a list, tuple or dict, become the parameters' if its first call left
+        those as they were.
+
+        Raises UsageError for what the first call must not do.
+        """
+        if not self._is_first:
+            answer = wait_for(call())
+            if self._returns:
+                self._take(_gradients_of(self._scene.live_model, answer))
+            return answer
+        self._is_first = False
+        model = self._scene.live_model
+        still, hooks = Stillness(model), _hooks(model)
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        before = [(p, gradient.clone()) for p, gradient in gradients if _is_plain(gradient)]
+        answer = wait_for(call())
+        if isinstance(answer, nn.Module) and answer is not model:
+            return answer
+        if _hooks(model) - hooks:
+            raise UsageError(
+                f"{self._what} registers hooks, but was called after backward: too late for that "
+                "step, and again at every other; if it must be called once, before training, "
+                "give --as hooks"
+            )
+        still.check(self._what)
+        pairs = _gradients_of(model, answer)
+        in_place = any(not _same(p.grad, kept) for p, kept in before)
+        if not in_place and any(not _same(tensor, p.grad) for p, tensor in pairs):
+            self._returns = True  # beside gradients in place, it is something else
+            self._take(pairs)
+        return answer
+
+    def _take(self, pairs: Pairs) -> None:
+        for parameter, tensor in pairs:
+            take_back([parameter], tensor, what=self._what)
+
+
+def _hooks(model: nn.Module) -> set[tuple[int, str, int]]:
+    """The hooks on a model's parameters and modules."""
+    owners = [*model.parameters(), *model.modules()]
+    return {
+        (id(owner), kind, key)
+        for owner in owners
+        for kind in _HOOKS
+        for key in getattr(owner, kind, None) or ()
+    }
+
+
+def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
+    """The new gradients in an answer, in the order of the parameters or by their names; empty where
+    it holds something else, such as the parameters themselves.
+    """
+    named = dict(model.named_parameters())
+    if isinstance(answer, dict):
+        known = all(name in named for name in answer)
+        answer = [answer.get(name) for name in named] if known else list(answer.values())
+    if not isinstance(answer, list | tuple):
+        return []
+    required = present(named.values())
+    returned = [tensor for tensor in answer if tensor is not None]
+    pairs = list(zip(required, returned, strict=False))
+    is_each = len(required) == len(returned) and bool(required)
+    return pairs if is_each and all(_could_be(p, t) for p, t in pairs) else []
+
+
+def _could_be(parameter: nn.Parameter, tensor: Any) -> bool:
+    """Whether it can be the parameter's gradient: of its shape, and not its own value."""
+    if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
+        return False
+    is_value = tensor.data_ptr() == parameter.data_ptr() and tensor.numel() > 0
+    return tensor.shape == parameter.shape and not is_value
+
+
+def _is_plain(tensor: torch.Tensor | None) -> bool:
+    """Whether it can be compared element by element, on this rank alone."""
+    return tensor is not None and tensor.layout == torch.strided and not is_distributed(tensor)
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or not _is_plain(one) or not _is_plain(other):
+        return False
+    alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+    return alike and torch.equal(one.nan_to_num(), other.nan_to_num())

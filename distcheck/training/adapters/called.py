@@ -1,0 +1,198 @@
+"""Carrying out a row of the table of forms: when the code is called, with what, and what it leaves.
+
+What it asks for besides its subject is filled in by name.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.contract import Step
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.answers import AfterBackward, present, take_back, wait_for
+from distcheck.training.adapters.forms import Form, is_context_function
+from distcheck.training.adapters.names import meaning_of
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Target, counts, takes_any_number, wants_list
+from distcheck.training.loaded import LoadedStrategy
+
+Sync = Callable[[nn.Module, Step], None]
+
+
+def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
+    """The code as a strategy. Raises UsageError where it cannot be called so."""
+    around, once = form.called == "around backward", form.called == "once before training"
+    is_other = target.is_unbound if around else target.is_class
+    lacks_subject = (once or form.handed != "model") and not target.first
+    if not callable(target.value) or is_other or lacks_subject:
+        raise refusal(target, f"strategy {target.spec!r} {form.lacks}")
+    if once and is_context_function(target.value):
+        raise UsageError(
+            f"strategy {target.spec!r} is a context manager, which --as {form.name} would call but "
+            "never enter; give --as context"
+        )
+    note = f"{target.signature}{form.note}"
+    if form.handed == "gradients":
+        return target.loaded(note, sync=_of_all_gradients(target, scene))
+    if form.handed == "each gradient":
+        return target.loaded(note, sync=_of_each_gradient(target, scene, divide=form.divides))
+    call = _call_of(form, target, scene)
+    if once:
+        return target.loaded(note, wrap=_once(call))
+    if around:
+        scale_loss, sync = _around(target, call)
+        return target.loaded(note, scale_loss=scale_loss, sync=sync)
+    if form.called == "for the optimizer's step":
+        return target.loaded(note, sync=lambda model, step: wait_for(call()), update="sync")
+    sync = _after(form, target, scene, call)
+    if form.called == "after the optimizer's step":
+        return target.loaded(note, sync=sync, update="sync")
+    if form.handed == "model" and _needs_no_remark(target):
+        note = ""
+    elif target.source.returns_many:
+        note += ", a tensor for each parameter that it returns is taken for its gradient"
+    return target.loaded(note, sync=sync)
+
+
+def _needs_no_remark(target: Target) -> bool:
+    """Whether it is f(model) or f(model, step)."""
+    if target.adaptation.arguments or target.source.returns_many:
+        return False
+    return len(target.required) <= 1 and target.kind_of_first in ("model", "")
+
+
+def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
+    """The call with the model, with its parameters where it works on those, or with neither where
+    its first parameter is something else by its name.
+    """
+    first = target.first
+    of_parameters = "parameters" in (form.handed, target.kind_of_first)
+    is_subject = of_parameters or meaning_of(first) in ("", "model")
+    supplied = [first] if first and is_subject and first not in target.arguments else []
+    takes_all, stepped = False, list[str]()
+    if form.handed == "model" and form.called in ("after backward", "after the optimizer's step"):
+        takes_all = takes_any_number(target.value) and not target.required
+        stepped = [p.name for p in target.parameters[1:2] if p.name == "step" and not counts(p)]
+        if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:
+            raise refusal(target, f"{target.described}, which takes neither a model nor gradients")
+    filling = Filling(scene, target.value, what=target.described, supplied=supplied, given=stepped)
+    listed = any(wants_list(p, target.source) for p in target.parameters if p.name == first)
+    if supplied and of_parameters and not listed:
+        scene.handed_once.append(first)
+
+    def call() -> Any:
+        model = scene.live_model
+        if takes_all:  # f(*arguments)
+            scene.calls += 1
+            return target.value(model, scene.step)
+        of_it = list(model.parameters()) if listed else model.parameters()
+        return filling.call(*[of_it if of_parameters else model][: len(supplied)])
+
+    return call
+
+
+def _once(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: nn.Module) -> nn.Module:
+        answer = call()
+        return answer if isinstance(answer, nn.Module) else model
+
+    return wrap
+
+
+def _around(
+    target: Target, call: Callable[[], Any]
+) -> tuple[Callable[[torch.Tensor, Step], torch.Tensor], Sync]:
+    """Entered when a step's first backward begins, left after its last one."""
+    entered: list[AbstractContextManager[Any]] = []
+
+    def enter(loss: torch.Tensor, step: Step) -> torch.Tensor:
+        if not entered:
+            made = call()
+            if not hasattr(made, "__exit__"):
+                raise UsageError(
+                    f"{target.spec!r} returned a {type(made).__name__}; a context manager is "
+                    "expected; name the form with --as"
+                )
+            made.__enter__()
+            entered.append(made)
+        return loss
+
+    def leave(model: nn.Module, step: Step) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    return enter, leave
+
+
+def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) -> Sync:
+    after = AfterBackward(scene, repr(target.spec))
+
+    def sync(model: nn.Module, step: Step) -> None:
+        if form.called == "after the optimizer's step":
+            scene.value("optimizer").step()
+        answer = after.run(call)
+        is_module = isinstance(answer, nn.Module) and answer not in (model, scene.model)
+        if is_module and form.handed == "model":
+            raise UsageError(
+                f"{target.spec!r} returned another module when it was called after backward; if it "
+                "wraps the model once, give --as wrapper"
+            )
+
+    return sync
+
+
+def _of_all_gradients(target: Target, scene: Scene) -> Sync:
+    into = [p.name for p in target.required[1:] if p.name in names.GRADIENTS_OUT][:1]
+    filling = Filling(scene, target.value, what=target.described, supplied=[target.first, *into])
+
+    def sync(model: nn.Module, step: Step) -> None:
+        parameters = present(scene.parameters())
+        tensors = [parameter.grad for parameter in parameters]
+        means = [[torch.zeros_like(parameter) for parameter in parameters] for _ in into]
+        answer = wait_for(filling.call(tensors, *means))
+        if means:  # whatever it returns besides
+            (answer,) = means
+        # What it returned; otherwise the list that it was given, whose entries it may replace.
+        take_back(parameters, tensors if answer is None else answer, what=repr(target.spec))
+
+    return sync
+
+
+def _of_each_gradient(target: Target, scene: Scene, *, divide: bool) -> Sync:
+    into = [p.name for p in target.required[1:] if p.name in names.RECEIVED]
+    if not into and target.first in names.SENT:
+        into = [p.name for p in target.parameters[1:] if p.name in names.RECEIVED]
+    supplied = [target.first, *into[:1]]
+    filling = Filling(scene, target.value, what=target.described, supplied=supplied)
+    as_arrays = "ndarray" in target.first_annotation or target.first.endswith(("array", "arr"))
+
+    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+        # The gradient itself: code that works on a copy of it must be seen doing so.
+        sent = gradient.contiguous() if as_arrays else gradient
+        received = torch.zeros_like(sent)
+        tensors = [sent, received][: len(supplied)]
+        handed = [t.cpu() for t in tensors] if as_arrays else tensors  # arrays are on the CPU
+        answer = wait_for(filling.call(*(t.numpy() if as_arrays else t for t in handed)))
+        for tensor, seen in zip(tensors, handed, strict=True):
+            if seen is not tensor:
+                tensor.copy_(seen)
+        if into:
+            return received
+        # A number (elements sent, rounds, seconds) is not a gradient: then it works in place.
+        in_place = answer is None or isinstance(answer, Number | str)
+        return sent if in_place else torch.as_tensor(answer)
+
+    def sync(model: nn.Module, step: Step) -> None:
+        for parameter in present(scene.parameters()):
+            assert parameter.grad is not None
+            take_back([parameter], reduce(parameter.grad), what=repr(target.spec))
+            if divide:
+                parameter.grad.div_(step.shards)
+
+    return sync
