@@ -23,7 +23,6 @@ from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
-from distcheck.training.rank import Unwatched
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import look_at
@@ -60,7 +59,7 @@ def _train(
     mine = [delay for delay in case.delays if delay.rank == rank]
     late.begin([] if turn.again else mine)
     strategy = load_strategy(case.strategy, case.adaptation)
-    observer: Observer = Unwatched()
+    observer: Observer = Observer()
     if not turn.bare:
         first, second = traces[:2]
         fds = (second, first) if turn.again else (first, None)

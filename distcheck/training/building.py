@@ -129,9 +129,9 @@ class Ingredients:
         if schedule is not None:
             schedule(optimizer, step)
 
-    def batch(self, ids: torch.Tensor, total: int) -> Batch:
-        """The samples `ids` [n] of the training split, as part of a step of `total` samples."""
-        inputs, labels = self.samples.read(ids, train=True, dtype=self.dtype)
+    def batch(self, ids: torch.Tensor, total: int, *, train: bool = True) -> Batch:
+        """The samples `ids` [n] of a split, as part of a step of `total` samples."""
+        inputs, labels = self.samples.read(ids, train=train, dtype=self.dtype)
         inputs, labels = inputs.to(self.device), labels.to(self.device)
         batch = Batch(inputs=inputs, labels=labels, ids=ids, total=total)
         return with_tokens(self.loaded.workload, self.case.workload, batch)

@@ -25,18 +25,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distcheck.errors import UsageError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
 from distcheck.training import scripts
-from distcheck.training.frameworks import not_installed
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
 
 STRATEGY_GROUP = "distcheck.strategies"
 # Workloads whose names may say more, after a colon.
 DESCRIBED = ("generated", "lattice", "composite", "mlp")
-_NOTHING_SAID = Adaptation()
+_AS_IT_IS = Adaptation()
+# Libraries that engines come from: the name that is imported, and the one that pip knows.
+PACKAGES = {
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "fairscale": "fairscale",
+    "lightning": "lightning",
+    "megatron": "megatron-core",
+    "transformers": "transformers",
+}
 
 
 @cache
@@ -76,8 +84,8 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
     place, _, attribute = spec.partition(":")
     if attribute or is_path(place):
         return {}
-    own = _own_strategies()
-    return own if place in own else strategy_names()
+    builtin = _own_strategies()
+    return builtin if place in builtin else strategy_names()
 
 
 def workload_names() -> dict[str, str]:
@@ -114,7 +122,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
         )
 
 
-def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedStrategy:
+def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrategy:
     """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
     from distcheck.training.adapters.adapting import adapt
     from distcheck.training.adapters.source import unwrapped
@@ -252,9 +260,18 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
         raise UsageError(_raised_on_import(what, place, error)) from None
 
 
+def not_installed(error: ModuleNotFoundError) -> CannotRunError | None:
+    """The error for a person where what is missing is one of PACKAGES; None for any other."""
+    name = (error.name or "").partition(".")[0]
+    if name not in PACKAGES:
+        return None
+    return CannotRunError(f"{name} is not installed here; run pip install {PACKAGES[name]}")
+
+
 def _raised_on_import(what: str, place: str, error: BaseException) -> str:
-    own = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    last = [f for f in own if f.filename != __file__][-1:]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    last = theirs[-1:]
     where = f" ({last[0].filename}, line {last[0].lineno})" if last else ""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if "default process group twice" in text:

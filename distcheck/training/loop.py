@@ -15,10 +15,8 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, restore, take_checkpoint
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.losses import LossOfShard
-from distcheck.training.own_backward import OwnBackward
+from distcheck.training.losses import LossOfShard, OwnBackward
 from distcheck.training.recorder import Observer
-from distcheck.training.refused import lengths, refuse_other_names, refuse_steps_in_backward
 from distcheck.training.sharding import Shards
 from distcheck.worlds.messages import SETTING_UP
 
@@ -78,7 +76,7 @@ class Loop:
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
         names = [name for name, _ in self.model.named_parameters()]
         self.wrapped: nn.Module = self._strategy.wrap(self.model)
-        refuse_other_names(f"strategy {ingredients.case.strategy!r}", names, self.model)
+        _refuse_other_names(f"strategy {ingredients.case.strategy!r}", names, self.model)
         if self.wrapped is not self.model and ingredients.case.adaptation.without_data:
             raise UsageError(
                 f"--without-data is for code that is called after backward; "
@@ -134,10 +132,10 @@ class Loop:
                 self._evaluate(batch)
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
             first = first and not self._strategy.engine  # which may hold them elsewhere
-            before = lengths(self.model) if first else None
+            before = _lengths(self.model) if first else None
             loss_value = self._backward(batch, step)
             if before is not None:
-                refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
+                _refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
         else:
             loss_value = self._stand_by(step)
         self._observer.backward_over(self._stretches)
@@ -150,10 +148,10 @@ class Loop:
         """As a training loop does. A wrapper that has its own zero_grad() may hold gradients that
         are views of its buffers: None in their place would cut them off.
         """
-        own = type(self.wrapped).zero_grad
+        zero_grad = type(self.wrapped).zero_grad
         if self._strategy.zero_grad is not None:
             self._strategy.zero_grad(self.wrapped, step)
-        elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
+        elif self.wrapped is not self.model and zero_grad is not nn.Module.zero_grad:
             self.wrapped.zero_grad()
         else:
             self._optimizer.zero_grad(set_to_none=not self._training.keeps_gradients)
@@ -178,8 +176,11 @@ class Loop:
             if not self._exchanges_in_hooks:
                 self._observer.synced(number, self.model)
             self._progress(number, "update")
-            if self._training.clip_norm is not None:
-                self._clip(self._training.clip_norm)
+            max_norm, clip = self._training.clip_norm, self._strategy.clip
+            if max_norm is not None and clip is not None:
+                clip(self.wrapped, max_norm)
+            elif max_norm is not None:
+                nn.utils.clip_grad_norm_(self.wrapped.parameters(), max_norm)
             if self._exchanges_in_hooks:
                 self._step_with_hooks(number)
             else:
@@ -195,8 +196,8 @@ class Loop:
                 self._observer.synced(number, self.model)
 
         inner: Any = getattr(self._optimizer, "optim", self._optimizer)
-        own: Any = getattr(self._optimizer, "before_update", None)
-        hook = (own or inner.register_step_pre_hook)(begins)
+        register: Any = getattr(self._optimizer, "before_update", inner.register_step_pre_hook)
+        hook = register(begins)
         try:
             self._strategy.sync(self.wrapped, step)
             if update == "optimizer":
@@ -216,12 +217,6 @@ class Loop:
                 "its step() once in every step on every rank; where one rank steps for all and "
                 "sends its parameters, give --as steps-inside"
             )
-
-    def _clip(self, max_norm: float) -> None:
-        if self._strategy.clip is not None:
-            self._strategy.clip(self.wrapped, max_norm)
-        else:
-            nn.utils.clip_grad_norm_(self.wrapped.parameters(), max_norm)
 
     @property
     def _exchanges_in_hooks(self) -> bool:
@@ -256,12 +251,16 @@ class Loop:
         loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped, saw)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
-            own = OwnBackward(
-                self._strategy, self._training.accumulate, self._exchanging,
+            # The scaler makes its factor when it is first asked.
+            one = torch.ones((), device=self._ingredients.device)
+            backward = OwnBackward(
+                self._strategy.backward,
+                self._training.accumulate,
+                self._exchanging,
+                loss_scale=float(self._scaler.scale(one)) if self._scaler.is_enabled() else 1.0,
                 may_lack=self._mesh is not None,
-            )  # fmt: skip
-            scale = self._own_scale()
-            loss_value, self._stretches = own.run(loss_of, batch, step, scale)
+            )
+            loss_value, self._stretches = backward.run(loss_of, batch, step)
             return loss_value
         parts = batch.split(self._training.accumulate)
         if len(parts) == 1:
@@ -274,13 +273,6 @@ class Loop:
             mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
         assert mean_loss is not None, "a shard holds at least one sample"
         return float(mean_loss)
-
-    def _own_scale(self) -> float:
-        """What a backward of the strategy's own must multiply its loss by: the scaler's factor,
-        which the scaler makes when it is first asked.
-        """
-        one = torch.ones((), device=self._ingredients.device)
-        return float(self._scaler.scale(one)) if self._scaler.is_enabled() else 1.0
 
     def _stand_by(self, step: Step) -> float:
         """What a rank without data does in place of forward and backward: it learns of the step as
@@ -297,15 +289,16 @@ class Loop:
     def _backward_one(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
         """Backward from one loss, which is returned."""
         case = self._ingredients.case
-        given, asked = loss, self._strategy.contract.loss_given(case.loss)
-        if asked == "mean/world":
-            given = loss * (1 / step.shards)
-        elif asked == "sum/global":
-            given = loss * (step.samples / step.total_samples)
-        elif asked == "tokens":
-            given = loss * max(1, step.tokens)
-        scaled = self._strategy.scale_loss(given.clone(), step)  # which may work in place
-        self._observer.scaled(given, scaled)
+        factors = {
+            "mean/world": 1 / step.shards,
+            "sum/global": step.samples / step.total_samples,
+            "tokens": max(1, step.tokens),
+        }
+        kind, start = self._strategy.contract.loss_given(case.loss), loss
+        if kind in factors:
+            start = loss * factors[kind]
+        scaled = self._strategy.scale_loss(start.clone(), step)  # which may work in place
+        self._observer.scaled(start, scaled)
         self._progress(step.index, "backward")
         self._scaler.scale(scaled).backward()
         return loss.detach()
@@ -327,3 +320,44 @@ class Loop:
     def close(self) -> None:
         """Lets the strategy end what it started."""
         self._strategy.close()
+
+
+# Code that trains in a way that is not compared may be right, so it is refused before a verdict.
+# Parameters are compared by name, and gradients after backward: weight_norm gives the model other
+# parameters, and hooks may take the step while backward goes on, and drop the gradients.
+
+
+def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> None:
+    """Raises UsageError where a model has parameters under new names in place of its own."""
+    after = [name for name, _ in model.named_parameters()]
+    gone = [name for name in before if name not in after]
+    new = [name for name in after if name not in before]
+    if gone and new:
+        raise UsageError(
+            f"{strategy} replaced parameters of the model: {gone[0]} is gone, and {new[0]} is new "
+            f"({len(gone)} are gone in all). Parameters are compared by name: build such a model "
+            "in a workload (--workload FILE.py:NAME), and give the code that synchronises it"
+        )
+
+
+def _lengths(model: nn.Module) -> list[float]:
+    """A number for each parameter that trains, which another value of it hardly has. Pieces that
+    ranks put together (DTensor) and numbers of one byte are left out.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize > 1]
+    with torch.no_grad():
+        return [float(p.norm()) for p in trained if not hasattr(p, "full_tensor")]
+
+
+def _refuse_steps_in_backward(strategy: str, before: list[float], model: nn.Module) -> None:
+    """Raises UsageError where backward moved parameters and left no gradient at all, as hooks do
+    that take the optimizer's step.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if any(p.grad is not None for p in trained) or not trained or _lengths(model) == before:
+        return
+    raise UsageError(
+        f"{strategy} updates the parameters in backward and leaves no gradients, so they are "
+        "never seen; leave out the step and the zero_grad() of its hooks, and give the part that "
+        "synchronises: the loop takes the optimizer's step after backward"
+    )

@@ -1,21 +1,31 @@
-"""The loss that a strategy's own `backward` computes and returns."""
+"""The loss of a shard, as a strategy's own `backward` computes it, and what is seen of that.
+
+A backward of a strategy's own that calls the loss on one stretch of the shard after the other
+accumulates, whether or not its contract says so: the number of stretches is recorded, so that what
+is expected can be computed over the same ones.
+"""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from distcheck.contract import Batch
+from distcheck.contract import Batch, LossOf, Step
+from distcheck.recordings.traces.layout import NO_LOSS
 from distcheck.training.outputs import calls_of, per_sample
 
+MOST_STRETCHES = 255  # that a trace can hold; of more, none is noted
 # The ids of some of the shard's samples, and what the model returned for each of them.
 Saw = Callable[[torch.Tensor, torch.Tensor | None], None]
+Backward = Callable[[LossOf, Batch, Step], torch.Tensor | None]
 
 
 class LossOfShard:
     """What `backward` is given; see `contract.LossOf`. `saw` hears of the outputs that a loss is
-    computed of, where it may be differentiated.
+    computed of, where it may be differentiated. The loss is multiplied by each of `factors`.
     """
 
     def __init__(
@@ -23,23 +33,48 @@ class LossOfShard:
         loss: Callable[[nn.Module, Batch], torch.Tensor],
         model: nn.Module,
         saw: Saw | None = None,
+        factors: tuple[float, ...] = (),
     ) -> None:
         self._loss, self._model, self._saw = loss, model, saw
+        self._factors = [factor for factor in factors if factor != 1.0]
+        self._calls: list[torch.Tensor] = []  # the samples of every call
+
+    def times(self, *factors: float) -> "LossOfShard":
+        """The same loss times these, of which nothing has been called yet."""
+        return LossOfShard(self._loss, self._model, self._saw, factors)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The loss of what the wrapped model makes of the batch."""
         if self._saw is None or not torch.is_grad_enabled():
-            return self._loss(self._model, batch)
+            return self._counted(batch, self._loss(self._model, batch))
         with calls_of(self._model, len(batch.ids)) as calls:
             loss = self._loss(self._model, batch)
         self._saw(batch.ids, calls.rows)
-        return loss
+        return self._counted(batch, loss)
 
     def given(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The loss of outputs that were computed already."""
         if self._saw is not None and torch.is_grad_enabled():
             self._saw(batch.ids, per_sample(outputs, len(batch.ids)))
-        return self._loss(_Answers(outputs), batch)
+        return self._counted(batch, self._loss(_Answers(outputs), batch))
+
+    def _counted(self, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self._calls.append(batch.ids)
+        for factor in self._factors:
+            loss = loss * factor
+        return loss
+
+    def stretches(self, piece: Batch) -> int:
+        """How many calls there were, if they were on the parts of `Batch.split`; else 1."""
+        count = len(self._calls)
+        if not 1 < count <= MOST_STRETCHES:
+            return 1
+        parts = piece.split(count)
+        alike = len(parts) == count and all(
+            torch.equal(part.ids, ids) for part, ids in zip(parts, self._calls, strict=True)
+        )
+        return count if alike else 1
 
 
 class _Answers(nn.Module):
@@ -50,18 +85,70 @@ class _Answers(nn.Module):
         self._outputs = outputs
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """The outputs, whatever it is called with."""
         return self._outputs
 
 
-def check_returned(returned: Any, *, may_lack: bool) -> None:
-    """Raises TypeError for what a strategy's `backward` may not return: anything but the loss, or
-    None where a rank may lack it.
+class OwnBackward:
+    """Runs a strategy's own backward over a shard, in one piece or in `accumulate` of them, its
+    loss multiplied by `loss_scale` (a power of two, which rounds nothing). A rank `may_lack` the
+    loss.
     """
-    if isinstance(returned, torch.Tensor) or (returned is None and may_lack):
-        return
-    or_none = ", or None on a rank that does not have it" if may_lack else ""
-    raise TypeError(
-        f"the strategy's backward() must return the shard's mean loss, a tensor{or_none}, and "
-        f"returned {returned!r}"
-    )
+
+    def __init__(
+        self,
+        backward: Backward,
+        accumulate: int,
+        exchanging: Callable[[bool], AbstractContextManager[None]],
+        *,
+        loss_scale: float,
+        may_lack: bool,
+    ) -> None:
+        self._backward, self._accumulate, self._exchanging = backward, accumulate, exchanging
+        self._loss_scale, self._may_lack = loss_scale, may_lack
+
+    def run(self, loss_of: LossOfShard, batch: Batch, step: Step) -> tuple[float, int]:
+        """The shard's mean loss (NO_LOSS where a rank may lack it, and does), and how many
+        stretches each call of backward cut its batch into (1 where it was not cut, or not as
+        `Batch.split` does).
+        """
+        losses, counts = list[torch.Tensor | None](), set[int]()
+        pieces = batch.split(self._accumulate)
+        assert pieces, "a shard holds at least one sample"
+        for piece in pieces:
+            with self._exchanging(piece is pieces[-1]):
+                loss, count = self._of_piece(
+                    loss_of.times(piece.share_of(batch), self._loss_scale), piece, step
+                )
+            losses.append(loss)
+            counts.add(count)
+        stretches = counts.pop() if len(counts) == 1 else 1
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
+            return NO_LOSS, stretches
+        total = known[0]
+        for loss in known[1:]:
+            total = total + loss
+        return float(total), stretches
+
+    def _of_piece(
+        self, loss_of: LossOfShard, piece: Batch, step: Step
+    ) -> tuple[torch.Tensor | None, int]:
+        """As a script that accumulates calls it: for a step of the piece's samples, of a loss that
+        counts by the piece's share. The weight of a rank stays what it is.
+        """
+        if len(piece.ids) != step.samples:
+            whole = step.total_samples * len(piece.ids) // step.samples
+            step = replace(step, samples=len(piece.ids), total_samples=whole, tokens=piece.tokens)
+            piece = replace(piece, total=whole)
+        returned = self._backward(loss_of, piece, step)
+        if returned is None and self._may_lack:
+            return None, loss_of.stretches(piece)
+        if not isinstance(returned, torch.Tensor):
+            or_none = ", or None on a rank that does not have it" if self._may_lack else ""
+            raise TypeError(
+                "the strategy's backward() must return the shard's mean loss, a tensor"
+                f"{or_none}, and returned {returned!r}"
+            )
+        loss = returned.detach()
+        loss = loss / self._loss_scale if self._loss_scale != 1.0 else loss
+        return loss, loss_of.stretches(piece)

@@ -10,7 +10,7 @@ import msgspec
 import torch
 import xxhash
 
-from distcheck.contract import Batch, Contract
+from distcheck.contract import Contract
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.recordings.traces.writer import TraceWriter
@@ -31,7 +31,6 @@ from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
-from distcheck.training.tokens import with_tokens
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds import surroundings
@@ -42,6 +41,20 @@ from distcheck.worlds.rendezvous import join
 from distcheck.worlds.reporter import Reporter
 
 
+def _open(
+    job: RecordRequest | DigestRequest | TrainRequest, fds: Descriptors, reporter: Reporter
+) -> Ingredients:
+    """Joins the world, and opens what the case trains."""
+    seeds.pin_determinism()
+    device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
+    reporter.progress(0, "rendezvous")
+    join(job.rendezvous, fds.get(LISTEN, -1))
+    reporter.progress(0, LOADING)
+    ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
+    seeds.pin_default_dtype(job.case.dtype)
+    return ingredients
+
+
 @RECORD.does
 def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Runs one recording rank."""
@@ -49,13 +62,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     if job.memory_seed is not None:
         surroundings.allocate(job.memory_seed)
     keep_folder()
-    seeds.pin_determinism()
-    device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
-    reporter.progress(0, "rendezvous")
-    join(job.rendezvous, fds[LISTEN])
-    reporter.progress(0, LOADING)
-    ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
-    seeds.pin_default_dtype(job.case.dtype)
+    ingredients = _open(job, fds, reporter)
     late = Lateness()
     if job.delays:
         late.install()
@@ -64,7 +71,9 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     writer = TraceWriter(fds["trace"], job.layout, rank, fds.get("baseline"))
     strategy = load()
     by_owners = strategy.contract.gradients == "owner"
-    recorder = TraceRecorder(writer, job.layout, device, by_owners=by_owners, full=strategy.full)
+    recorder = TraceRecorder(
+        writer, job.layout, ingredients.device, by_owners=by_owners, full=strategy.full
+    )
     progress = late.watching(reporter.progress)
     loop = Loop(ingredients, strategy, recorder, rank=rank, progress=progress, load_again=load)
     for step in range(job.case.steps):
@@ -77,23 +86,19 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
 def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
     """Runs one rank of a world that is compared with itself under another schedule."""
     case, rank = job.case, job.rendezvous.rank
-    seeds.pin_determinism()
-    device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
-    join(job.rendezvous, fds.get(LISTEN, -1))
-    ingredients = open_ingredients(case, job.description, fds.get("data"), device)
+    ingredients = _open(job, fds, reporter)
     samples: object = ingredients.samples
     if type(samples) is SyntheticSamples:
         again: Any = RememberedSamples()
         ingredients = replace(ingredients, samples=again)
-    seeds.pin_default_dtype(case.dtype)
     strategy = load_strategy(case.strategy, case.adaptation)
-    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
-    found = []
+    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
+    digests = []
     for step in range(case.steps):
         loss, _, _ = loop.step(step)
-        found.append(_digest_of(loop.model, loss))
+        digests.append(_digest_of(loop.model, loss))
     loop.close()
-    return tuple(found)
+    return tuple(digests)
 
 
 def _digest_of(model: torch.nn.Module, loss: float) -> str:
@@ -103,7 +108,7 @@ def _digest_of(model: torch.nn.Module, loss: float) -> str:
     for parameter in model.parameters():
         held += [parameter.detach(), *([] if parameter.grad is None else [parameter.grad.detach()])]
     for tensor in [*held, *model.buffers()]:
-        local: torch.Tensor = getattr(tensor, "to_local", lambda found=tensor: found)()
+        local: torch.Tensor = getattr(tensor, "to_local", lambda whole=tensor: whole)()
         hashed.update(local.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
@@ -112,15 +117,12 @@ def _digest_of(model: torch.nn.Module, loss: float) -> str:
 def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Runs one rank that only trains."""
     case, rank = job.case, job.rendezvous.rank
-    seeds.pin_determinism()
-    device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
-    reporter.progress(0, "rendezvous")
-    join(job.rendezvous, fds[LISTEN])
-    reporter.progress(0, LOADING)
-    ingredients = open_ingredients(case, job.description, fds.get("data"), device)
-    seeds.pin_default_dtype(case.dtype)
-    strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
-    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    ingredients = _open(job, fds, reporter)
+    # Without a strategy, as a single process trains.
+    strategy = LoadedStrategy(contract=Contract(), file="")
+    if case.strategy:
+        strategy = load_strategy(case.strategy, case.adaptation)
+    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
     size = ingredients.samples.size(train=True)
     per_epoch = steps_per_epoch(size, case.batch, loop.readers)
     for epoch in range(job.epochs):
@@ -180,50 +182,9 @@ def _count_correct(
         for number, first in enumerate(range(0, size, batch)):
             reporter.progress(number, "test")
             ids = torch.arange(first, min(first + batch, size))
-            inputs, labels = ingredients.samples.read(ids, train=False, dtype=ingredients.dtype)
-            inputs, labels = inputs.to(ingredients.device), labels.to(ingredients.device)
-            given = Batch(inputs=inputs, labels=labels, ids=ids, total=len(ids))
-            given = with_tokens(ingredients.loaded.workload, ingredients.case.workload, given)
-            right = model(inputs).argmax(-1) == labels
-            if given.real is not None:
-                right = right.reshape(len(ids), -1) & given.real
-            yield int(right.sum()), given.tokens
+            part = ingredients.batch(ids, len(ids), train=False)
+            right = model(part.inputs).argmax(-1) == part.labels
+            if part.real is not None:
+                right = right.reshape(len(ids), -1) & part.real
+            yield int(right.sum()), part.tokens
     model.train()
-
-
-def alone() -> LoadedStrategy:
-    """No synchronisation: what a single process does."""
-    return LoadedStrategy(contract=Contract(), file="")
-
-
-class Unwatched(Observer):
-    """An observer that looks away."""
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Nothing."""
-
-    def started(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing."""
-
-    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
-        """Nothing."""
-
-    def counted(self, batch: Batch) -> None:
-        """Nothing."""
-
-    def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Nothing."""
-
-    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Nothing."""
-
-    def backward_over(self, stretches: int) -> None:
-        """Nothing."""
-
-    def synced(self, step: int, model: torch.nn.Module) -> None:
-        """Nothing."""
-
-    def updated(
-        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: float
-    ) -> None:
-        """Nothing."""

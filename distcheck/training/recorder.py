@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Batch
+from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.header import StepHeader
@@ -17,9 +18,8 @@ from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
 from distcheck.training.building import can_train, state_tensors, trainable
 from distcheck.training.leaf_hooks import LeafHook
-from distcheck.training.optimizers import implementation
-from distcheck.training.owners import Owners
-from distcheck.training.whole_tensors import is_distributed, whole
+from distcheck.training.optimizers import implementation, innermost
+from distcheck.training.whole_tensors import dense, is_distributed, whole
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
 # holds them elsewhere than in the model and the optimizer; None where these hold what there is. A
@@ -31,53 +31,87 @@ class OfItsOwn(dict[str, torch.Tensor | None]):
     """What an accessor gives where each rank has the tensors by itself, and puts none together."""
 
 
-class Observer(Protocol):
-    """What the training loop reports to its listener, in this order at every step."""
+class Observer:
+    """What the training loop reports, in this order at every step; this one looks away."""
 
     def attach(self, model: nn.Module) -> None:
         """Once, before the strategy has wrapped the model."""
-        ...
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Once, before the first step."""
-        ...
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
         """The shard is known, nothing has been computed."""
-        ...
 
     def counted(self, batch: Batch) -> None:
         """The shard was read, and its tokens were counted; not on a rank without data."""
-        ...
 
     def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         """In a layout: what the model returned for each of some samples of the shard, of which a
         loss is computed; None where it has no row for each of them.
         """
-        ...
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
-        ...
 
     def backward_over(self, stretches: int) -> None:
         """The step's last backward has ended, nothing else has been called. The strategy's own
         backward cut each batch that it was given into `stretches`.
         """
-        ...
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Gradients are what the optimizer will see."""
-        ...
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
     ) -> None:
         """The optimizer has stepped."""
-        ...
 
 
-class TraceRecorder:
+class Owners:
+    """Which rank's optimizer updates each of a model's parameters. All ranks make one at once.
+
+    ZeRO-2 reduces a gradient to its owner: what the other ranks hold is their own gradient or none,
+    and no step reads it. So the owner's gradient counts; what the others hold is recorded besides,
+    to say where a gradient is that its owner has not.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = list(model.named_parameters())
+        groups = getattr(innermost(optimizer), "param_groups", ())
+        held = {id(p) for group in groups for p in group["params"]}
+        device = next((p.device for _, p in named), torch.device("cpu"))
+        mine = torch.tensor([id(p) in held for _, p in named], dtype=torch.long, device=device)
+        holders, owner = mine.clone(), mine * dist.get_rank()
+        dist.all_reduce(holders)
+        dist.all_reduce(owner)
+        counts = dict(zip((name for name, _ in named), holders.tolist(), strict=True))
+        wrong = [f"{n} ({counts[n]})" for n, p in named if p.requires_grad and counts[n] != 1]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise UsageError(
+                'the strategy promises gradients="owner", so each parameter must be in the '
+                "optimizer of exactly one rank; in the optimizers of so many ranks are: "
+                f"{', '.join(wrong[:3])}{more}"
+            )
+        pairs = zip(named, owner.tolist(), strict=True)
+        self.of = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
+
+    def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
+        """What this rank holds, by name, in the parameters' dtypes; None where a part of a gradient
+        is left, or nothing.
+        """
+        held: dict[str, torch.Tensor | None] = {}
+        for name, parameter in model.named_parameters():
+            if name in self.of:
+                gradient = dense(parameter.grad)
+                if gradient is not None and gradient.shape != parameter.shape:
+                    gradient = None
+                held[name] = None if gradient is None else gradient.to(parameter.dtype)
+        return held
+
+
+class TraceRecorder(Observer):
     """Records into a trace.
 
     Local gradients are taken by hooks on the parameters, registered before the strategy sees
@@ -103,11 +137,8 @@ class TraceRecorder:
         self._full = full
         self._by_owners = by_owners
         self._owners: Owners | None = None
-        self._writer = writer
-        self._device = device
-        self._layout = layout
-        self._step = 0
-        self._epoch = 0
+        self._writer, self._layout, self._device = writer, layout, device
+        self._step = self._epoch = 0
         self._ids: list[int] = []
         self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
@@ -127,7 +158,9 @@ class TraceRecorder:
         for index, (_, parameter) in enumerate(trainable(model)):
             trains = parameter.requires_grad
             if trains or can_train(parameter):
-                self._hooks[index] = LeafHook(parameter.requires_grad_(True), self._hook(index))
+                self._hooks[index] = LeafHook(
+                    parameter.requires_grad_(True), partial(self._local_gradient, index)
+                )
                 parameter.requires_grad_(trains)
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -174,10 +207,11 @@ class TraceRecorder:
         that no hook could see nothing is recorded.
         """
         held = self._held("full_gradients")
-        own = {name: parameter.grad for name, parameter in trainable(model)}
-        gradients = own if held is None else held
+        gradients = {name: parameter.grad for name, parameter in trainable(model)}
         if self._owners is not None:
             gradients = self._owners.gradients(model)
+        elif held is not None:
+            gradients = dict(held)
         for index, spec in enumerate(self._layout.model.parameters):
             gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
@@ -234,9 +268,6 @@ class TraceRecorder:
         for hook in self._hooks.values():
             hook.put_back()
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        return partial(self._local_gradient, index)
-
     def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if index in self._ready:  # a second backward within the step adds to the first
@@ -249,21 +280,21 @@ class TraceRecorder:
     def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
         held = self._held("full_parameters")
-        found: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
+        tensors: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
         for index, spec in enumerate(model_layout.parameters):
-            parameter = found.get(spec.name)
+            parameter = tensors.get(spec.name)
             if held is None or parameter is not None:
                 order = TOGETHER if _is_together(parameter, held) else _order_of(parameter)
                 self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
-        found = dict(model.named_buffers())
+        tensors = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
-            buffer = found.get(spec.name)
+            buffer = tensors.get(spec.name)
             self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
         held = self._held("full_state")
-        found = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
+        tensors = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
         for index, spec in enumerate(model_layout.optimizer):
-            if held is None or slot == 0 or found.get(spec.name) is not None:
-                state = found.get(spec.name)
+            state = tensors.get(spec.name)
+            if held is None or slot == 0 or state is not None:
                 order = TOGETHER if _is_together(state, held) else 0
                 self._writer.put(Kind.OPTIMIZER, slot, index, whole(state), order=order)
 

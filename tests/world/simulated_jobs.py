@@ -28,7 +28,7 @@ from distcheck.records import Case
 from distcheck.training.building import open_ingredients
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
-from distcheck.training.rank import Unwatched
+from distcheck.training.recorder import Observer
 from distcheck.training.whole_tensors import whole
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.rendezvous import join
@@ -164,7 +164,7 @@ def trains(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     ingredients = open_ingredients(case, b"", None)
     rank = asked.rendezvous.rank
     strategy = load_strategy(case.strategy)
-    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
     digest = xxhash.xxh3_128()
     for step in range(case.steps):
         loss, _, _ = loop.step(step)

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distcheck
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.training.frameworks import not_installed
-from distcheck.training.loading import load_strategy
+from distcheck.training.loading import load_strategy, not_installed
 from distcheck.worlds.messages import SETTING_UP, Progress
 from distcheck.worlds.stalls import SETTING_UP_S, StallWatch
 from tests.world.test_verify import assert_everything_compared

@@ -15,8 +15,8 @@ from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.engines import Engine, EngineModule, EngineOptimizer
-from distcheck.training.frameworks import not_installed
 from distcheck.training.loaded import LoadedStrategy
+from distcheck.training.loading import not_installed
 
 # Variables by which libraries are asked not to reach for the network.
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
