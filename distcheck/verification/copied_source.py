@@ -36,8 +36,7 @@ def copied(name: str) -> str:
     digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
     path = own_folder("cells") / f"{name}-{digest}.py"
     try:
-        if not path.exists():
-            path.write_text(text)
+        path.write_text(text)  # also over one that was edited since
     except OSError as error:
         raise CannotRunError(
             f"{path} cannot be written: {error.strerror}; work in a writable folder"

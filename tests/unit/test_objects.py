@@ -148,6 +148,8 @@ def test_a_cell_is_copied_with_what_it_names(notebook: Notebook) -> None:
         "import xml.etree.ElementTree" in Path(names_of(notebook.module.Sync)[0][:-5]).read_text()
     )
     changed = names_of(notebook.module.sync)
+    Path(changed[0].removesuffix(":sync")).write_text("edited")
+    assert notebook.copy_of("sync").sync(None) == copy.sync(None)
     notebook.cell("SIZES = {'a': []}\n")
     assert names_of(notebook.module.sync) != changed  # no rank is given what was true before
 
