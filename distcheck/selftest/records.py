@@ -71,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The totals of a detection table."""
 
     planted: int
@@ -95,7 +95,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return ExitCode.UNKNOWN if self.unknown or nothing else ExitCode.PASS
 
 
-def count(rows: Sequence[Row], *, planted: int, correct: int) -> Counts:
+def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts:
     """Totals, of which what was planned and is not among the rows is unknown. A mutant that is left
     out was not planted.
     """
@@ -108,7 +108,7 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> Counts:
     passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false alarm")
     left_out = of("correct", verdict="left out")
     planted -= of("mutant", verdict="left out")
-    return Counts(
+    return DetectionCounts(
         planted=planted,
         caught=caught,
         missed=missed,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from distcheck.errors.shown_text import shown
 from distcheck.reports import json_report
-from distcheck.selftest.records import Counts, Naming, Row, Verdict, show_checks
+from distcheck.selftest.records import DetectionCounts, Naming, Row, Verdict, show_checks
 
 SCHEMA = "distcheck.selftest/1"
 _STYLES: dict[Verdict, str] = {
@@ -37,7 +37,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "gloo"
     device: str = "cpu"
     rows: tuple[Row, ...]
-    counts: Counts
+    counts: DetectionCounts
     environment: dict[str, Any]
     elsewhere: tuple[tuple[str, str], ...] = ()
     interrupted: bool = False

@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.001
 
 
 @dataclass(frozen=True)
-class Recorder:
+class CallRecorder:
     """What a backend of its own has recorded, in the same form; how to drop that; and what lets
     calls complete that only move on when they are asked.
     """
@@ -35,7 +35,7 @@ class Recorder:
 
 
 _source: Callable[[], list[dict[str, Any]]] | None = None
-_further: list[Recorder] = []
+_further: list[CallRecorder] = []
 
 
 def record_from(source: Callable[[], list[dict[str, Any]]]) -> None:
@@ -44,7 +44,7 @@ def record_from(source: Callable[[], list[dict[str, Any]]]) -> None:
     _source = source
 
 
-def record_further(recorder: Recorder) -> None:
+def record_further(recorder: CallRecorder) -> None:
     """Makes `entries` ask another recorder as well."""
     if recorder not in _further:
         _further.append(recorder)

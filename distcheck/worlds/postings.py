@@ -72,7 +72,7 @@ _OPERATIONS: dict[str, tuple[str, str, Callable[[Any], GivenAndGot]]] = {
 
 
 @dataclass(slots=True)
-class Noted:
+class NotedCall:
     """A call of Python's. A collective can be several of those that torch counts in its group, from
     number `first` to `last`, messages included.
     """
@@ -88,24 +88,24 @@ class Postings:
     """
 
     def __init__(self) -> None:
-        self.notes: deque[Noted] = deque(maxlen=_KEPT)
+        self.notes: deque[NotedCall] = deque(maxlen=_KEPT)
         self.messages: defaultdict[MessageKey, int] = defaultdict(int)
         self.of_group: defaultdict[str, int] = defaultdict(int)  # messages, of any kind
         self.received: defaultdict[tuple[str, int], int] = defaultdict(int)  # by group and tag
-        self.on: list[Noted] | None = None
+        self.on: list[NotedCall] | None = None
         self.after_wait: Callable[[Any], None] = lambda on: None
         self.misses_messages = False  # one was posted in a way that is not known
         self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
         self.log: CallLog | None = None
         self._ranks: dict[str, tuple[Any, tuple[int, ...], int]] = {}  # by group's name
-        self._works: dict[int, tuple[Any, Noted]] = {}
+        self._works: dict[int, tuple[Any, NotedCall]] = {}
         self._main = threading.main_thread().ident
 
     def log_no_more(self) -> None:
         """Stops logging, in a process that the rank has forked."""
         self.log = None
 
-    def remember(self, work: Any, noted: Noted) -> None:
+    def remember(self, work: Any, noted: NotedCall) -> None:
         """Notes of which call a Work is."""
         if work is None:
             return
@@ -125,7 +125,7 @@ class Postings:
             known = self._ranks[name] = weakref.ref(group), ranks, dist.get_rank()
         return known[1:]
 
-    def call_of(self, work: Any) -> Noted | None:
+    def call_of(self, work: Any) -> NotedCall | None:
         """The call that a Work is of, where it is known."""
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
@@ -165,13 +165,13 @@ class Postings:
         return result
 
 
-def raised_in(error: BaseException | None) -> Noted | None:
+def raised_in(error: BaseException | None) -> NotedCall | None:
     """The call whose wait raised an exception, or one that it was raised because of."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
         found = getattr(error, _RAISED_IN, None)
-        if isinstance(found, Noted):
+        if isinstance(found, NotedCall):
             return found
         error = error.__cause__ or error.__context__
     return None
@@ -251,7 +251,7 @@ def _collective(
         log, noted = HERE.log, None
         with contextlib.suppress(Exception):  # of arguments that torch will refuse
             ranks, call = _posted(group, kind, name, before, given, tensors(given))
-            noted = Noted(call, before + 1, before)
+            noted = NotedCall(call, before + 1, before)
             if log is not None and before >= 0:
                 log.write(ranks, call)
         if log is not None:
@@ -354,7 +354,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
             raise
         if log is not None:
             log.within_call(False)
-        HERE.remember(work, Noted(call))
+        HERE.remember(work, NotedCall(call))
         return work
 
     return post

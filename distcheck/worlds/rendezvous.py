@@ -114,7 +114,7 @@ def note_calls_of_mpi() -> None:
     from distcheck.backends.mpi.group import MPIGroup
     from distcheck.backends.mpi.work import MPIWork
 
-    flight.record_further(flight.Recorder(calls.entries, calls.forget, _move_on))
+    flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
     postings.note_calls_of(MPIGroup)
     notes = postings.HERE
     postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)

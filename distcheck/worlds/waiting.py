@@ -20,7 +20,7 @@ from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.callers import is_theirs
-from distcheck.worlds.postings import HERE, Noted, Postings
+from distcheck.worlds.postings import HERE, NotedCall, Postings
 from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
@@ -75,7 +75,7 @@ class Look:
                 if self._postings.on is on:
                     self._tell(seen, on)
 
-    def _tell(self, seen: Any, on: list[Noted] | None) -> None:
+    def _tell(self, seen: Any, on: list[NotedCall] | None) -> None:
         said = self._said(on)
         if said is not None:
             if isinstance(seen, tuple):
@@ -108,7 +108,7 @@ class Look:
         ran_ns = linux.ran_ns(os.getpid())
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
-    def _said(self, on: list[Noted] | None) -> messages.Waits | None:
+    def _said(self, on: list[NotedCall] | None) -> messages.Waits | None:
         """The report; None where too little is known for a proof."""
         groups = _groups()
         if groups is None or self._postings.misses_messages:
@@ -210,7 +210,7 @@ def _is_noted_message(entry: dict[str, Any]) -> bool:
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
-def _places_of(noted: Noted, entries: list[dict[str, Any]], calls: list[Posted]) -> list[int]:
+def _places_of(noted: NotedCall, entries: list[dict[str, Any]], calls: list[Posted]) -> list[int]:
     """The place of the call that is waited for, among `calls`, to which a message is added."""
     if noted.call.is_message:
         calls.append(noted.call)

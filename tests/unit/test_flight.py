@@ -56,7 +56,7 @@ def test_a_backends_own_recorder_is_asked_as_well(monkeypatch: pytest.MonkeyPatc
     dump = partial(_dump, pickle.dumps({"entries": torchs}))
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(flight, "_further", [])
-    recorder = flight.Recorder(lambda: list(own), own.clear, move_on)
+    recorder = flight.CallRecorder(lambda: list(own), own.clear, move_on)
     for _ in range(2):  # which is once
         flight.record_further(recorder)
     assert [c.name for c in flight.latest()] == ["broadcast", "barrier", "gather"]

@@ -179,7 +179,7 @@ def labels(ends: list[float | None]) -> list[tuple[int, float]]:
     return placed
 
 
-class Scale:
+class NumberAxis:
     """From numbers to pixels, upside up; None for what is not finite."""
 
     def __init__(self, values: list[float], top: float, height: float) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from distcheck.reports.pictures import (
     Drawing,
+    NumberAxis,
     Picture,
-    Scale,
     Table,
     figure,
     labels,
@@ -34,7 +34,7 @@ def draw(name: str, what: str, unit: str, curves: Sequence[Curve]) -> Picture | 
     def x(at: int) -> float:
         return _LEFT + (right - _LEFT) * ((at + 0.5) / places)
 
-    scale = Scale([v for curve in thinned for v in curve if v is not None], _TOP, _HEIGHT)
+    scale = NumberAxis([v for curve in thinned for v in curve if v is not None], _TOP, _HEIGHT)
     for value in scale.marks:
         y = scale(value) or 0.0
         drawing.path("axis", f"M{_LEFT} {y:.1f}H{right}")

@@ -5,8 +5,8 @@ from typing import Any
 from distcheck.records.layers import layer_name
 from distcheck.reports.pictures import (
     Drawing,
+    NumberAxis,
     Picture,
-    Scale,
     Table,
     as_float,
     figure,
@@ -34,8 +34,8 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     def x(at: int) -> float:
         return _LEFT + (right - _LEFT) * ((at + 0.5) / len(steps))
 
-    upper = Scale([*(v for rank in ranks for v in rank), *expected], _TOP, _UPPER)
-    lower = Scale([*off, *bound, *(-b for b in bound), 0.0], _TOP + _UPPER + _BETWEEN, _LOWER)
+    upper = NumberAxis([*(v for rank in ranks for v in rank), *expected], _TOP, _UPPER)
+    lower = NumberAxis([*off, *bound, *(-b for b in bound), 0.0], _TOP + _UPPER + _BETWEEN, _LOWER)
     for scale in (upper, lower):
         for value in scale.marks:
             y = scale(value) or 0.0

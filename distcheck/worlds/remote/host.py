@@ -257,9 +257,9 @@ class Host:
         try:
             result = job_result(world)
             seal_content(self._data_fd)
-            self.send(wire.Prepared(result))
+            self.send(wire.DataPrepared(result))
         except DistcheckError as error:
-            self.send(wire.Prepared(b"", str(error)))
+            self.send(wire.DataPrepared(b"", str(error)))
         finally:
             world.close()
 
@@ -292,7 +292,7 @@ class Host:
         )
 
     @contextlib.contextmanager
-    def _given(self, given: tuple[wire.Given, ...]) -> Iterator[dict[str, int]]:
+    def _given(self, given: tuple[wire.GivenThere, ...]) -> Iterator[dict[str, int]]:
         """Descriptors that stand for the front's. Traces of worlds past are freed, unless this
         one is a rerun that compares with the last.
         """

@@ -77,7 +77,7 @@ class Link:
         self.host = f"{coming.host} ({address})" if address else coming.host
         self.ranks = coming.ranks
         self.hello: wire.Hello | None = None
-        self.prepared: wire.Prepared | None = None
+        self.prepared: wire.DataPrepared | None = None
         self.lost = ""
         self.silent_s = 0.0  # for which it was listened to
         self._shares: dict[int, RemoteShare] = {}
@@ -129,7 +129,7 @@ class Link:
         """Notes what the other end says."""
         if isinstance(message, wire.Hello):
             self.hello = message
-        elif isinstance(message, wire.Prepared):
+        elif isinstance(message, wire.DataPrepared):
             self.prepared = message
         elif not isinstance(message, wire.Coming):
             share = self._shares.get(message.world)
@@ -149,10 +149,12 @@ class Link:
         share = RemoteShare(self, world, -1 if trace is None else trace.fd, regions)
         self._shares[world] = share
         orders = tuple(
-            wire.RankOrder(rank, start.payload, dict(start.environment), regions[rank])
+            wire.RankToStart(rank, start.payload, dict(start.environment), regions[rank])
             for rank, start in starts.items()
         )
-        given = tuple(wire.Given(name, one.kind, one.key, one.size) for name, one in fds.items())
+        given = tuple(
+            wire.GivenThere(name, one.kind, one.key, one.size) for name, one in fds.items()
+        )
         self.send(wire.StartRanks(world, target, orders, given))
         if self.lost:
             share.lose()
@@ -199,7 +201,7 @@ class RemoteShare(Share):
 
     def take(self, message: wire.FromHost) -> None:
         """Notes what a rank there did."""
-        if isinstance(message, wire.Coming | wire.Hello | wire.Prepared):
+        if isinstance(message, wire.Coming | wire.Hello | wire.DataPrepared):
             return
         if isinstance(message, wire.Signs):
             ranks = set(message.busy_s)

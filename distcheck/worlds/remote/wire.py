@@ -1,6 +1,6 @@
 """What the front and the processes on other machines say to each other, over one connection each.
 
-host -> front    Coming, Hello, Prepared; of its ranks Of, Written, and Signs of life
+host -> front    Coming, Hello, DataPrepared; of its ranks Of, Written, and Signs of life
 front -> host    Prepare, StartRanks, ToRanks; Beat; Over
 
 Either side that hears nothing for the deadline holds the other for lost.
@@ -53,7 +53,7 @@ class Signs(msgspec.Struct, tag=True):
     stopped: tuple[int, ...] = ()
 
 
-class Prepared(msgspec.Struct, tag=True):
+class DataPrepared(msgspec.Struct, tag=True):
     """The data set was read, or not."""
 
     description: bytes
@@ -68,7 +68,7 @@ class Prepare(msgspec.Struct, tag=True):
     download: bool
 
 
-class Given(msgspec.Struct, frozen=True):
+class GivenThere(msgspec.Struct, frozen=True):
     """What a rank is given in place of a descriptor of the front's; see `shares.Shared`."""
 
     name: str
@@ -77,7 +77,7 @@ class Given(msgspec.Struct, frozen=True):
     size: int
 
 
-class RankOrder(msgspec.Struct, frozen=True):
+class RankToStart(msgspec.Struct, frozen=True):
     """One rank to start; `regions` (offset, length) of the first trace are sent when it is gone."""
 
     rank: int
@@ -91,8 +91,8 @@ class StartRanks(msgspec.Struct, tag=True):
 
     world: int
     target: str
-    ranks: tuple[RankOrder, ...]
-    given: tuple[Given, ...]
+    ranks: tuple[RankToStart, ...]
+    given: tuple[GivenThere, ...]
 
 
 class ToRanks(msgspec.Struct, tag=True):
@@ -117,7 +117,7 @@ class Over(msgspec.Struct, tag=True):
     summary: str
 
 
-FromHost = Coming | Hello | Of | Written | Signs | Prepared
+FromHost = Coming | Hello | Of | Written | Signs | DataPrepared
 FromFront = Prepare | StartRanks | ToRanks | Beat | Over
 
 
