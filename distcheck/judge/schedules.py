@@ -49,9 +49,9 @@ def judged(
 
 
 def _alike(found: Searched, compared: Compared) -> CheckResult:
-    said = _ran(found) if found.covered is None else _covered(found.ran, found.covered)
-    said += f" left the bits of the usual one; calls came in {found.distinct} different orders"
-    return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=said)
+    reason = _ran(found) if found.covered is None else _covered(found.ran, found.covered)
+    reason += f" left the bits of the usual one; calls came in {found.distinct} different orders"
+    return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=reason)
 
 
 def _ran(found: Searched) -> str:
@@ -116,10 +116,10 @@ def _depends(
 ) -> tuple[CheckResult, list[Diagnosis]]:
     other = found.other
     assert other is not None
-    told = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
-    told += [_switches(len(other.switches))] if other.switches else []
+    differences = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
+    differences += [_switches(len(other.switches))] if other.switches else []
     evidence = (
-        f"with {' and '.join(told) or 'the same turns'}, the same inputs "
+        f"with {' and '.join(differences) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
     )
     lines = "\n".join(

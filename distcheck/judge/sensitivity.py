@@ -94,10 +94,10 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
         if not possible or name == "other-parameter":
             continue
         seen = {rank for one in possible for rank in one.shown[name]}
-        asked = set(case.with_data) if mistake.of_ranks else {0}
-        if unseen := sorted(asked - seen):
+        possible_ranks = set(case.with_data) if mistake.of_ranks else {0}
+        if unseen := sorted(possible_ranks - seen):
             whose = ""
-            if len(unseen) < len(asked):
+            if len(unseen) < len(possible_ranks):
                 whose = f" (rank {', '.join(map(str, unseen))})"
             why = f"--accept {case.accept} allows for it" if case.accept else _why(possible)
             by_reason[why].append(f"{mistake.says}{whose}")

@@ -62,8 +62,3 @@ class Evidence:
         each data coordinate.
         """
         return self.case.with_data if self.mesh is None else self.mesh.readers
-
-    @property
-    def among(self) -> TraceReader:
-        """The trace of the ranks with data, numbered from 0."""
-        return self.trace.of_ranks(self.with_data)

@@ -144,8 +144,8 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
     apart = any(len(set(state)) == len(state) > 1 for state in states)
     if drew and apart:
         return ""
-    said = "numbers were drawn" if drew else "no number was drawn between two steps"
-    return f"seen: {said}; generators {'differ' if apart else 'are alike'}"
+    drawn = "numbers were drawn" if drew else "no number was drawn between two steps"
+    return f"seen: {drawn}; generators {'differ' if apart else 'are alike'}"
 
 
 def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:
@@ -162,8 +162,8 @@ def frozen(event: events.Frozen, run: RunOfEvents) -> str:
         if trained and not now:
             return ""
         trained = trained or now
-    said = "it trains" if any(trains) else "it does not train"
-    return f"seen: {said} in all {len(trains)} steps"
+    what = "it trains" if any(trains) else "it does not train"
+    return f"seen: {what} in all {len(trains)} steps"
 
 
 def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:

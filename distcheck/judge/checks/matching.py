@@ -116,12 +116,12 @@ def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
     found = first(actual)
     if found.ok:
         return found
-    beside = second(actual)
-    if form.excuse and not beside.ok:
+    by_second = second(actual)
+    if form.excuse and not by_second.ok:
         return found  # what is further from both is measured by the first
     if form.excuse:
         tally.excuse(form.excuse)
-    return beside
+    return by_second
 
 
 def note_not_given(

@@ -49,8 +49,8 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
 
 def with_excuse(result: CheckResult) -> CheckResult:
     """A whole result, with what excuses a part of it, unless it failed."""
-    said = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
-    return msgspec.structs.replace(result, reason="; ".join(filter(None, said)), excuse="")
+    reasons = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
+    return msgspec.structs.replace(result, reason="; ".join(filter(None, reasons)), excuse="")
 
 
 def _added(parts: Sequence[Compared]) -> Compared:

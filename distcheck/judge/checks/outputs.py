@@ -34,11 +34,11 @@ def _compare_shard(
     evidence: Evidence, expectation: Expectation, data: int, ranks: Sequence[int], tally: Tally
 ) -> None:
     trace, step, form = evidence.trace, expectation.step, expectation.what.expected[data]
-    compare, known, given = comparison_with(form, tally), dict[bytes, Comparison](), False
+    compare, known, has_outputs = comparison_with(form, tally), dict[bytes, Comparison](), False
     assert compare is not None, "there is an expectation"
     for rank in ranks:
         entry = trace.entry(rank, Kind.OUTPUT, step, 0)
-        given = given or entry.state.is_there
+        has_outputs = has_outputs or entry.state.is_there
         if entry.state is EntryState.MALFORMED:
             tally.missing(
                 f"at step {step}, rank {rank} computed its loss of outputs that have not the shape "
@@ -51,7 +51,7 @@ def _compare_shard(
             assert tensor is not None, "what is stored has bytes"
             known[entry.digest] = compare(tensor[: len(form.expected)])
         tally.add(known[entry.digest], parameter=OUTPUTS, rank=rank, step=step)
-    if not given:
+    if not has_outputs:
         tally.remark(NO_OUTPUTS)
 
 

@@ -16,7 +16,7 @@ class RunOfEvents:
     def __init__(self, evidence: Evidence) -> None:
         self.case, self.training = evidence.case, evidence.training
         self.steps = evidence.expectations
-        self.trace = evidence.among
+        self.trace = evidence.trace.of_ranks(evidence.with_data)
         self.ranks = range(len(evidence.with_data))
 
     @property

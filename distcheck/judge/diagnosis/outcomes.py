@@ -79,13 +79,13 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
     something else.
     """
     apart = calls_apart(_calls(outcomes))
-    said = (
+    evidence = (
         f"rank {received.rank} received a message of another size than its own call expects; "
         "which rank called something else is not known"
         if apart is None
         else apart.in_words()
     )
-    return name_cause("collective-mismatch", said)
+    return name_cause("collective-mismatch", evidence)
 
 
 def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:

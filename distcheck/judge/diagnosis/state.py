@@ -51,9 +51,9 @@ def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diag
     """`how` says how the rerun showed it; `passed`, whether the first world passed every check."""
     factors = separation.factors
     only = len(factors) == 1
-    said = "no single one of the things that differ there makes the difference"
+    which = "no single one of the things that differ there makes the difference"
     if only:
-        said = f"the difference is made by {_FACTORS[factors[0]]} alone"
+        which = f"the difference is made by {_FACTORS[factors[0]]} alone"
     found = "; ".join(separation.lines)
     lines = (
         f"lines that may depend on it: {found}"
@@ -67,7 +67,7 @@ def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diag
     return name_cause(
         "depends-on-process-state",
         f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
-        f"A repeat of the first world was as the first, and {said} ({separation.worlds} further "
+        f"A repeat of the first world was as the first, and {which} ({separation.worlds} further "
         f"worlds); {lines}",
         *(factors if only else _FACTORS),
     )

@@ -99,16 +99,16 @@ def of_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
     if not step.summed or _is(factor, world) or _is(factor, 1 / world):
         return found
     if _is(factor, tokens):
-        said = f"{evidence}, which is the number of tokens of all ranks: nothing was divided"
-        return [*found, name_cause("missing-division", said, "tokens-of-all")]
+        text = f"{evidence}, which is the number of tokens of all ranks: nothing was divided"
+        return [*found, name_cause("missing-division", text, "tokens-of-all")]
     divisors = {"ranks": world, "samples": sum(step.samples)}
     for what, number in divisors.items():
         if number != tokens and _is(factor, tokens / number):
-            said = (
+            text = (
                 f"{evidence}, as if the sum were divided by the number of {what} ({number:,}) and "
                 f"not by that of the tokens ({tokens:,})"
             )
-            found.append(name_cause("wrong-divisor", said, "tokens-of-all"))
+            found.append(name_cause("wrong-divisor", text, "tokens-of-all"))
     return found
 
 

@@ -222,13 +222,13 @@ def _one_right(
         return []
     alone = f"{where}: {positions_text(step, right)} alone holds"
     own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
-    beside = f", and {positions_text(step, own)} what backward had left there" if own else ""
+    holding_own = f", and {positions_text(step, own)} what backward had left there" if own else ""
     if right != summed:
-        mean = f"{alone} the mean over all samples{beside}"
+        mean = f"{alone} the mean over all samples{holding_own}"
         return [name_cause("one-rank-only", mean, "usual", "owners")]
     summed_up = f"{alone} the sum over all ranks"
     return [
-        name_cause("one-rank-only", f"{summed_up}{beside}"),
+        name_cause("one-rank-only", f"{summed_up}{holding_own}"),
         name_cause("missing-division", f"{summed_up}, not divided", "once", world=len(ways)),
     ]
 

@@ -178,10 +178,10 @@ def local_gradients(at: AtStep) -> EachItsOwn:
         [Numbers(as_tensor(spec, own[spec.name])) for spec in at.specs] for own in exact.local
     ]
     if form.began_rounded(at.step) or at.references.unpromised:
-        beside = bitwise.local_gradients(at).parts
+        again = bitwise.local_gradients(at).parts
         parts = [
             [one if other is None else Either(one, other) for one, other in zip(*pair, strict=True)]
-            for pair in zip(parts, beside, strict=True)
+            for pair in zip(parts, again, strict=True)
         ]
     return EachItsOwn(tuple(map(tuple, parts)))
 

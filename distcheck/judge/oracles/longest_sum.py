@@ -39,8 +39,8 @@ class LongestSum:
         """The most terms of one sample; 0 where no layer was counted."""
         return max(self._counted.values(), default=0)
 
-    def _count(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-        seen = given if isinstance(module, _ConvTransposeNd) else made
+    def _count(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
+        seen = inputs if isinstance(module, _ConvTransposeNd) else made
         tensors = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
         if tensors:
             rows = self._samples * features_of(module)

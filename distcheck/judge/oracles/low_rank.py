@@ -110,32 +110,32 @@ def carried(
     return Projection(mean, bound, float(size.norm()), len(earlier), rank, world, unit)
 
 
-def projected(result: torch.Tensor, given: Projection) -> Projected:
+def projected(result: torch.Tensor, form: Projection) -> Projected:
     """How `result` fits: whether it is M, or a projection of it."""
-    y, mean = result.to(given.mean.device).double(), given.mean
+    y, mean = result.to(form.mean.device).double(), form.mean
     distance = (y - mean).abs()
-    if bool((distance <= given.bound).all()):
-        return Projected(float(distance.norm()), float(given.bound.norm()), 1.0)
-    failed = Projected(float(distance.norm()), float(given.bound.norm()), 0.0, "not the mean")
+    if bool((distance <= form.bound).all()):
+        return Projected(float(distance.norm()), float(form.bound.norm()), 1.0)
+    failed = Projected(float(distance.norm()), float(form.bound.norm()), 0.0, "not the mean")
     rows = y.shape[0] if y.dim() else 1
-    if y.dim() < 2 or min(rows, y.numel() // rows) <= given.rank or not bool(y.isfinite().all()):
+    if y.dim() < 2 or min(rows, y.numel() // rows) <= form.rank or not bool(y.isfinite().all()):
         return failed
     matrix, wanted = y.reshape(rows, -1), mean.reshape(rows, -1)
-    found = _from_left(matrix, wanted, given)
+    found = _from_left(matrix, wanted, form)
     if found.why:
-        other = _from_left(matrix.T, wanted.T, given)
+        other = _from_left(matrix.T, wanted.T, form)
         return found if other.why else other
     return found
 
 
-def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, given: Projection) -> Projected:
+def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> Projected:
     """Whether a matrix is P P^T M for a P of orthonormal columns."""
-    rows, whole, rank, unit = len(matrix), float(given.mean.norm()), given.rank, given.unit
-    eps = gamma(rows + given.world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
+    rows, whole, rank, unit = len(matrix), float(form.mean.norm()), form.rank, form.unit
+    eps = gamma(rows + form.world + rank + 4 + 2 * form.steps_before, unit) * rank * form.size
     columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     norm, tail = float(values.norm()), float(values[rank:].norm())
     if norm <= eps:
-        if bool((given.mean.abs() <= given.bound).all()):  # gradients cancel: zero is their mean
+        if bool((form.mean.abs() <= form.bound).all()):  # gradients cancel: zero is their mean
             return Projected(norm, eps, 1.0)
         return Projected(whole, eps, 0.0, "zero, where the mean is not")
     if whole == 0.0:

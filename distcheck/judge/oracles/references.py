@@ -135,7 +135,7 @@ class References:
     def update(self) -> UpdateReference:
         """For the optimizer's step; in a mesh, that of every rank."""
         model, trace = self._model, self.trace if self.mesh is None else self.whole
-        return UpdateReference(self.ingredients, self.contract, trace, model, trains=self._trains)
+        return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
     def averages(self) -> Averages | None:

@@ -161,13 +161,20 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
 
 
 class Reference:
-    """Computes steps of a trace again on `model`, whose state it overwrites."""
+    """Computes steps of a trace again on `model`, whose state it overwrites; `trains` says which of
+    its parameters did when it was built.
+    """
 
     def __init__(
-        self, ingredients: Ingredients, contract: Contract, trace: TraceReader, model: nn.Module
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: nn.Module,
+        trains: Sequence[bool] = (),
     ) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._model = model
+        self._model, self._trains = model, trains
 
 
 class ShardReference(Reference):
@@ -215,9 +222,9 @@ class ShardReference(Reference):
         weight = len(header.ids) * len(headers) / total
         scale = loss_scale(self._ingredients, self._trace, rank, step)
         accumulate = self._ingredients.training.accumulate
-        given = self._contract.loss_given(self._ingredients.case.loss)
+        loss_name = self._contract.loss_given(self._ingredients.case.loss)
         over = sum(h.loss_over for h in headers)
-        declared = declared_factor(given, batch.tokens, over, len(headers))
+        declared = declared_factor(loss_name, batch.tokens, over, len(headers))
         pieces, loss_terms = list[torch.Tensor](), 0.0
         under = seeds.under(header.settings)
         short = _autocast(self._model, autocast)

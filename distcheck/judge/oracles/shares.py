@@ -92,7 +92,7 @@ class Shares:
         world = len(self.weights)
         if self.contract.weighting == "loss":
             found = zip(self.weights, self.sample_weights, self.loss_scales, strict=True)
-            return [weight / given / scale / world for weight, given, scale in found]
+            return [weight / by_samples / scale / world for weight, by_samples, scale in found]
         pairs = zip(self.weights, self.loss_factors, strict=True)
         return [weight / factor / world if factor else math.nan for weight, factor in pairs]
 

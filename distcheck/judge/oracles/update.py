@@ -1,7 +1,6 @@
 """The optimizer step of one rank, again, from the gradients and the state that it recorded."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import xxhash
@@ -14,13 +13,7 @@ from distcheck.training.optimizers import implement, is_of_group, put_back
 
 
 class UpdateReference(Reference):
-    """Steps the workload's optimizer; `trains` says which of the model's parameters did when it was
-    built, as the ranks' optimizer met them.
-    """
-
-    def __init__(self, *given: Any, trains: Sequence[bool]) -> None:
-        super().__init__(*given)
-        self._trains = trains
+    """Steps the workload's optimizer, which meets the parameters that train as the ranks' did."""
 
     @property
     def world(self) -> int:

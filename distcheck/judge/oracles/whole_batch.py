@@ -87,14 +87,14 @@ def gradients(at: AtStep) -> WholeBatch:
     tolerances = tuple(tolerance(at, index) for index in indices)
     in_float32 = at.whole_batch_layer == IN_FLOAT32
     refused = _refused(at, expected, tolerances) if in_float32 else {}
-    beside = _on_other_sides(at, expected, tolerances, refused)
+    other_sides = _on_other_sides(at, expected, tolerances, refused)
     return WholeBatch(
         at.shares,
         at.computed_where_unseen if at.references.mesh is None else (),
         gradients=expected,
         tolerances=tolerances,
-        by_shards=beside,
-        rounding=_rounding(at, expected, tolerances, beside, refused),
+        by_shards=other_sides,
+        rounding=_rounding(at, expected, tolerances, other_sides, refused),
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
@@ -203,7 +203,7 @@ def _rounding(
     at: AtStep,
     expected: Gradients,
     tolerances: Sequence[float],
-    beside: Mapping[int, torch.Tensor],
+    other_sides: Mapping[int, torch.Tensor],
     refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> dict[int, float]:
     """In a mesh: how far gradients may be off that are recorded too far from all that is expected,
@@ -211,7 +211,7 @@ def _rounding(
     """
     found = {}
     for index, too_far in refused.items() if at.references.mesh is not None else ():
-        right = [one for one in (expected[index], beside.get(index)) if one is not None]
+        right = [one for one in (expected[index], other_sides.get(index)) if one is not None]
         error = max(min(distance(g, one) for one in right) for g in too_far)
         if not error <= tolerances[index]:
             found[index] = gradient_rounding(at, index, error, tolerances[index])
