@@ -90,7 +90,7 @@ import torch
 from distcheck.contract import Batch
 from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.judge.oracles.longest_sum import LongestSum
-from distcheck.judge.oracles.shards import Reference, load_state, stretch_sizes
+from distcheck.judge.oracles.shards import StepReference, load_state, stretch_sizes
 from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
@@ -179,7 +179,7 @@ def loss_tolerance(layer: str, magnitude: float) -> float:
     return _LOSS_RELATIVE[layer] * abs(magnitude)
 
 
-class FullBatchReference(Reference):
+class FullBatchReference(StepReference):
     """Runs whole batches."""
 
     def normalised_sizes(self, shards: Sequence[int]) -> list[int]:

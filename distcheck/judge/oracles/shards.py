@@ -160,7 +160,7 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
             hook.remove()
 
 
-class Reference:
+class StepReference:
     """Computes steps of a trace again on `model`, whose state it overwrites; `trains` says which of
     its parameters did when it was built.
     """
@@ -177,7 +177,7 @@ class Reference:
         self._model, self._trains = model, trains
 
 
-class ShardReference(Reference):
+class ShardReference(StepReference):
     """Runs shards one after the other."""
 
     def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:

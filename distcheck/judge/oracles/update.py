@@ -5,14 +5,14 @@ from collections.abc import Collection
 import torch
 import xxhash
 
-from distcheck.judge.oracles.shards import NotRecordedError, Reference, all_finite, load_state
+from distcheck.judge.oracles.shards import NotRecordedError, StepReference, all_finite, load_state
 from distcheck.machine import seeds
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.training.building import state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
 
 
-class UpdateReference(Reference):
+class UpdateReference(StepReference):
     """Steps the workload's optimizer, which meets the parameters that train as the ranks' did."""
 
     @property
