@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -26,7 +26,6 @@ from distcheck.training.optimizers import (
     put_back,
     tensors_and_numbers,
 )
-from distcheck.training.tokens import counts_tokens, with_tokens
 from distcheck.workloads import datasets
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -84,9 +83,9 @@ class Ingredients:
         Raises UsageError for the rest.
         """
         declared = getattr(self.loaded.workload, "must_happen", ())
-        apart = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
+        of_tokens = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
         try:
-            return apart + msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
+            return of_tokens + msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
         except (msgspec.ValidationError, TypeError) as error:
             raise UsageError(
                 f"workload {self.case.workload}: its must_happen is {declared!r}, and has to be a "
@@ -97,15 +96,11 @@ class Ingredients:
         """What the workload does to a rank's model before the strategy is given it; references
         start from what rank 0 has then.
         """
-        hand_over = getattr(self.loaded.workload, "hand_over", None)
-        if hand_over is not None:
-            hand_over(model, rank)
+        self._of_workload("hand_over", model, rank)
 
     def prepare(self, model: nn.Module, step: int) -> None:
         """What the workload does to its model before a step, in ranks and references alike."""
-        before_step = getattr(self.loaded.workload, "before_step", None)
-        if before_step is not None:
-            before_step(model, step)
+        self._of_workload("before_step", model, step)
 
     def optimizer(
         self, parameters: Iterable[Any], *, one_group: bool = False
@@ -125,9 +120,13 @@ class Ingredients:
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """What the workload does to its optimizer before a step, in ranks and references alike."""
-        schedule = getattr(self.loaded.workload, "schedule", None)
-        if schedule is not None:
-            schedule(optimizer, step)
+        self._of_workload("schedule", optimizer, step)
+
+    def _of_workload(self, name: str, *arguments: object) -> None:
+        """Calls an optional method of the workload."""
+        method = getattr(self.loaded.workload, name, None)
+        if method is not None:
+            method(*arguments)
 
     def batch(self, ids: torch.Tensor, total: int, *, train: bool = True) -> Batch:
         """The samples `ids` [n] of a split, as part of a step of `total` samples."""
@@ -135,6 +134,33 @@ class Ingredients:
         inputs, labels = inputs.to(self.device), labels.to(self.device)
         batch = Batch(inputs=inputs, labels=labels, ids=ids, total=total)
         return with_tokens(self.loaded.workload, self.case.workload, batch)
+
+
+def counts_tokens(workload: Any) -> bool:
+    """Whether the workload says which positions its loss is over."""
+    return hasattr(workload, "tokens")
+
+
+def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
+    """The batch, with the real positions of each sample where the workload says them. Raises
+    UsageError for what is not a table of them.
+    """
+    if not counts_tokens(workload):
+        return batch
+    real = workload.tokens(batch)
+    rows = len(batch.ids)
+    if not isinstance(real, torch.Tensor) or real.dtype is not torch.bool:
+        kind = str(real.dtype) if isinstance(real, torch.Tensor) else type(real).__name__
+        raise UsageError(
+            f"workload {name}: tokens(batch) returned {kind}; it must return a bool tensor "
+            "[n, positions], True where the loss counts a position"
+        )
+    if real.dim() < 1 or real.shape[0] != rows:
+        raise UsageError(
+            f"workload {name}: tokens(batch) returned the shape {tuple(real.shape)} for {rows} "
+            "samples; it must return a bool tensor [n, positions]"
+        )
+    return replace(batch, real=real.reshape(rows, -1))
 
 
 def load_initial(model: nn.Module, file: str) -> None:
@@ -152,12 +178,14 @@ def load_initial(model: nn.Module, file: str) -> None:
                 ("buffer", model.named_buffers()),
             ):
                 for name, tensor in tensors:
-                    found = recorded[min(held[f"{kind}/{name}"])]
-                    if tensor.is_complex() and not found.is_complex():
-                        found = torch.view_as_complex(found)
-                    if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-                        raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}")
-                    tensor.copy_(found)
+                    initial = recorded[min(held[f"{kind}/{name}"])]
+                    if tensor.is_complex() and not initial.is_complex():
+                        initial = torch.view_as_complex(initial)
+                    if (initial.shape, initial.dtype) != (tensor.shape, tensor.dtype):
+                        raise ValueError(
+                            f"{name} is {initial.dtype} of shape {tuple(initial.shape)}"
+                        )
+                    tensor.copy_(initial)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"the recorded initial state {file} does not go with the model: "
@@ -195,11 +223,11 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def in_one_storage(model: nn.Module) -> set[str]:
     """The names of parameters that are views of one storage."""
-    found: dict[int, set[str]] = {}
+    storages: dict[int, set[str]] = {}
     for name, parameter in trainable(model):
         if type(parameter.data) is torch.Tensor and parameter.numel():
-            found.setdefault(parameter.untyped_storage().data_ptr(), set()).add(name)
-    return set().union(*(names for names in found.values() if len(names) > 1))
+            storages.setdefault(parameter.untyped_storage().data_ptr(), set()).add(name)
+    return set().union(*(names for names in storages.values() if len(names) > 1))
 
 
 def can_train(parameter: nn.Parameter) -> bool:
@@ -290,9 +318,9 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
             _give_gradients(optimizer)
         _take_step(ingredients, optimizer)
         now = group_numbers(optimizer)
-        changing |= {n for n, found in now.items() if n not in built or found.item() != built[n]}
+        changing |= {n for n, value in now.items() if n not in built or value.item() != built[n]}
     tensors, numbers = tensors_and_numbers(model, optimizer)
-    numbers |= {n: found for n, found in group_numbers(optimizer).items() if n in changing}
+    numbers |= {n: value for n, value in group_numbers(optimizer).items() if n in changing}
     try:
         return ModelLayout(
             parameters=tuple(_spec(name, p) for name, p in trainable(model)),

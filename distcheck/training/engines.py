@@ -42,46 +42,46 @@ class Engine:
     @property
     def optimizer(self) -> Any:
         """The engine's own, if it shows one; else the one that it was given."""
-        own = getattr(self.engine, "optimizer", None)
-        return self.built if own is None else own
+        shown = getattr(self.engine, "optimizer", None)
+        return self.built if shown is None else shown
 
     def clip(self, max_norm: float) -> None:
         """By the engine's own `clip(max_norm)`, if it has one."""
-        own = getattr(self.engine, "clip", None)
-        if callable(own):
-            own(max_norm)
+        clip = getattr(self.engine, "clip", None)
+        if callable(clip):
+            clip(max_norm)
         else:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def zero_grad(self) -> None:
         """By the engine's own, if it has one."""
-        own = getattr(self.engine, "zero_grad", None) or self.optimizer.zero_grad
-        own()
+        zero_grad = getattr(self.engine, "zero_grad", None) or self.optimizer.zero_grad
+        zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """The engine's own, if it has one: a context in which backward exchanges nothing."""
-        own = getattr(self.engine, "no_sync", None)
-        with own() if callable(own) else contextlib.nullcontext():
+        no_sync = getattr(self.engine, "no_sync", None)
+        with no_sync() if callable(no_sync) else contextlib.nullcontext():
             yield
 
     def full(self, accessor: str) -> Tensors | None:
         """What an accessor gives, see `recorder.Full`. A collective on every rank."""
-        own = getattr(self.engine, accessor, None)
-        if not callable(own):
+        read = getattr(self.engine, accessor, None)
+        if not callable(read):
             if not type(self.engine).__module__.startswith("deepspeed."):
                 return None
-            own = _of_deepspeed(accessor, self.engine, self.model, self.built)
-        found = own()
-        if found is None:
+            read = _of_deepspeed(accessor, self.engine, self.model, self.built)
+        tensors = read()
+        if tensors is None:
             return {}
-        if not isinstance(found, Mapping):
+        if not isinstance(tensors, Mapping):
             raise UsageError(
-                f"{self._what}: {accessor}() of its engine returned a {type(found).__name__}; "
+                f"{self._what}: {accessor}() of its engine returned a {type(tensors).__name__}; "
                 "expected is a mapping of the model's names to tensors"
             )
-        given = {name: tensor for name, tensor in found.items() if tensor is not None}
-        return OfItsOwn(given) if isinstance(found, OfItsOwn) else given
+        known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return OfItsOwn(known) if isinstance(tensors, OfItsOwn) else known
 
 
 class EngineModule(nn.Module):
@@ -149,22 +149,18 @@ def _of_deepspeed(
 
     def state() -> Tensors:
         keys = {key for held in built.state.values() for key in held}
-        found: dict[str, torch.Tensor | None] = {}
-        for name, p in named.items():
-            if not in_pieces:
-                found |= {f"{name}/{key}": built.state[p].get(key) for key in keys}
-                continue
-            for key in keys:
-                found[f"{name}/{key}"] = _shaped(safe_get_full_optimizer_state(p, key), p)
-        return found if in_pieces else OfItsOwn(found)
+        pairs = [(f"{name}/{key}", p, key) for name, p in named.items() for key in keys]
+        if not in_pieces:
+            return OfItsOwn({name: built.state[p].get(key) for name, p, key in pairs})
+        return {n: _shaped(safe_get_full_optimizer_state(p, key), p) for n, p, key in pairs}
 
     return {"full_parameters": parameters, "full_gradients": gradients, "full_state": state}[
         accessor
     ]
 
 
-def _shaped(found: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
+def _shaped(whole: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
     """In the shape of the whole parameter, which ZeRO-3 has taken away from it."""
-    if found is None:
+    if whole is None:
         return None
-    return found.detach().view(getattr(parameter, "ds_shape", parameter.shape))
+    return whole.detach().view(getattr(parameter, "ds_shape", parameter.shape))

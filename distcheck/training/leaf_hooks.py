@@ -47,9 +47,9 @@ class LeafHook:
             self._node.register_prehook(self._called)
 
     def _called(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        given = _before.pop(id(self._leaf), gradients[0])
-        if given is not None:
-            self._hook(given)
+        gradient = _before.pop(id(self._leaf), gradients[0])
+        if gradient is not None:
+            self._hook(gradient)
 
 
 @functools.cache
@@ -59,8 +59,8 @@ def watch_registrations() -> None:
 
     @functools.wraps(original)
     def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
-        given = _noting(tensor, hook) if tensor.is_leaf else hook
-        return original(tensor, given)  # type: ignore[no-untyped-call]
+        noting = _noting(tensor, hook) if tensor.is_leaf else hook
+        return original(tensor, noting)  # type: ignore[no-untyped-call]
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 

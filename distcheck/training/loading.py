@@ -60,11 +60,11 @@ def _registered() -> tuple[EntryPoint, ...]:
 
 def check_single(spec: str) -> None:
     """Raises UsageError for a name that stands for several strategies."""
-    found = {point.value for point in _registered() if point.name == spec}
-    if len(found) > 1:
+    places = {point.value for point in _registered() if point.name == spec}
+    if len(places) > 1:
         raise UsageError(
             f"strategy {spec!r} is registered by several installed packages; give one of "
-            f"{', '.join(sorted(found))}"
+            f"{', '.join(sorted(places))}"
         )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from distcheck.contract import Batch, Step
 from distcheck.errors import UsageError
 from distcheck.machine import seeds
+from distcheck.machine.compat import has_step_hooks
 from distcheck.training.building import Ingredients, restore, take_checkpoint
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.losses import LossOfShard, OwnBackward
@@ -223,8 +224,7 @@ class Loop:
         """Whether the strategy has no sync() and put hooks before the optimizer's step: gradients
         are final when these have run.
         """
-        hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", None)
-        return bool(hooks) and not self._strategy.syncs
+        return has_step_hooks(self._optimizer) and not self._strategy.syncs
 
     def _step_with_hooks(self, number: int) -> None:
         """Takes the step, and records gradients after the strategy's hooks: hooks run in the order

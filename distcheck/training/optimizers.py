@@ -54,13 +54,13 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every number of its groups, learning rates and the like included, as
     `param_groups[<n>]/<key>`.
     """
-    found = {}
+    numbers = {}
     groups = getattr(innermost(optimizer), "param_groups", ())  # people's own may have none
     for index, group in enumerate(groups):
         for key, value in sorted(group.items(), key=_by_key):
             if (number := _as_tensor(value)) is not None:
-                found[f"{_GROUP}{index}]/{key}"] = number
-    return found
+                numbers[f"{_GROUP}{index}]/{key}"] = number
+    return numbers
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -146,11 +146,11 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
     """
     groups = getattr(innermost(optimizer), "param_groups", ())
     group = groups[0] if groups else {}
-    found = 0
+    bits = 0
     for place, flag in enumerate(_FLAGS):
         if flag in group and group[flag] in _CHOICES:
-            found |= (1 + _CHOICES.index(group[flag])) << (2 * place)
-    return found
+            bits |= (1 + _CHOICES.index(group[flag])) << (2 * place)
+    return bits
 
 
 def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from distcheck.machine.compat import tree_leaves
 from distcheck.training.whole_tensors import whole
 
 MOST_NUMBERS = 1024  # that are kept of a sample; of more, every k-th
@@ -44,7 +44,7 @@ class Calls:
         self._samples = samples
         self._tables: list[torch.Tensor] = []
 
-    def note(self, module: nn.Module, given: Any, made: Any) -> None:
+    def note(self, module: nn.Module, inputs: Any, made: Any) -> None:
         """A forward hook. What is returned may be changed in place later, so it is copied."""
         table = per_sample(made, self._samples)
         if table is not None:

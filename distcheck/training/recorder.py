@@ -193,8 +193,8 @@ class TraceRecorder(Observer):
         """Notes the factor, exactly as backward will meet it."""
         self._put_hooks_back()  # the forward pass may have sent parameters
         if scaled is not loss:
-            found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
-            self._loss_factor = float("nan") if found is None else float(found)
+            factor = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
+            self._loss_factor = float("nan") if factor is None else float(factor)
 
     def backward_over(self, stretches: int) -> None:
         """Notes the hooks that torch forgot after they were last put back."""

@@ -12,9 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distcheck import __version__, backends
 from distcheck.backends import nccl
@@ -23,6 +20,7 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
+from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
@@ -30,6 +28,7 @@ from distcheck.records import Case, TensorSpec
 from distcheck.records.sources import parse_source
 from distcheck.training.building import (
     Ingredients,
+    counts_tokens,
     describe_model,
     in_one_storage,
     open_ingredients,
@@ -38,7 +37,6 @@ from distcheck.training.building import (
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import load_strategy
 from distcheck.training.outputs import Calls, calls_of
-from distcheck.training.tokens import counts_tokens
 from distcheck.verification.conflicts import (
     check_global_sum,
     check_loss,
@@ -207,7 +205,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
 
     model = ingredients.model()
     _check_statistics(ingredients.case, model)
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     # What a workload does before its first step may put them into another mode.
     changes = hasattr(ingredients.loaded.workload, "before_step")
     normalises = any(changes or m.training or m.running_mean is None for m in norms)
@@ -334,7 +332,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rows_seen(
-    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm], samples: int
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[BatchNorm], samples: int
 ) -> list[torch.Tensor]:
     """What each call of a BatchNorm is given in a forward pass over the first samples."""
     seen: list[torch.Tensor] = []
@@ -353,7 +351,7 @@ def _rows_seen(
 
 
 def _rows_apart(
-    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm]
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[BatchNorm]
 ) -> bool:
     """Whether BatchNorm sees rows whose samples are not known.
 

@@ -34,6 +34,16 @@ class Added:
     code: int = 0
 
 
+FORM = '''
+    Form(
+        name="averages",
+        example="f(model)",
+        fits_row=lambda target: False,
+        called="after backward",
+        lacks="is not a function",
+        note=", which averages",
+    ),
+'''
 WORKLOAD = '''
 """One layer."""
 from math import prod
@@ -226,6 +236,15 @@ ADDED = {
         use=("verify", "--strategy", "allreduce", "--backend", "mine"),
         says="backend mine needs a machine that is not here",
         code=3,
+    ),
+    "form of code": Added(
+        row="form of code",
+        named=("training/adapters/forms/__init__.py",),
+        files={},
+        lines={"distcheck/training/adapters/forms/__init__.py": ("FORMS = (", FORM.strip("\n"))},
+        use=("verify", "--strategy", "allreduce", "--workload", "mlp", *QUICK[:-1], "--as",
+             "averages"),
+        says="taken as: averages",
     ),
     "report format": Added(
         row="report format",
@@ -430,5 +449,5 @@ def test_each_kind_of_addition_is_made() -> None:
     made = {"option of `verify`", CAUSE.row, *(added.row for added in ADDED.values())}
     assert made >= {
         "strategy", "workload", "check", "oracle layer", "cause", "launcher", "backend",
-        "report format", "command", "cell",
+        "report format", "command", "cell", "form of code",
     }  # fmt: skip

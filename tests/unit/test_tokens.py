@@ -17,8 +17,8 @@ from distcheck.judge.oracles.shares import Shares
 from distcheck.plan.source_files import promises_of
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import expected_events as events
+from distcheck.training.building import with_tokens
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.tokens import with_tokens
 from distcheck.verification.conflicts import check_global_sum, check_loss
 from distcheck.workloads.tokens import IGNORED, LENGTH, PADDING, workload
 from tests.unit.test_diagnosis import measured

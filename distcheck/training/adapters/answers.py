@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from distcheck.errors import UsageError
+from distcheck.machine.compat import hooks_of
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.whole_tensors import is_distributed
 
 Pairs = list[tuple[nn.Parameter, torch.Tensor]]
-_HOOKS = (
-    "_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks",
-    "_forward_hooks", "_forward_pre_hooks",
-)  # fmt: skip
 _DESCENDS = 0.5  # cosine; parameters and their gradients are about at right angles
 
 
@@ -145,13 +142,8 @@ class AfterBackward:
 
 def _hooks(model: nn.Module) -> set[tuple[int, str, int]]:
     """The hooks on a model's parameters and modules."""
-    owners = [*model.parameters(), *model.modules()]
-    return {
-        (id(owner), kind, key)
-        for owner in owners
-        for kind in _HOOKS
-        for key in getattr(owner, kind, None) or ()
-    }
+    owners: list[nn.Module | torch.Tensor] = [*model.parameters(), *model.modules()]
+    return {(id(owner), *hook) for owner in owners for hook in hooks_of(owner)}
 
 
 def _gradients_of(model: nn.Module, answer: Any) -> Pairs:

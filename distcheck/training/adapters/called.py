@@ -81,7 +81,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
         stepped = [p.name for p in target.parameters[1:2] if p.name == "step" and not counts(p)]
         if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:
             raise refusal(target, f"{target.described}, which takes neither a model nor gradients")
-    filling = Filling(scene, target.value, what=target.described, supplied=supplied, given=stepped)
+    filling = Filling(scene, target.value, what=target.described, supplied=supplied, also=stepped)
     listed = any(wants_list(p, target.source) for p in target.parameters if p.name == first)
     if supplied and of_parameters and not listed:
         scene.handed_once.append(first)

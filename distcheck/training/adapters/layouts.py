@@ -23,8 +23,7 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.records.mesh import Mesh
-from distcheck.training.adapters.over_pieces import OverPieces
-from distcheck.training.adapters.pieces import Pieces
+from distcheck.training.adapters.pieces import OverPieces, Pieces
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.optimizers import StandIn
 from distcheck.training.whole_tensors import is_distributed
@@ -37,11 +36,11 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
     """The same strategy, with the whole model put together after every step. Raises UsageError
     for one of two accessors without the other.
     """
-    given = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
-    if len(given) == 1:
-        other = next(name for name in _ACCESSORS if name not in given)
-        raise UsageError(f"{what} has {given[0]}(model) and no {other}(model); give both, or none")
-    layout = _Accessed(base, made, what) if given else _Pieced(base, what)
+    has = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
+    if len(has) == 1:
+        other = next(name for name in _ACCESSORS if name not in has)
+        raise UsageError(f"{what} has {has[0]}(model) and no {other}(model); give both, or none")
+    layout = _Accessed(base, made, what) if has else _Pieced(base, what)
     contract = msgspec.structs.replace(base.contract, one_group=True)
     return dataclasses.replace(
         base,
@@ -73,19 +72,19 @@ class _Buffers:
         """Fills the whole model with those of the first rank that has changed them: the stage that
         has the layer, in the first data coordinate. Returns whether some rank has each.
         """
-        own = dict(self._trained.named_buffers())
+        trained = dict(self._trained.named_buffers())
         held = {
-            name: own[name].detach().cpu()
+            name: trained[name].detach().cpu()
             for name, before in self._before.items()
-            if name in own and own[name].shape == before.shape
+            if name in trained and trained[name].shape == before.shape
         }
         changed = {n: b for n, b in held.items() if not torch.equal(b, self._before[n].cpu())}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (changed, sorted(held)))
         for name, buffer in self._whole.named_buffers():
-            found = next((given[name] for given, _ in everyone if name in given), None)
-            if found is not None:
-                buffer.copy_(found)
+            values = [changes[name] for changes, _ in everyone if name in changes]
+            if values:
+                buffer.copy_(values[0])
         return all(any(name in names for _, names in everyone) for name in self._before)
 
 
@@ -95,7 +94,6 @@ class _Pieced:
     def __init__(self, base: LoadedStrategy, what: str) -> None:
         self._base, self._what = base, what
         self._pieces: Pieces | None = None
-        self._models: tuple[nn.Module, nn.Module] | None = None
         self._buffers: _Buffers | None = None
 
     def buffers(self) -> bool:
@@ -119,12 +117,8 @@ class _Pieced:
             undivided=undivided if mesh.divides else "",
             group=_who_share_a_model(mesh),
         )
-        pieces.learn(self._base.wrap)
-        trained = copy.deepcopy(model)
-        wrapped = self._base.wrap(trained)
-        pieces.hold(wrapped.parameters())
-        self._pieces, self._models = pieces, (model, trained)
-        self._buffers = _Buffers(model, trained)
+        wrapped = pieces.train(self._base.wrap)
+        self._pieces, self._buffers = pieces, _Buffers(model, pieces.trained)
         return wrapped
 
     def _holds_dtensors(self, model: nn.Module) -> bool:
@@ -134,12 +128,12 @@ class _Pieced:
         before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
         held = set(_wrapped(self._base, model, self._what).parameters())
         after = dict(model.named_parameters())
-        found = any(is_distributed(parameter) for parameter in held)
-        beside = bool({*after.values()} - held) or any(
+        has_dtensors = any(is_distributed(parameter) for parameter in held)
+        divides_more = bool({*after.values()} - held) or any(
             name not in after or after[name].shape != shape for name, (shape, _) in before.items()
         )
         device = next((device for _, device in before.values()), None)
-        flags = torch.tensor([found, beside], dtype=torch.long, device=device)
+        flags = torch.tensor([has_dtensors, divides_more], dtype=torch.long, device=device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         if bool(flags.all()):
             raise UsageError(
@@ -150,10 +144,9 @@ class _Pieced:
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         """Over what this rank holds."""
-        if self._pieces is None or self._models is None:
+        if self._pieces is None:
             return self._base.optimizer(build, parameters)
-        inner = self._base.optimizer(build, self._pieces.held)
-        return OverPieces(inner, self._pieces, *self._models)
+        return OverPieces(self._base.optimizer(build, self._pieces.held), self._pieces)
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """The strategy's own, then gradients together."""
@@ -165,8 +158,8 @@ class _Pieced:
 def _who_share_a_model(mesh: Mesh) -> dist.ProcessGroup:
     """The ranks of this one's data coordinate. Every rank makes every group, in one order."""
     groups: list[Any] = [dist.new_group(list(mesh.ranks_of(data))) for data in range(mesh.data)]
-    own: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
-    return own
+    mine: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
+    return mine
 
 
 class _Accessed:
@@ -213,34 +206,34 @@ class _Accessed:
         """The strategy's own, then what its accessor gives of the gradients."""
         self._base.sync(model, step)
         assert self._model is not None
-        given = self._given(self._gradients, "full_gradients")
+        whole = self._read(self._gradients, "full_gradients")
         for name, parameter in self._model.named_parameters():
-            value = given.get(name)
+            value = whole.get(name)
             parameter.grad = None if value is None else value.detach().clone()
         named = self._model.named_parameters()
-        self._held["full_gradients"] = {name: p.grad for name, p in named if name in given}
+        self._held["full_gradients"] = {name: p.grad for name, p in named if name in whole}
 
     def _write_parameters(self) -> None:
         assert self._model is not None
-        given = self._given(self._parameters, "full_parameters")
+        whole = self._read(self._parameters, "full_parameters")
+        held: dict[str, torch.Tensor | None] = {}
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                value = given.get(name)
+                value = whole.get(name)
                 if value is not None:
                     self._check(name, value, parameter)
                     parameter.copy_(value)
-        named = self._model.named_parameters()
-        known = {name: p for name, p in named if given.get(name) is not None}
-        self._held["full_parameters"] = dict(known)
+                    held[name] = parameter
+        self._held["full_parameters"] = held
 
-    def _given(self, accessor: Accessor, name: str) -> Mapping[str, torch.Tensor | None]:
-        found = accessor(self._wrapped)  # type: ignore[arg-type]
-        if found is None:
+    def _read(self, accessor: Accessor, name: str) -> Mapping[str, torch.Tensor | None]:
+        whole = accessor(self._wrapped)  # type: ignore[arg-type]
+        if whole is None:
             return {}
-        if isinstance(found, Mapping):
-            return found
+        if isinstance(whole, Mapping):
+            return whole
         raise UsageError(
-            f"{self._what}: {name}(model) returned a {type(found).__name__}; expected is a dict "
+            f"{self._what}: {name}(model) returned a {type(whole).__name__}; expected is a dict "
             "of parameter names and whole tensors"
         )
 

@@ -9,7 +9,7 @@ Gradients and optimizer state lie as the parameters do, so the same places put t
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import spacing
+from distcheck.training.optimizers import StandIn
 
 
 class LostElementsError(Exception):
@@ -27,7 +28,8 @@ class LostElementsError(Exception):
 class Pieces:
     """The places of a model's elements in the tensors that this rank holds.
 
-    `whole` is a model that is not trained; what is put together is written into it.
+    `whole` is a model that is not trained; what is put together is written into it. A copy is, once
+    `train` has wrapped it.
     """
 
     def __init__(
@@ -35,16 +37,14 @@ class Pieces:
         whole: nn.Module,
         *,
         what: str,
-        undivided: str | None = None,
+        undivided: str,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`undivided` is what is said where every rank holds everything; empty: nothing is. `group`
         has the ranks that hold one model together (None: all).
         """
         self._group = group
-        self._whole, self._what, self._undivided = whole, what, undivided
-        if undivided is None:
-            self._undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
+        self.whole, self._what, self._undivided = whole, what, undivided
         self._parameters = dict(whole.named_parameters())
         sizes = [p.numel() for p in self._parameters.values()]
         self._device = next(iter(self._parameters.values())).device
@@ -54,29 +54,44 @@ class Pieces:
         self._nobody = dist.get_world_size()
         self._places: list[torch.Tensor] = []  # per held tensor: the element's number, or -1
         self._owned: list[torch.Tensor] = []  # per held tensor: whether this rank speaks for it
+        self.trained = whole
         self.held: list[nn.Parameter] = []
 
-    def learn(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def train(self, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """What the wrapper makes of a copy of the model. Raises UsageError where its pieces are not
+        those of the numbered copies, and what `_learn` raises.
+        """
+        self._learn(wrap)
+        self.trained = copy.deepcopy(self.whole)
+        wrapped = wrap(self.trained)
+        self.held = list(wrapped.parameters())
+        self._check([p.detach() for p in self.held])
+        return wrapped
+
+    def _learn(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         """Wraps numbered copies and reads the places off them, on every rank at once.
 
         Raises UsageError where the numbers are not found again, or all of them on every rank,
         LostElementsError where some are on none.
         """
         base = min(_integers(p.dtype) for p in self._parameters.values())
-        found: list[torch.Tensor] = []
-        for digit in range(len(_digits(self._total, base))):
-            numbered = copy.deepcopy(self._whole)
+        numbers_held: list[torch.Tensor] = []
+        digits = 1
+        while base**digits <= self._total:
+            digits += 1
+        for digit in range(digits):
+            numbered = copy.deepcopy(self.whole)
             numbers = torch.arange(1, self._total + 1, device=self._device) // base**digit % base
             with torch.no_grad():
                 cut = numbers.split([p.numel() for p in numbered.parameters()])
                 for parameter, part in zip(numbered.parameters(), cut, strict=True):
                     parameter.copy_(part.view(parameter.shape))
             read = [self._read(p, base) for p in wrap(numbered).parameters()]
-            if found and [len(t) for t in read] != [len(t) for t in found]:
+            held = numbers_held or [torch.zeros_like(part) for part in read]
+            if [len(part) for part in read] != [len(part) for part in held]:
                 raise UsageError(f"{self._what} divides one model in different ways")
-            found = found or [torch.zeros_like(numbers) for numbers in read]
-            found = [a + b * base**digit for a, b in zip(found, read, strict=True)]
-        self._places = [numbers - 1 for numbers in found]
+            numbers_held = [a + b * base**digit for a, b in zip(held, read, strict=True)]
+        self._places = [numbers - 1 for numbers in numbers_held]
         self._divide()
 
     def _read(self, held: nn.Parameter, base: int) -> torch.Tensor:
@@ -130,13 +145,6 @@ class Pieces:
             "look at how sizes are divided that the number of ranks does not divide"
         )
 
-    def hold(self, held: Iterable[nn.Parameter]) -> None:
-        """The tensors that are really trained. Raises UsageError where they are divided otherwise
-        than the numbered ones.
-        """
-        self.held = list(held)
-        self._check([p.detach() for p in self.held])
-
     def _check(self, values: Sequence[torch.Tensor | None]) -> None:
         fits = len(values) == len(self._places) and all(
             v is None or v.numel() == len(p) for v, p in zip(values, self._places, strict=True)
@@ -159,7 +167,7 @@ class Pieces:
         self._check(values)
         whole = self._zeros(self._total)
         filled = self._zeros(self._total)
-        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        here: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, places, owned in zip(values, self._places, self._owned, strict=True):
             if value is None:
                 continue
@@ -167,36 +175,35 @@ class Pieces:
             bits = value.detach().to(self._device).flatten().double().view(torch.long)
             whole[places[owned]] = bits[owned]
             filled[places[owned]] = 1
-            own.append((places[places >= 0], bits[places >= 0]))
+            here.append((places[places >= 0], bits[places >= 0]))
         dist.all_reduce(whole, group=self._group)
         dist.all_reduce(filled, group=self._group)
-        for places, bits in own:
+        for places, bits in here:
             whole[places] = bits
             filled[places] = 1
-        found: dict[str, torch.Tensor | None] = {}
-        for (name, parameter), end in zip(
-            self._parameters.items(), self._ends.tolist(), strict=True
-        ):
+        tensors: dict[str, torch.Tensor | None] = {}
+        ends = self._ends.tolist()
+        for (name, parameter), end in zip(self._parameters.items(), ends, strict=True):
             cut = slice(end - parameter.numel(), end)
             there = parameter.numel() == 0 or bool(filled[cut].any())
             value = whole[cut].view(torch.double).view(parameter.shape)
-            found[name] = value.to(parameter.dtype) if there else None
-        return found
+            tensors[name] = value.to(parameter.dtype) if there else None
+        return tensors
 
     def write_parameters(self) -> None:
         """Puts the parameters together, into the whole model."""
-        found = self.together([p.detach() for p in self.held])
+        tensors = self.together([p.detach() for p in self.held])
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                value = found[name]
+                value = tensors[name]
                 assert value is not None
                 parameter.copy_(value)
 
     def write_gradients(self) -> None:
         """Puts the gradients together, into the whole model."""
-        found = self.together([p.grad for p in self.held])
+        tensors = self.together([p.grad for p in self.held])
         for name, parameter in self._parameters.items():
-            parameter.grad = found[name]
+            parameter.grad = tensors[name]
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
         """An optimizer's state over the pieces as state over the whole parameters. What is not
@@ -229,13 +236,36 @@ class Pieces:
         return bool(flag)
 
 
-def _digits(number: int, base: int) -> list[int]:
-    """Of a number, in a base, the last one first."""
-    return [number % base, *(_digits(number // base, base) if number >= base else [])]
-
-
 def _integers(dtype: torch.dtype) -> int:
     """The least b such that the dtype holds every integer below b, and not every one above."""
     if not dtype.is_floating_point:
         raise UsageError(f"parameters of {dtype} cannot be put together from pieces")
     return int(2 / spacing(dtype))
+
+
+class OverPieces(StandIn):
+    """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
+
+    def __init__(self, inner: torch.optim.Optimizer, pieces: Pieces) -> None:
+        super().__init__(inner)
+        self._pieces = pieces
+        self._collect()
+
+    @property
+    def state(self) -> Any:
+        """Of the whole parameters."""
+        return self._state
+
+    def step(self) -> None:
+        """Steps the pieces, then puts parameters and state together."""
+        self._inner.step()
+        self._collect()
+
+    def _collect(self) -> None:
+        self._pieces.write_parameters()
+        self._state = self._pieces.state_of(self._inner)
+        trained = dict(self._pieces.trained.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self._pieces.whole.named_buffers():
+                if name in trained and not trained[name].is_meta:
+                    buffer.copy_(trained[name])

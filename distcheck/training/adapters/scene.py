@@ -185,7 +185,7 @@ class Filling:
     """One callable's parameters, each with where its value comes from.
 
     `supplied` are parameters that the caller hands over at every call; `made_from` is the one of
-    them that the caller makes of what `--arg` says; `given` are filled in although they have a
+    them that the caller makes of what `--arg` says; `also` are filled in although they have a
     default. Raises UsageError for a parameter that nothing is known of.
     """
 
@@ -198,7 +198,7 @@ class Filling:
         supplied: Sequence[str] = (),
         skip: int = 0,
         made_from: str = "",
-        given: Sequence[str] = (),
+        also: Sequence[str] = (),
     ) -> None:
         self._scene, self._function, self._supplied = scene, function, tuple(supplied)
         self._sources: list[tuple[inspect.Parameter, str, str]] = []
@@ -216,7 +216,7 @@ class Filling:
                 scene.check(assigned[p.name])
                 scene.used.add(p.name)
                 self._sources.append((p, "assigned", assigned[p.name]))
-            elif p.default is p.empty or p.name in given:
+            elif p.default is p.empty or p.name in also:
                 meaning = Source(function).meaning_of(p.name)
                 if meaning:
                     meaning = self._exactly(meaning, p)

@@ -189,10 +189,10 @@ def counts(parameter: inspect.Parameter) -> bool:
 
 def annotation(parameter: inspect.Parameter) -> str:
     """How a parameter is annotated, as text; empty where it is not."""
-    found = parameter.annotation
-    if found is parameter.empty:
+    text = parameter.annotation
+    if text is parameter.empty:
         return ""
-    return found if isinstance(found, str) else inspect.formatannotation(found)
+    return text if isinstance(text, str) else inspect.formatannotation(text)
 
 
 def _signed(value: Callable[..., Any]) -> Parameters | None:

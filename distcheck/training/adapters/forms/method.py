@@ -1,5 +1,6 @@
 """A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
 
+import contextlib
 import dataclasses
 import inspect
 from typing import Any
@@ -51,8 +52,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         nonlocal stand_in
         if stand_in is None and making is not None:  # when model and optimizer are there
             stand_in = making.call()
-        if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
-            stand_in._modules["model"] = scene.live_model
+        if isinstance(stand_in, nn.Module) and "model" not in dict(stand_in.named_children()):
+            stand_in.model = scene.live_model
         if uses.steps:
             wait_for(filling.call(stand_in))
         else:
@@ -137,9 +138,8 @@ class _Uses:
 
         def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
             if issubclass(owner, nn.Module):
-                modules = self.__dict__.get("_modules", {})
-                if name in modules:
-                    return modules[name]
+                with contextlib.suppress(AttributeError):
+                    return nn.Module.__getattr__(self, name)
             return find(name)
 
         derived: Any = type(owner.__name__, (owner,), {"__getattr__": __getattr__})

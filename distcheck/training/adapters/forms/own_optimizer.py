@@ -178,11 +178,11 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
     )
 
 
-def _filling(target: Target, scene: Scene, *given: str) -> Filling:
+def _filling(target: Target, scene: Scene, *also: str) -> Filling:
     return Filling(
         scene,
         target.value,
         what=f"strategy {target.spec!r}",
         supplied=[_parameters_name(target)],
-        given=given,
+        also=also,
     )

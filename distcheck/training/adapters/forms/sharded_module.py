@@ -1,8 +1,7 @@
 """A class around the module that holds its parameters in pieces: FSDP, written by hand."""
 
-import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -10,8 +9,7 @@ from torch import nn
 
 from distcheck.contract import Build, Step
 from distcheck.training.adapters.forms import wrapper
-from distcheck.training.adapters.over_pieces import Followed, OverPieces
-from distcheck.training.adapters.pieces import Pieces
+from distcheck.training.adapters.pieces import OverPieces, Pieces
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target, own_classes
@@ -35,19 +33,19 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
     kept: list[Pieces] = []
-    models: list[tuple[nn.Module, nn.Module]] = []
-    followed: list[Followed] = []
+    followed: list[_Followed] = []
+
+    def wrap_copy(model: nn.Module) -> nn.Module:
+        scene.model = model
+        return base.wrap(model)
 
     def wrap(model: nn.Module) -> nn.Module:
-        pieces = Pieces(model, what=repr(target.spec))
-        pieces.learn(base.wrap)
-        worked_on = copy.deepcopy(model)
-        scene.model = worked_on
-        wrapped = base.wrap(worked_on)
-        pieces.hold(wrapped.parameters())
+        what = repr(target.spec)
+        undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
+        pieces = Pieces(model, what=what, undivided=undivided)
+        wrapped = pieces.train(wrap_copy)
         kept.append(pieces)
-        models.append((model, worked_on))
-        followed.append(Followed(model, worked_on))
+        followed.append(_Followed(model, pieces.trained))
         return wrapped
 
     def begun(model: nn.Module, step: Step) -> None:
@@ -55,7 +53,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         base.begun(model, step)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
-        return OverPieces(build(kept[0].held), kept[0], *models[0])
+        return OverPieces(build(kept[0].held), kept[0])
 
     def sync(model: nn.Module, step: Step) -> None:
         base.sync(model, step)
@@ -79,3 +77,28 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         begun=begun,
         note=f"{base.note}; its pieces are put together to be compared",
     )
+
+
+class _Followed:
+    """What a workload does to its model before a step, done to the model that is trained as well:
+    modes, and attributes that are plain values. What the strategy itself set there stays.
+    """
+
+    def __init__(self, whole: nn.Module, worked_on: nn.Module) -> None:
+        self._whole, self._worked_on = whole, worked_on
+        self._seen = dict(_plain_values(whole))
+
+    def follow(self) -> None:
+        """Takes over what has changed since the last call."""
+        theirs = dict(self._worked_on.named_modules())
+        for (name, key), value in _plain_values(self._whole):
+            if self._seen.get((name, key)) != value and name in theirs:
+                setattr(theirs[name], key, value)
+            self._seen[name, key] = value
+
+
+def _plain_values(model: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_") and isinstance(value, bool | int | float | str):
+                yield (name, key), value

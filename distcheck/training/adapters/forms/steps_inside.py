@@ -61,7 +61,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     scene.rate = rate = _rate_of(target)
     supplied = [target.first] if meaning_of(target.first) in ("", "model") else []
     filling = Filling(
-        scene, target.value, what=target.described, supplied=supplied, given=_rates(target)
+        scene, target.value, what=target.described, supplied=supplied, also=_rates(target)
     )
 
     def call() -> None:

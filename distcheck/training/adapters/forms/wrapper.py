@@ -195,9 +195,8 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
 
 def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Module) -> None:
     """Raises UsageError where it trains other parameters than the model's, or pieces of them."""
-    parameters = list(trained.parameters()) or [
-        p for module in trained.modules() for p in module._parameters.values() if p is not None
-    ]
+    # Its own parameters() may give nothing.
+    parameters = list(trained.parameters()) or [p for _, p in nn.Module.named_parameters(trained)]
     after = {id(p): p.shape for p in parameters}
     if any(after.get(key) != shape for key, shape in before.items()):
         raise UsageError(
