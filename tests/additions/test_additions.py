@@ -34,7 +34,7 @@ class Added:
     code: int = 0
 
 
-FORM = '''
+FORM = """
     Form(
         name="averages",
         example="f(model)",
@@ -43,7 +43,7 @@ FORM = '''
         lacks="is not a function",
         note=", which averages",
     ),
-'''
+"""
 WORKLOAD = '''
 """One layer."""
 from math import prod
