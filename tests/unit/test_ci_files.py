@@ -80,9 +80,10 @@ def test_the_inputs_that_a_workflow_gives_are_the_action_s() -> None:
 
 def takes(words: list[str]) -> None:
     """Raises where the command line does not take these words."""
-    command = _group.get_command(_group.make_context("distcheck", ["list"]), words[0])
+    group = _group.make_context("distcheck", ["list"])
+    command = _group.get_command(group, words[0])
     assert command is not None, words
-    command.make_context(words[0], words[1:])
+    command.make_context(words[0], words[1:], parent=group)  # whose help option click keeps
 
 
 def commands(path: Path) -> list[list[str]]:

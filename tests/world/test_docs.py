@@ -107,9 +107,10 @@ def test_a_command_says_what_the_command_line_takes(page: Path, line: str) -> No
         assert words[0] == "pytest", f"{page.name}: {line}"
         return
     _, name, *rest = words[words.index("distcheck") :]
-    command = _group.get_command(_group.make_context("distcheck", ["list"]), name)
+    group = _group.make_context("distcheck", ["list"])
+    command = _group.get_command(group, name)
     assert command is not None, line
-    command.make_context(name, rest)
+    command.make_context(name, rest, parent=group)
 
 
 def of_examples(page: Path) -> list[str]:
