@@ -64,7 +64,7 @@ class Heard:
             size=len(world.children),
             outcomes=outcomes,
             reports=self.reports,
-            outputs=_outputs_of(world),
+            outputs=outputs_of(world),
             subtests=self.subtests,
             timeout=timeout,
         )
@@ -150,7 +150,7 @@ def _of_the_test(outcomes: list[Outcome], heard: Heard) -> list[Outcome]:
     return still + done
 
 
-def _outputs_of(world: World) -> dict[int, str]:
+def outputs_of(world: World) -> dict[int, str]:
     """What each rank has printed, unless it was shown already; how much of it is not kept."""
     found = {}
     for number, child in enumerate(world.children):
