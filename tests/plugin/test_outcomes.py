@@ -298,13 +298,13 @@ def test_how_much_of_a_long_output_is_left_out() -> None:
         child.take_output(b"%99d\n" % number)
     assert child.output_left_out + len(child.output) == 100_000
     world: Any = SimpleNamespace(children=[child])
-    first, second, *_ = waiting._outputs_of(world)[0].splitlines()
+    first, second, *_ = waiting.outputs_of(world)[0].splitlines()
     assert first == f"(the first {child.output_left_out} bytes are left out)"
     assert int(second) == child.output_left_out / 100
     assert "its output (last 20 lines):" in blame.outcomes([child], hung=False)[0].detail
     child.forget_output()
     child.take_output(b"of the next test")
-    assert waiting._outputs_of(world)[0] == "of the next test"
+    assert waiting.outputs_of(world)[0] == "of the next test"
 
 
 def test_warnings_are_pytests_own(ran: str) -> None:
