@@ -183,36 +183,30 @@ class Loop:
             elif max_norm is not None:
                 nn.utils.clip_grad_norm_(self.wrapped.parameters(), max_norm)
             if self._exchanges_in_hooks:
-                self._step_with_hooks(number)
+                register = self._optimizer.register_step_pre_hook
+                with self._final_where_it_begins(number, register) as steps:
+                    self._scaler.step(self._optimizer)
+                if not steps:  # a step that the scaler skips runs no hook
+                    self._observer.synced(number, self.model)
             else:
                 self._scaler.step(self._optimizer)
             self._scaler.update()
             return
-        seen = 0
-
-        def begins(*_: object) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == 1:
-                self._observer.synced(number, self.model)
-
         inner: Any = getattr(self._optimizer, "optim", self._optimizer)
-        register: Any = getattr(self._optimizer, "before_update", inner.register_step_pre_hook)
-        hook = register(begins)
-        try:
+        before_update: Any = getattr(self._optimizer, "before_update", None)
+        register = before_update or inner.register_step_pre_hook
+        with self._final_where_it_begins(number, register) as steps:
             self._strategy.sync(self.wrapped, step)
             if update == "optimizer":
                 self._progress(number, "update")
                 self._optimizer.step()
-        finally:
-            hook.remove()
-        if seen > 1:
+        if len(steps) > 1:
             raise RuntimeError(
-                f"the strategy called optimizer.step() {seen} times in step {number}: it must call "
-                "it once, after all parameters are synchronised (a call inside a loop over the "
-                "parameters updates with gradients that are not synchronised yet)"
+                f"the strategy called optimizer.step() {len(steps)} times in step {number}: it "
+                "must call it once, after all parameters are synchronised (a call inside a loop "
+                "over the parameters updates with gradients that are not synchronised yet)"
             )
-        if seen == 0:
+        if not steps:
             raise UsageError(
                 "torch's optimizer took 0 steps where it should take one: the strategy has to call "
                 "its step() once in every step on every rank; where one rank steps for all and "
@@ -226,24 +220,25 @@ class Loop:
         """
         return has_step_hooks(self._optimizer) and not self._strategy.syncs
 
-    def _step_with_hooks(self, number: int) -> None:
-        """Takes the step, and records gradients after the strategy's hooks: hooks run in the order
-        in which they were registered. A step that the scaler skips runs none of them.
+    @contextlib.contextmanager
+    def _final_where_it_begins(
+        self, number: int, register: Callable[[Callable[..., None]], Any]
+    ) -> Iterator[list[int]]:
+        """Records gradients where an optimizer's first step begins, after hooks that `register` has
+        taken before; yields a list with an entry for each step that has begun.
         """
-        recorded = False
+        steps: list[int] = []
 
         def begins(*_: object) -> None:
-            nonlocal recorded
-            recorded = True
-            self._observer.synced(number, self.model)
+            steps.append(number)
+            if len(steps) == 1:
+                self._observer.synced(number, self.model)
 
-        hook = self._optimizer.register_step_pre_hook(begins)
+        hook = register(begins)
         try:
-            self._scaler.step(self._optimizer)
+            yield steps
         finally:
             hook.remove()
-        if not recorded:
-            self._observer.synced(number, self.model)
 
     def _backward(self, batch: Batch, step: Step) -> float:
         """Leaves the shard's gradients, and returns its mean loss."""

@@ -27,32 +27,30 @@ def trains_at(path: Path, *, begins: bool = False) -> int:
     """The line at its top level where a file trains, or (`begins`) initialises a process group or
     reads its command line; 0: none.
     """
-    try:
-        body = parse_source(path).body
-    except (OSError, SyntaxError):
-        return 0
     names = _TRAINS | _BEGINS if begins else _TRAINS
-    calls = (call for node in body for call in _calls_in(node))
+    calls = (call for node in _body(path) or () for call in _calls_in(node))
     return min((call.lineno for call in calls if _name_of(call.func) in names), default=0)
 
 
 def has_definitions(path: Path) -> bool:
     """Whether a file defines a function or a class at its top level."""
-    try:
-        body = parse_source(path).body
-    except (OSError, SyntaxError):
-        return True
-    return any(isinstance(node, _DEFINES[2:]) for node in body)
+    body = _body(path)
+    return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
 
 
 def first_definition(path: Path) -> str:
     """The first public function or class of a file, for an example of how to name one."""
+    definitions = (n for n in _body(path) or () if isinstance(n, ast.FunctionDef | ast.ClassDef))
+    names = (node.name for node in definitions if not node.name.startswith("_"))
+    return next(names, "my_sync")
+
+
+def _body(path: Path) -> list[ast.stmt] | None:
+    """None for a file that cannot be read."""
     try:
-        body = parse_source(path).body
+        return parse_source(path).body
     except (OSError, SyntaxError):
-        return "my_sync"
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return next((name for name in names if not name.startswith("_")), "my_sync")
+        return None
 
 
 def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
