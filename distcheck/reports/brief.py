@@ -277,6 +277,10 @@ def _add_failure(case: CaseReport, lines: _Lines) -> None:
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
     if first is not None and first.first is not None:
         lines.add("first", f"{first.check}, {_place(first.first)}", most=2)
+    elif not case.ranks_failed and (
+        failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
+    ):
+        lines.add("first", failed[0].reason, most=2)  # as of a guard, which keeps digests
     for one in case.diagnosis[:_MOST_FAILURES]:
         lines.add("try", one.suggestion, most=3)
     if case.ranks_failed:
