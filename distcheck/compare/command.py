@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare.judging import judge
+from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import (
     COMPARE,
@@ -227,19 +227,10 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     found = _compare_traces(pool, *traces)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
-    verdict, reason = judge(found, changed, said, bits=bits)
     unseen = found.not_judged or found.kind not in BY_VALUE
-    if found.by_digest and found.first is not None and unseen:
-        reason = f"{reason}; {_distance_unknown(one, two)}"
-    same = "same" if found.first is None else "changed"
-    return CaseComparison(
-        id=name,
-        verdict=verdict,
-        bits="not compared" if found.why_not else same,
-        reason=reason,
-        found=found,
-        changes=tuple(changed),
-    )
+    is_far = found.by_digest and found.first is not None and unseen
+    remark = _distance_unknown(one, two) if is_far else ""
+    return judged(name, found, changed, said, bits=bits, remark=remark)
 
 
 def _distance_unknown(one: SavedCase, two: SavedCase) -> str:

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from distcheck.compare.judging import judge
+from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase
 from distcheck.compare.records import CaseComparison, TraceComparison
 from distcheck.compare.traces import Walk
+from distcheck.errors import UsageError
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read
 from distcheck.recordings.recording import Kind
@@ -17,10 +18,15 @@ _NAME = "job"
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
-    """What two recordings have in common. Raises UsageError for a folder that
-    is none, or is damaged."""
+    """What two recordings have in common. Raises UsageError for a folder that is damaged."""
     earlier, later = (read(folder) for folder in (then, now))
     reports = [read_report(folder / REPORT) for folder in (then, now)]
+    for folder, report in zip((then, now), reports, strict=True):
+        if len(report["cases"]) != 1:
+            raise UsageError(
+                f"{folder / REPORT} is damaged: a job has one case, and it has "
+                f"{len(report['cases'])}; run distcheck job again"
+            )
     known = [_known(report) for report in reports]
     found = _compare(earlier, later)
     changed = changes_for_bits(
@@ -29,16 +35,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         known[1].case,
     )
     verdicts = (reports[0]["cases"][0]["verdict"], reports[1]["cases"][0]["verdict"])
-    verdict, reason = judge(found, changed, verdicts, bits=bits, needs_bound=True)
-    same = "same" if found.first is None else "changed"
-    return CaseComparison(
-        id=_NAME,
-        verdict=verdict,
-        bits="not compared" if found.why_not else same,
-        reason=reason,
-        found=found,
-        changes=tuple(changed),
-    ), known[1]
+    return judged(_NAME, found, changed, verdicts, bits=bits, needs_bound=True), known[1]
 
 
 def _known(report: dict[str, Any]) -> KnownCase:

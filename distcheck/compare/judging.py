@@ -1,6 +1,6 @@
 """The verdict over what two recordings have in common, and the sentence that goes with it."""
 
-from distcheck.compare.records import TraceComparison
+from distcheck.compare.records import CaseComparison, TraceComparison
 from distcheck.recordings.differing import CHOSEN
 from distcheck.records import Change, VerdictName
 
@@ -45,3 +45,26 @@ def judge(
     if needs_bound and not found.judged:
         return "unknown", reason
     return ("unknown" if found.not_judged else "pass"), reason
+
+
+def judged(
+    name: str,
+    found: TraceComparison,
+    changed: list[Change],
+    said: tuple[VerdictName, VerdictName],
+    *,
+    bits: bool,
+    needs_bound: bool = False,
+    remark: str = "",
+) -> CaseComparison:
+    """The same over one case, with a `remark` behind the sentence."""
+    verdict, reason = judge(found, changed, said, bits=bits, needs_bound=needs_bound)
+    same = "same" if found.first is None else "changed"
+    return CaseComparison(
+        id=name,
+        verdict=verdict,
+        bits="not compared" if found.why_not else same,
+        reason="; ".join(filter(None, [reason, remark])),
+        found=found,
+        changes=tuple(changed),
+    )

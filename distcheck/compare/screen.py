@@ -6,14 +6,8 @@ from rich.text import Text
 
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
-from distcheck.records import Difference, VerdictName
-from distcheck.reports.wording import describe_place, show
-
-_STYLE: dict[VerdictName, str] = {
-    "pass": "bold green",
-    "unknown": "bold yellow",
-    "fail": "bold red",
-}
+from distcheck.records import Difference
+from distcheck.reports.wording import STYLE, describe_place, show
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
@@ -26,7 +20,7 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
         console.print(Text(f"changed between the runs: {'; '.join(lines)}"), style="dim")
     for case in comparison.cases:
         text = Text()
-        text.append(f"{case.verdict.upper():<8}", style=_STYLE[case.verdict])
+        text.append(f"{case.verdict.upper():<8}", style=STYLE[case.verdict])
         text.append(case.id, style="bold")
         text.append(f": bits {case.bits}; {case.reason}")
         console.print(text, soft_wrap=True)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from distcheck.errors import UsageError
+import msgspec
+
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.job import leftovers, replaying, running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy, copy_project
@@ -50,8 +52,11 @@ def judge_job(asked: JobOptions) -> Report:
             reference, missing = _replay(asked, job, copied, folder / "reference")
         report = _report(made, judge(asked, job, ran, reference, missing))
         if asked.save is not None:
-            reading.keep(recorded, Path(asked.save))
-            write_text(str(Path(asked.save, REPORT)), render_json(report))
+            try:
+                reading.keep(recorded, Path(asked.save))
+                write_text(str(Path(asked.save, REPORT)), render_json(report))
+            except CannotRunError as error:  # the verdict stands all the same
+                return msgspec.structs.replace(report, save_error=str(error))
         return report
 
 

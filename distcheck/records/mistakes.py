@@ -4,7 +4,7 @@ What each leaves, and when a comparison shows it, is in `checks/simplest_mistake
 for the verdict is in `sensitivity.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -117,21 +117,27 @@ def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
     return (found[0], found[-1]) if found else None
 
 
+def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int]]:
+    """By mistake: how many tensors would have shown it, on every one of the `ranks` with data, and
+    in how many it could be made; those that could be made in none are left out.
+    """
+    for name, mistake in MISTAKES.items():
+        possible = [one for one in tensors if name in one.shown]
+        needed = ranks if mistake.of_ranks else 1
+        if possible:
+            yield name, sum(len(one.shown[name]) >= needed for one in possible), len(possible)
+
+
 def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
     """How many tensors would have shown which mistakes, on every one of the `ranks` with data."""
     by_share: dict[str, list[str]] = {}
-    for name, mistake in MISTAKES.items():
-        possible = [one for one in shown.values() if name in one.shown]
-        if not possible:
-            continue
-        asked = ranks if mistake.of_ranks else 1
-        number = sum(len(one.shown[name]) >= asked for one in possible)
+    for name, number, possible in shares([*shown.values()], ranks):
         share = f"{number:,}" if number else "none"
-        if number == len(possible) == len(shown):
+        if number == possible == len(shown):
             share = "all"
-        elif len(possible) < len(shown):
-            share = f"{share} of {len(possible):,}"
-        by_share.setdefault(share, []).append(mistake.says)
+        elif possible < len(shown):
+            share = f"{share} of {possible:,}"
+        by_share.setdefault(share, []).append(MISTAKES[name].says)
     text = [
         f"{share}{' would have shown' * (number == 0)} {listed(says)}"
         for number, (share, says) in enumerate(by_share.items())

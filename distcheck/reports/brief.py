@@ -5,14 +5,13 @@ At most some twelve lines for the cases of one strategy in one world; `terminal`
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.records import CaseReport, CheckResult, Difference, Outcome, Report, VerdictName
-from distcheck.records.ends import RankEnd
+from distcheck.records import CaseReport, CheckResult, Difference, Report, VerdictName
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -20,17 +19,12 @@ from distcheck.records.layers import (
     NO_LAYER,
     ROUNDING,
 )
-from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, listed, scales
-from distcheck.reports.failures import Key, failures_alike
+from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
+from distcheck.reports.failures import Key, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import next_step
-from distcheck.reports.wording import describe_accepted, most_telling_first, show
+from distcheck.reports.wording import STYLE, describe_accepted, most_telling_first, show
 from distcheck.reports.wrapping import hanging, print_hanging
 
-_STYLE: dict[VerdictName, str] = {
-    "pass": "bold green",
-    "unknown": "bold yellow",
-    "fail": "bold red",
-}
 _VERDICT = 8  # columns
 _INDENT = 6
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
@@ -127,7 +121,7 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
     text = headline(cases, verdict)
     lines = hanging(text, console.width, first=verdict.upper(), indent=_VERDICT)
     first = Text(lines[0])
-    first.stylize(_STYLE[verdict], 0, _VERDICT)
+    first.stylize(STYLE[verdict], 0, _VERDICT)
     first.stylize("bold", _VERDICT, _VERDICT + len(cases[0].case.strategy))
     for line in (first, *map(Text, lines[1:])):
         console.print(line, soft_wrap=True)
@@ -207,14 +201,10 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
     that is not all of them.
     """
     several = list(shown)
-    tensors = [one for part in several for one in part.values()]
     by_share: dict[str, list[str]] = {}
-    for name, mistake in MISTAKES.items():
-        possible = [one for one in tensors if name in one.shown]
-        needed = ranks if mistake.of_ranks else 1
-        number = sum(len(one.shown[name]) >= needed for one in possible)
+    for name, number, possible in shares([one for part in several for one in part.values()], ranks):
         if number:
-            share = "" if number == len(possible) else f" ({number} of {len(possible)} tensors)"
+            share = "" if number == possible else f" ({number} of {possible} tensors)"
             by_share.setdefault(share, []).append(_SHORT[name])
     found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
     factors = [limits[1] for part in several if (limits := scales(part)) is not None]
@@ -270,7 +260,7 @@ def _cases(cases: Sequence[CaseReport]) -> str:
 
 
 def _add_failure(case: CaseReport, lines: _Lines) -> None:
-    for label, text in _of_ranks(case.outcomes):
+    for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
     for one in case.diagnosis[:_MOST_FAILURES]:
         lines.add("cause", f"{one.evidence}", most=2)
@@ -292,22 +282,6 @@ def _add_failure(case: CaseReport, lines: _Lines) -> None:
             by_reason.setdefault(result.reason, []).append(result.check)
     for reason, checks in [*by_reason.items()][:_MOST_REASONS]:
         lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
-
-
-def _of_ranks(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """How ranks ended that did not finish: those that began it by the end of their traceback."""
-    alike: dict[tuple[str, str], list[Outcome]] = {}
-    for one in outcomes:
-        if one.outcome != RankEnd.FINISHED:
-            detail = one.where if one.lost_peer else one.detail
-            alike.setdefault((one.outcome, detail), []).append(one)
-    for (end, detail), ranks in alike.items():
-        numbers = ", ".join(str(one.rank) for one in sorted(ranks, key=lambda one: one.rank))
-        head, *rest = detail.splitlines() or [""]
-        called = [line for line in rest[:-_MOST_TRACEBACK] if line == ranks[0].last_call]
-        first = ", ".join(filter(None, [end, head]))
-        text = "\n".join([first, *called, *rest[-_MOST_TRACEBACK:]])
-        yield f"rank{'s' * (len(ranks) > 1)} {numbers}", text
 
 
 def _place(difference: Difference) -> str:

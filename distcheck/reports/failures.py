@@ -73,7 +73,7 @@ def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
-    yield from _outcome_lines(case.outcomes)
+    yield from ends_of_ranks(case.outcomes)
     failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
     first = earliest_failure(failed)
     if first is not None and first.first is not None:
@@ -94,8 +94,12 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
         yield "try", diagnosis.suggestion
 
 
-def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """Causes in full; ranks that only lost a peer, together in one line."""
+def ends_of_ranks(
+    outcomes: Sequence[Outcome], *, lines: int = _DETAIL_LINES, says_cut: bool = True
+) -> Iterator[tuple[str, str]]:
+    """How ranks ended that did not finish, at most so many lines each, as (label, text): causes in
+    full; ranks that only lost a peer, together.
+    """
     alike: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.outcome != RankEnd.FINISHED:
@@ -103,18 +107,15 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
             alike.setdefault(key, []).append(outcome)
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
-        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(ranks[0], detail)
+        text = _cut(detail.splitlines(), ranks[0].last_call, lines, says_cut=says_cut)
+        end = ", ".join([ranks[0].outcome, *text[:1]])
+        yield f"rank{'s' * (len(ranks) > 1)} {names}", "\n".join([end, *text[1:]])
 
 
-def _describe_outcome(outcome: Outcome, detail: str) -> str:
-    lines = detail.splitlines()
-    if len(lines) > _DETAIL_LINES:
-        about = [line for line in lines[1:3] if line == outcome.last_call]
-        left_out = len(lines) - _DETAIL_LINES
-        lines = [
-            lines[0],
-            *about,
-            f"  ... {left_out} more lines are in the JSON report ...",
-            *lines[-_DETAIL_LINES + 1 + len(about) :],
-        ]
-    return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])
+def _cut(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
+    """The first line, the last call, and the end of what a rank left behind."""
+    if len(detail) <= most:
+        return detail
+    about = [line for line in detail[1:3] if line == last_call]
+    left_out = f"  ... {len(detail) - most} more lines are in the JSON report ..."
+    return [detail[0], *about, *[left_out] * says_cut, *detail[-most + 1 + len(about) :]]

@@ -21,6 +21,7 @@ from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.failures import Key, print_failure
 from distcheck.reports.wording import (
+    STYLE,
     count,
     describe_accepted,
     describe_place,
@@ -31,11 +32,6 @@ from distcheck.reports.wording import (
 )
 from distcheck.reports.wrapping import hanging, print_hanging, print_trimmed
 
-_STYLE: dict[VerdictName, str] = {
-    "pass": "bold green",
-    "unknown": "bold yellow",
-    "fail": "bold red",
-}
 _VERDICT = 8  # columns
 _MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
@@ -123,7 +119,7 @@ def _interruption(report: Report) -> Text:
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])
     of += f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    text = Text(f"{'UNKNOWN':<{_VERDICT}}", style=_STYLE["unknown"])
+    text = Text(f"{'UNKNOWN':<{_VERDICT}}", style=STYLE["unknown"])
     count_ = f"{len(left)} of {len(report.cases)} cases"
     return text.append(f"interrupted: {count_} were not judged: {of}", style="default")
 
@@ -160,13 +156,13 @@ def _print_headline(
     sentence = f"{of}: {names}; batch {case.batch}, {steps}seed {case.seed}"
     lines = hanging(sentence, console.width, first=verdict.upper(), indent=_VERDICT)
     first = Text(lines[0])
-    first.stylize(_STYLE[verdict], 0, _VERDICT)
+    first.stylize(STYLE[verdict], 0, _VERDICT)
     first.stylize("bold", _VERDICT, _VERDICT + len(of))
     for text in (first, *map(Text, lines[1:])):
         console.print(text, soft_wrap=True)
     for one in dict.fromkeys(one for c in cases for one in c.remarks):
         said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
-        print_hanging(said, console, indent=2, style=_STYLE["unknown"])
+        print_hanging(said, console, indent=2, style=STYLE["unknown"])
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
@@ -183,7 +179,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         table.add_row(
             result.check if result.check != last else "",
             layer_name(result.layer).removesuffix(" bound").replace("reference", "ref"),
-            Text("ok" if result.verdict == "pass" else result.verdict, _STYLE[result.verdict]),
+            Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
             *_counts(result.compared, shown),
             describe_worst(result),
         )

@@ -5,8 +5,18 @@ from typing import Any
 
 import msgspec
 
-from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Explored, Number
+from distcheck.records import (
+    Allowance,
+    CaseReport,
+    CheckResult,
+    Difference,
+    Explored,
+    Number,
+    VerdictName,
+)
 from distcheck.records.mistakes import SENSITIVITY, Shown, describe, scales
+
+STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow", "fail": "bold red"}
 
 
 def describe_place(difference: Difference) -> str:

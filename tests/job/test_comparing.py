@@ -1,5 +1,7 @@
 """Two recordings of jobs, of which the second has something changed: where they part first."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import torch
 from distcheck.compare.command import compare_command
 from distcheck.compare.jobs import compare_jobs
 from distcheck.compare.records import CaseComparison
-from distcheck.errors import UsageError
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
 from distcheck.records import Case, CaseReport, CheckResult, Report, VerdictName
 from distcheck.reports.json_report import render_json
@@ -138,3 +141,48 @@ def test_what_cannot_be_compared_gets_a_sentence(
     assert then is not None
     with pytest.raises(UsageError, match=said):
         compare_command(then, now, bits=False, files={}, trusted=False, quiet=True)
+
+
+def test_a_parameter_of_another_dtype_is_said_to_be(tmp_path: Path) -> None:
+    def doubles(facts: Facts) -> None:
+        facts.before = {name: one.double() for name, one in facts.before.items()}
+
+    first = compared(tmp_path, doubles).found.first
+    assert first is not None
+    assert str(first.expected).startswith("torch.float32 (")
+    assert str(first.actual).startswith("torch.float64 (")
+
+
+def no_cases(folder: Path) -> None:
+    report = folder / REPORT
+    document = json.loads(report.read_text())
+    document["cases"], document["totals"]["unknown"] = [], 0
+    report.write_text(json.dumps(document))
+
+
+def other_digest(folder: Path) -> None:
+    file = folder / "rank-0001" / "step-000001.json"
+    document = json.loads(file.read_text())
+    document["digests"]["after/weight"] = "\x1b[2J"
+    file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "harm", [no_cases, other_digest, lambda folder: (folder / REPORT).unlink()]
+)
+def test_an_edited_recording_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    then, now = (kept(tmp_path / name) for name in ("then", "now"))
+    harm(now)
+    with pytest.raises(UsageError, match=f"{now}.* (is damaged|cannot be read)"):
+        compare_jobs(then, now, bits=False)
+
+
+def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
+    """And not a pipe of the running job, nor over a folder that is there."""
+    folder = kept(tmp_path / "then")
+    os.mkfifo(folder / "ask-1")
+    reading.keep(folder, tmp_path / "again")
+    assert reading.read(tmp_path / "again").steps == (0, 1, 2)
+    assert not (tmp_path / "again" / "ask-1").exists()
+    with pytest.raises(CannotRunError, match="cannot be kept in"):
+        reading.keep(folder, tmp_path / "again")

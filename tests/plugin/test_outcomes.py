@@ -280,8 +280,8 @@ def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
     """Being asked ends a sleep; a kept rank that had told its end before only waits."""
     outcomes = [Outcome(rank=rank, outcome="hung", text="there") for rank in range(3)]
     reports = {0: RankReport(end="passed"), 1: RankReport(end="passed")}
-    told = waiting.Heard(reports=reports, in_time={0})
-    ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, told)}
+    heard = waiting.Heard(reports=reports, in_time={0})
+    ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, heard)}
     assert ends == {0: "finished", 1: "hung", 2: "hung"}
 
 

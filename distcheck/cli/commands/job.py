@@ -66,6 +66,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     compare digests of what they hold. --save then names the folder for bundles.
     """  # fmt: skip
     from distcheck.errors import UsageError
+    from distcheck.errors.shown_text import say
     from distcheck.reports.files import check_outputs, write_outputs
     from distcheck.reports.terminal import console_for, render
 
@@ -76,6 +77,8 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     with errors_annotated(files):
         report, code = _run(words, asked)
     render(report, console_for(), verbose=verbose, quiet=quiet)
+    if report.save_error:
+        say(f"distcheck: {report.save_error}; the verdict above stands", err=True)
     write_outputs(files, report)
     return code
 

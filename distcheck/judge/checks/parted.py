@@ -50,9 +50,10 @@ def compare_pair(
         reason = f"{name} of rank {pair.rank} at step {pair.step} has another digest"
         tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
         return 0
-    if found[0].shape != found[1].shape:
-        shapes = [str(tuple(tensor.shape)) for tensor in found if tensor is not None]
-        tally.fail(f"{name} has another shape", actual=shapes[0], expected=shapes[1], **place)
+    forms = [f"{one.dtype} {tuple(one.shape)}" for one in found if one is not None]
+    if forms[0] != forms[1]:
+        reason = f"{name} has another shape or dtype"
+        tally.fail(reason, actual=forms[0], expected=forms[1], **place)
         return 0
     comparison = compare(found[0], found[1])
     tally.add(comparison, **place)

@@ -20,7 +20,7 @@ the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitud
 import math
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
@@ -28,6 +28,7 @@ import xxhash
 from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 MOST_ROWS = 1 << 16  # digests of samples in one batch
 MOST_CALLS = 256  # collectives of one step
 Read = TypeVar("Read", bound=msgspec.Struct)
@@ -205,7 +206,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     iterations: tuple[Iteration, ...] = ()
     clips: tuple[Clip, ...] = ()
     calls: tuple[CollectiveCall, ...] = ()
-    digests: dict[str, str] = {}
+    digests: dict[str, Digest] = {}
     dtypes: dict[str, str] = {}
     not_finite: tuple[str, ...] = ()
     scale: float | None = None
