@@ -14,9 +14,10 @@ from distcheck.compare.records import CaseComparison
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
-from distcheck.records import Case, CaseReport, CheckResult, Report, VerdictName
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
+from distcheck.records.ends import RankEnd
 from distcheck.reports.json_report import render_json
-from tests.job.recordings import Facts, make
+from tests.job.recordings import Facts, make, replaced
 
 
 def kept(
@@ -27,8 +28,13 @@ def kept(
     folder.mkdir()
     make(folder, change, **about)
     case = Case(id="job", strategy="train.py", world=2, workload="job", data="job", job=("--", "x"))
-    check = CheckResult(check="agreement", layer="-", verdict=verdict, reason="as the test has it")
-    one = CaseReport(case=case, strategy_file="", verdict=verdict, outcomes=(), checks=(check,))
+    counted = Compared(tensors=2, elements=24, ranks=2, steps=3)
+    checks = tuple(
+        CheckResult(check=name, layer="-", verdict=verdict, compared=counted, reason="as it is")
+        for name in ("outcome", "data", "initial state", "gradients", "agreement")
+    )
+    ends = tuple(Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(2))
+    one = CaseReport(case=case, strategy_file="", verdict=verdict, outcomes=ends, checks=checks)
     (folder / REPORT).write_text(render_json(Report(environment={}, cases=(one,))))
     return folder
 
@@ -116,6 +122,34 @@ def test_other_trainings_are_not_compared(tmp_path: Path, about: dict[str, int],
     one = compared(tmp_path, lambda facts: None, **about)
     assert (one.verdict, one.bits) == ("unknown", "not compared")
     assert said in one.reason
+
+
+def test_changed_bits_without_a_bound_are_no_pass(tmp_path: Path) -> None:
+    """Both are right by themselves, and need not be one training."""
+    then = kept(tmp_path / "then", verdict="pass")
+    same, other = (
+        kept(tmp_path / name, change, verdict="pass")
+        for name, change in (("same", lambda facts: None), ("other", other_update))
+    )
+    assert compare_jobs(then, same, bits=False)[0].verdict == "pass"
+    assert compare_jobs(then, other, bits=False)[0].verdict == "unknown"
+    assert compare_jobs(then, other, bits=True)[0].verdict == "fail"
+
+
+def test_random_numbers_count_where_they_are_drawn(tmp_path: Path) -> None:
+    def drawing(draws: bool, stream: str) -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            facts.passes = [replaced(facts.a_pass(0, draws=draws), random={"torch": stream})]
+
+        return change
+
+    def parts(draws: bool) -> str:
+        folders = [
+            kept(tmp_path / f"{draws}-{stream}", drawing(draws, stream)) for stream in ("a", "b")
+        ]
+        return compare_jobs(*folders, bits=False)[0].found.kind
+
+    assert (parts(draws=True), parts(draws=False)) == ("random numbers", "")
 
 
 def test_a_failed_job_is_not_right_because_it_fails_alike(tmp_path: Path) -> None:
