@@ -324,7 +324,7 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
     job = folder / "job"
     job.mkdir()
     make(job, _thrice)
-    names = ("rank.json", "step-000001.json", "step-000001.json", "step-000002.safetensors")
+    names = ("rank.json", "read.json", "step-000001.json", "step-000002.safetensors")
     file = job / f"rank-000{draw.randint(0, 1)}" / draw.choice(names)
     _damaged_in_place(file, draw, "json" if file.suffix == ".json" else "bytes")
 

@@ -116,6 +116,7 @@ def make(
                 backend="gloo", device="cpu", torch="2",
             ),
         )  # fmt: skip
+        records.write_json(mine / "read.json", records.Samples(()))
         for step in range(steps):
             facts = Facts(rank, step, world, gradients(7, step))
             change(facts)

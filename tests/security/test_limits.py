@@ -52,6 +52,7 @@ FILES: dict[str, tuple[str, Reader]] = {
     "checksums.json": ("run/traces/case-w2/checksums.json", lambda f: saved_traces(f / "run")),
     "a rank of a job": ("job/rank-0000/rank.json", lambda f: reading.read(f / "job")),
     "a step of a job": ("job/rank-0001/step-000001.json", lambda f: reading.read(f / "job")),
+    "samples of a job": ("job/rank-0001/read.json", lambda f: reading.read(f / "job")),
     "guard": ("guard.json", lambda f: guard.read(f / "guard.json")),
     "training": ("training.json", lambda f: read_training(f / "training.json")),
     "baseline": ("sweep.json", lambda f: read_sweeps(f / "sweep.json")),
