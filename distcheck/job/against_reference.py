@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
+from distcheck.job.checks.ranks import begin_apart
+from distcheck.job.checks.reference import clips_beside, reached
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.recordings.jobs.reading import JobRecording
@@ -28,14 +30,17 @@ def explain(
     exchanged = ("gradients", ROUNDING) not in failed and ("loss scale", "-") not in failed
     # What ranks compute once their parameters have parted follows from that.
     start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
-    from_step = job.steps[0] if start is not None else _step(later) + 1 if later else None
+    from_step = job.steps[0] if start is not None else None
+    if start is None and later is not None:
+        from_step = _step(later) + (0 if begin_apart(job, _step(later)) else 1)
     wrong = failed.get(("gradients", IN_FLOAT32))
     follows = from_step is not None and wrong is not None and _step(wrong) >= from_step
     if wrong is not None and wrong.first is not None and exchanged and not follows:
-        yield from _of_factor(job, reference, wrong.first.step)
+        yield from filter(None, [_of_factor(job, reference, wrong.first.step)])
     loss = failed.get(("loss", IN_FLOAT32))
     if loss is not None and wrong is None and exchanged and from_step is None:
-        yield from filter(None, [_of_losses(job, _step(loss))])
+        at = _step(loss)
+        yield from filter(None, [_of_losses(job, at) or _one_factor(job, reference, at)])
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
     # The first of them is the cause: ranks part after a step, and compute others in the next.
     comes_first = clipped is not None and (
@@ -67,19 +72,18 @@ def _step(result: CheckResult) -> int:
 def _of_clipping(job: JobRecording, reference: Reference, result: CheckResult) -> Diagnosis:
     """What was done to gradients between the exchange and the step."""
     step, rank = _step(result), result.first.rank if result.first is not None else 0
-    own = job.records[rank, step].clips
-    alone = next(one.clips for one in reference.replayed.steps if one.step == step)
-    for clip, (most, norm) in zip(own, alone, strict=False):
-        if clip.most is not None and abs(clip.most - most) > _LEFT * most:
+    seen = next(one for one in reference.replayed.steps if one.step == step)
+    for (own_most, own_norm), (most, norm) in clips_beside(job.records[rank, step], seen):
+        if abs(own_most - most) > _LEFT * most:
             return name_cause(
                 "clip-norm-differs",
-                f"step {step}: clipping allows a norm of {clip.most:.6g}, and {most:.6g} as one "
+                f"step {step}: clipping allows a norm of {own_most:.6g}, and {most:.6g} as one "
                 "process",
             )
-        if clip.norm is not None and abs(clip.norm - norm) > _LEFT * norm:
+        if abs(own_norm - norm) > _LEFT * norm:
             return name_cause(
                 "clip-by-local-norm",
-                f"step {step}: clipping finds a norm of {clip.norm:.6g} on rank {rank}, and "
+                f"step {step}: clipping finds a norm of {own_norm:.6g} on rank {rank}, and "
                 f"{norm:.6g} as one process",
             )
     name = result.first.parameter if result.first is not None else "a parameter"
@@ -151,28 +155,34 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     return name_cause("scheduler-steps-per-rank", f"{said}; steps before that have the same")
 
 
-def _of_factor(job: JobRecording, reference: Reference, step: int) -> Iterator[Diagnosis]:
+def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
     """What makes the gradients of one process the job's: a factor, or other weights of ranks."""
-    found = {
-        name.removeprefix("raw/"): tensor
-        for name, tensor in reference.tensors(step).items()
-        if name.startswith("raw/")
-    }
+    found = reached(reference.tensors(step), Kind.EXCHANGED)
     fitted = fit(of_rank(job, Kind.EXCHANGED, 0, step), found)
     if fitted is None:
-        return
-    (factor,), left = fitted
-    if left <= min(_LEFT, _SHARE * abs(factor - 1)):
-        passes = max(1, len(job.records[0, step].trained))
-        yield _named(factor, step, world=job.world, passes=passes)
-    else:
-        yield _of_weights(job, found, step) or name_cause(
+        return None
+    return (
+        _one_factor(job, reference, step)
+        or _of_weights(job, found, step)
+        or name_cause(
             "unexplained",
             f"step {step}: gradients are the mean of the ranks', and differ from those of one "
-            f"process with the same samples by more than a factor ({left:.2g} of their norm is "
-            "left)",
+            f"process with the same samples by more than a factor ({fitted[1]:.2g} of their norm "
+            "is left)",
             "job-weights",
         )
+    )
+
+
+def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
+    """The gradients of one process times a factor."""
+    fitted = fit(
+        of_rank(job, Kind.EXCHANGED, 0, step), reached(reference.tensors(step), Kind.EXCHANGED)
+    )
+    if fitted is None or fitted[1] > min(_LEFT, _SHARE * abs(fitted[0][0] - 1)):
+        return None
+    passes = max(1, len(job.records[0, step].trained))
+    return _named(fitted[0][0], step, world=job.world, passes=passes)
 
 
 def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:

@@ -7,7 +7,7 @@ import torch
 from distcheck.job import against_reference
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks.exchange import local_gradients, token_weights
-from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before, written_before
+from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE
 from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.replaying import Reference
@@ -103,10 +103,19 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Parameters that moved on one rank alone, each on some rank, as where an optimizer's shards
     step and nothing hands the results on.
     """
+    apart, before = begin_apart(job, step), [one for one in job.steps if one < step]
+    if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
+        yield name_cause(
+            "missing-broadcast",
+            f"step {before[-1]}: the optimizer of rank {', '.join(map(str, alone))} alone has "
+            f"{apart}, and before step {step} other ranks have not got what it stepped to",
+        )
+        return
     owners: dict[int, int] = {}
     for name in job.parameters(step):
         digests = [record.digests for record in job.at(step)]
-        moved = [r for r, d in enumerate(digests) if d[f"after/{name}"] != d[f"before/{name}"]]
+        start, after = f"before/{name}", f"after/{name}"
+        moved = [r for r in job.holders(step, name) if digests[r][after] != digests[r].get(start)]
         if len(moved) > 1:
             return
         for rank in moved:
@@ -260,8 +269,10 @@ def _unexchanged(job: JobRecording, step: int) -> list[str]:
         local = local_gradients(job, step, name)
         if local is None or not any(bool(one.any()) for one in local):
             continue
-        raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
-        own = all(r is not None and torch.equal(r, g) for r, g in zip(raw, local, strict=True))
+        ranks = job.holders(step, name)
+        raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in ranks]
+        held = zip(raw, ranks, strict=True)
+        own = all(r is not None and torch.equal(r, local[rank]) for r, rank in held)
         if own and not all(torch.equal(local[0], one) for one in local[1:]):
             found.append(name)
     return found

@@ -14,6 +14,7 @@ class Bug(NamedTuple):
     find: str
     put: str
     cause: str
+    options: tuple[str, ...] = ()  # without --strict a remark, where that is the cause
 
 
 BUGS = [Bug(**bug) for bug in tomllib.loads((FOLDER / "planted.toml").read_text())["bug"]]

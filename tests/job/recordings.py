@@ -43,6 +43,7 @@ class Facts:
         self.sizes: Tensors = {}
         self.at_step: Tensors | None = None
         self.after: Tensors | None = None
+        self.holds = tuple(SHAPES)  # the parameters of its optimizer
         self.written: Tensors = {}  # what parameters are when the optimizer begins to step
         self.groups: tuple[dict[str, float], ...] = ({"lr": LR},)
         self.rows = tuple(f"{rank}-{step}-{i}" for i in range(4))
@@ -69,9 +70,11 @@ class Facts:
         after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
-            file.add_state(f"after/{name}", after[name], keep=self.rank == 0)
+        for name in self.holds:
+            file.add_state(f"after/{name}", after[name], keep=True)
         file.note_written(self.written)
-        kinds = {"local": self.local, "sizes": self.sizes, "raw": self.raw, "step": at_step}
+        raw, given = ({n: one[n] for n in self.holds} for one in (self.raw, at_step))
+        kinds = {"local": self.local, "sizes": self.sizes, "raw": raw, "step": given}
         for kind, found in kinds.items():
             file.add_gradients(kind, found, 1.0)
         file.write(
@@ -133,10 +136,10 @@ def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
         raw = {n: sum(w * g[n] for w, g in zip(weights, several, strict=True)) for n in SHAPES}
         raw = {n: g * changes.get("raw", 1.0) for n, g in raw.items()}
         before = gradients(7, step)
-        own = {n: job.gradient(Kind.GRADIENT, 0, step, n) for n in SHAPES}
+        own = {n: job.gradient(Kind.GRADIENT, job.holders(step, n)[0], step, n) for n in SHAPES}
         found = {f"raw/{n}": g for n, g in raw.items()}
         found |= {f"step/{n}": g * changes.get("clipped", 1.0) for n, g in raw.items()}
-        found |= {f"spread/{n}": g.norm() * 1e-7 for n, g in raw.items()}
+        found |= {f"spread/{n}": g.norm() * changes.get("spread", 1e-7) for n, g in raw.items()}
         found |= {f"after/{n}": p - changes.get("after", LR) * own[n] for n, p in before.items()}
         by, turned = changes.get("folded", lambda _: (None, 0.0))(step)
         if by is not None:

@@ -384,6 +384,74 @@ def test_what_the_optimizer_gets_outranks_what_was_seen_on_the_way(tmp_path: Pat
     assert ("gradients", R) in failed(judged(job, wrong))
 
 
+@pytest.mark.parametrize(("most", "ok"), [(0.2, True), (0.1, False)])
+def test_clipping_makes_no_right_gradients_of_wrong_ones(
+    tmp_path: Path, most: float, ok: bool
+) -> None:
+    """Sums in place of means: right where clipping allows twice as much and they are halved later.
+    Where it allows the same, the first ones that do not reach the limit step twice as far.
+    """
+
+    def sums(facts: Facts) -> None:
+        facts.at_step = {n: 0.1 * one for n, one in facts.raw.items()}
+        facts.raw = {n: 2.5 * one for n, one in facts.raw.items()}
+        facts.clips = (Clip(kind="norm", most=most * 1.25, norm=2.5),)
+
+    job = make(tmp_path, sums)
+    alone = reference(job, tmp_path, clipped=0.1, clips=((0.125, 1.25),))
+    assert (failed(judged(job, alone)) == set()) is ok
+    assert (("gradients", R) in failed(judged(job, alone))) is not ok
+
+
+@pytest.mark.parametrize(("factor", "printed", "ok"), [
+    (1 + 1e-5, 1 + 1e-5, False), (1.0, 1 + 1e-5, True), (1.0, 3.0, True),
+])  # fmt: skip
+def test_a_loss_that_is_off_shows_in_all_gradients_together(
+    tmp_path: Path, factor: float, printed: float, ok: bool
+) -> None:
+    """One part in a hundred thousand is within the tolerance of each gradient."""
+
+    def off(facts: Facts) -> None:
+        facts.locals = [{n: one * factor for n, one in g.items()} for g in facts.locals]
+        facts.local = facts.locals[facts.rank]
+        facts.raw = {n: one * factor for n, one in facts.raw.items()}
+
+    job = make(tmp_path, off)
+    alone = reference(job, tmp_path, loss=2.0 / printed, spread=1e-5)
+    results = judged(job, alone)
+    assert failed(results) == (set() if ok else {("loss", "S32")})
+    named = [one.cause for one in causes.diagnose(job, results, alone)]
+    assert named == ([] if ok else ["wrong-divisor"])
+
+
+def test_optimizers_may_have_parts_of_the_parameters(tmp_path: Path) -> None:
+    """Each rank steps for its own, and hands the result on."""
+
+    def divides(facts: Facts) -> None:
+        facts.holds = (tuple(SHAPES)[facts.rank],)
+
+    job = make(tmp_path, divides)
+    assert (job.parameters(0), job.holders(0, "weight"), job.holders(0, "bias")) == (
+        ("weight", "bias"), [0], [1]
+    )  # fmt: skip
+    results = judged(job, reference(job, tmp_path))
+    assert {r.verdict for r in results if r.check != "random streams"} == {"pass"}
+    stepped = next(r for r in results if r.check == "parameters")
+    assert (stepped.compared.tensors, stepped.compared.ranks) == (2, 2)
+
+
+def test_what_a_rank_stepped_to_and_did_not_hand_on_is_named(tmp_path: Path) -> None:
+    def divides(facts: Facts) -> None:
+        facts.holds = (tuple(SHAPES)[facts.rank],)
+        if facts.step and facts.rank == 1:
+            facts.before = {**facts.before, "weight": facts.before["weight"] + 1}
+
+    job = make(tmp_path, divides)
+    found = causes.diagnose(job, judged(job, reference(job, tmp_path)), reference(job, tmp_path))
+    assert [one.cause for one in found] == ["missing-broadcast"]
+    assert "the optimizer of rank 0 alone has weight" in found[0].evidence
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"), [((True, True), 3), ((False, True), 0), ((True, False), 0)]
 )

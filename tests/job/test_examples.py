@@ -59,18 +59,20 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
     assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["world"] == world
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
-    assert [c["layer"] for c in of_gradients] == ["R", "S32"]
-    assert [c["compared"]["ranks"] for c in of_gradients] == [world, world]
+    # What ranks compute of parameters that are divided among them is not seen.
+    layers = ["S32"] if name == "fsdp2.py" else ["R", "S32"]
+    assert [c["layer"] for c in of_gradients] == layers
+    assert {c["compared"]["ranks"] for c in of_gradients} == {world}
     # Trainer divides by a number that it counts from a batch ahead: the replay covers one step.
     covered = 1 if name == "with_trainer.py" else 6
-    assert [c["compared"]["steps"] for c in of_gradients] == [6, covered]
+    assert [c["compared"]["steps"] for c in of_gradients] == [6, covered][-len(layers) :]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [bug.name for bug in BUGS])
 def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
     bug: Bug = next(bug for bug in BUGS if bug.name == name)
-    code, case = judge(plant(bug, tmp_path), tmp_path)
+    code, case = judge(plant(bug, tmp_path), tmp_path, *bug.options)
     assert (code, case["verdict"]) == (1, "fail")
     assert bug.cause in {found["cause"] for found in case["diagnosis"]}
 

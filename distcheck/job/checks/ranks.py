@@ -23,6 +23,8 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
         own = job.records[rank, step].digests
         for name in names:
             plain = name.partition("/")[2]
+            if name.startswith("after/") and rank not in job.holders(step, plain):
+                continue  # what it has before the next step is compared
             same = own.get(name) == first[name]
             place = None if same else _distance(job, rank, step, name)
             places = () if place is None else (place,)
@@ -87,6 +89,14 @@ def agreement(job: JobRecording) -> CheckResult:
             _same_digests(job, tally, step, ("before/",))
         _same_digests(job, tally, step, ("after/",))
     return tally.result()
+
+
+def begin_apart(job: JobRecording, step: int) -> str:
+    """The first parameter that ranks hold differently before a step."""
+    for name in (n for n in job.records[0, step].digests if n.startswith("before/")):
+        if len({record.digests.get(name) for record in job.at(step)}) > 1:
+            return _plain(name)
+    return ""
 
 
 def parted_before(job: JobRecording, step: int) -> str:

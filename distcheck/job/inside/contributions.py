@@ -5,12 +5,13 @@ step (a dry pass, a skipped step, the first pass of sharpness-aware minimisation
 loss leaves in the discriminator) is in no gradient that the optimizer gets.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
 from distcheck.job.inside import tensors
+from distcheck.job.inside.step_file import StepFile
 from distcheck.training.leaf_hooks import LeafHook
 
 Tensors = dict[str, torch.Tensor]
@@ -75,6 +76,14 @@ class Contributions:
         if not heard:
             return set(range(since + 1, self.backward + 1))
         return {number for name in heard for number in self.passes.get(name, ())}
+
+    def write(self, names: Collection[str], file: StepFile, by: float) -> None:
+        """Keeps what was added to some parameters' gradients, multiplied `by` a power of two."""
+        for kind, found in (("local", self.local), ("sizes", self.sizes)):
+            file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by)
+        for name, norm in self.norms.items():
+            if name in names:
+                file.add(f"norms/{name}", norm * by)
 
     def forget(self, names: Iterable[str]) -> None:
         """What was added to some parameters' gradients is not in them any more."""

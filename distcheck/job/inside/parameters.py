@@ -68,6 +68,11 @@ class Parameters:
     def _is_trained(self, parameter: torch.Tensor) -> bool:
         return any(one is parameter for opt in self.optimizers for _, one in _places_in(opt))
 
+    def left_out(self) -> list[str]:
+        """The names of what no optimizer of this rank trains: another rank's may."""
+        trained = {id(p) for one in self.optimizers for _, p in _places_in(one)}
+        return [name for name, one in self.by_name.items() if id(one) not in trained]
+
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Its name, if it has one."""
         return self._names.get(id(parameter))

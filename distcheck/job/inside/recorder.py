@@ -300,16 +300,16 @@ class Recorder(Deaf):
         file, names = self._file, self._names_of(optimizer)
         if file is None:
             return
+        # Where ranks divide the steps among them, each has its part of the parameters.
+        others = self.parameters.left_out()
+        keep = self._rank == 0 or bool(others)
         for name in names:
-            file.add_state(f"after/{name}", self.parameters.by_name[name], keep=self._rank == 0)
+            file.add_state(f"after/{name}", self.parameters.by_name[name], keep=keep)
         by = 1.0 / self._scale if self._scale else 1.0
         given = self._at_step or {}
         self._added.forget(name for name in names if name not in given)
-        file.add_gradients("local", _of(names, self._added.local), by)
-        file.add_gradients("sizes", _of(names, self._added.sizes), by)
-        for name, norm in _of(names, self._added.norms).items():
-            file.add(f"norms/{name}", norm * by)
-        raw, wrong = _of(names, self._raw), tensors.not_finite(given)
+        self._added.write({*names, *others}, file, by)
+        raw, wrong = {n: self._raw[n] for n in names if n in self._raw}, tensors.not_finite(given)
         file.add_gradients("raw", raw, by)
         file.add_gradients("step", given, 1.0)
         number = self.parameters.number_of(optimizer)
@@ -394,7 +394,3 @@ class Recorder(Deaf):
 
     def _change_pass(self, place: int, **changes: Any) -> None:
         self._passes[place] = replace(self._passes[place], **changes)
-
-
-def _of(names: list[str], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: found[name] for name in names if name in found}

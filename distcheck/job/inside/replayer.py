@@ -254,7 +254,7 @@ class Replayer(Deaf):
         self._is_ready = True
         computed = self._computed()
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
-        recorded = {n: self._job.gradient(Kind.EXCHANGED, 0, self._step, n) for n in own}
+        recorded = {n: self._recorded(Kind.EXCHANGED, n) for n in own}
         theirs = {n: g for n, g in recorded.items() if g is not None and g.shape == own[n].shape}
         self._raw, self._out = self._copies.reference(self._step, computed, theirs)
         resumes = self._record.exchanged and bool(theirs)
@@ -263,6 +263,11 @@ class Replayer(Deaf):
         if any(self._left[name] is not one for name, one in own.items()):
             scaled = {n: g * self._scale for n, g in self._left.items()}
             state.put(self._parameters.by_name, scaled)
+
+    def _recorded(self, kind: Kind, name: str) -> torch.Tensor | None:
+        """A gradient of the first rank whose optimizer has the parameter."""
+        rank = next(iter(self._job.holders(self._step, name)), 0)
+        return self._job.gradient(kind, rank, self._step, name)
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -316,7 +321,7 @@ class Replayer(Deaf):
             plain = {k: v for k, v in group.items() if isinstance(v, float) and k in then}
             self._kept_settings.append(plain)
             group.update({key: then[key] for key in plain})
-        state.put(own, {n: self._job.gradient(Kind.GRADIENT, 0, self._step, n) for n in own})
+        state.put(own, {n: self._recorded(Kind.GRADIENT, n) for n in own})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters, and gives the script its own settings back."""

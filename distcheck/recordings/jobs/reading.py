@@ -110,8 +110,14 @@ class JobRecording:
         return found.get(stem if stem in found or kind is not Kind.GRADIENT else f"raw/{name}")
 
     def parameters(self, step: int) -> tuple[str, ...]:
-        """The names of what the optimizer of a step has, in the order of rank 0's model."""
-        return _called("after/", self.records[0, step])
+        """The names of what the ranks' optimizers have at a step, in the order of rank 0's model."""
+        stepped = {name for record in self.at(step) for name in _called("after/", record)}
+        known = dict.fromkeys((*_called("before/", self.records[0, step]), *sorted(stepped)))
+        return tuple(name for name in known if name in stepped)
+
+    def holders(self, step: int, name: str) -> list[int]:
+        """The ranks whose optimizer has a parameter: all, unless each steps for some of them."""
+        return [r for r, one in enumerate(self.at(step)) if f"after/{name}" in one.digests]
 
     # -- as every recording ----------------------------------------------------------------------
 
