@@ -6,6 +6,7 @@ import torch
 
 from distcheck.job import against_reference
 from distcheck.job.accepting import is_rate
+from distcheck.job.checks import averaging
 from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE
@@ -32,6 +33,8 @@ def diagnose(
         return []
     if ("finite", NO_LAYER) in failed:
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
+    if averaging.CHECK in checks:
+        return [averaging.explain(job, failed[averaging.CHECK, ROUNDING])]
     found = [*_of_data(failed), *_of_state(failed)]
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:

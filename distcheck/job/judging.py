@@ -9,6 +9,7 @@ import msgspec
 
 from distcheck.job import accepting, causes, checks, settings
 from distcheck.job.asked import JobOptions
+from distcheck.job.checks.averaging import averaging
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import finite
@@ -40,6 +41,9 @@ def judge(
         seen = tuple(one for one in kept if one.step in earlier)
         missing = missing or "nothing is judged after numbers that are not finite"
         reference = None if reference is None or not seen else reference.until(seen)
+    own_steps = averaging(job)
+    if own_steps is not None:  # nothing of one process's steps is owed
+        reference, missing = None, own_steps.reason
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()
     if reference is not None:
@@ -56,7 +60,7 @@ def judge(
         if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif not (not_finite or asked.no_reference or asked.from_step or job.divided_by):
+    elif not (own_steps or not_finite or asked.no_reference or asked.from_step or job.divided_by):
         results += [_no_reference(missing)] if job.world > 1 else []
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]

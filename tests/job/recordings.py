@@ -64,14 +64,16 @@ class Facts:
         random = {"torch": f"{self.rank}-{self.step}-{number}"}
         return Pass(inputs=(), random=random, batches=((0, self.epoch, self.step),), **given)
 
-    def write(self, folder: Path, budget: int) -> None:
+    def write(self, folder: Path, budget: int) -> Tensors:
+        """Writes the step; returns the parameters after it."""
         file = StepFile(records.rank_folder(folder, self.rank), self.step)
         at_step = self.raw if self.at_step is None else self.at_step
         after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
         for name in self.holds:
-            file.add_state(f"after/{name}", after[name], keep=True)
+            is_part = len(self.holds) < len(SHAPES)
+            file.add_state(f"after/{name}", after[name], keep=self.rank == 0 or is_part)
         file.note_written(self.written)
         raw, given = ({n: one[n] for n in self.holds} for one in (self.raw, at_step))
         kinds = {"local": self.local, "sizes": self.sizes, "raw": raw, "step": given}
@@ -93,6 +95,7 @@ class Facts:
             ),
             **self.of_record,
         )  # fmt: skip
+        return after
 
 
 def gradients(rank: int, step: int) -> Tensors:
@@ -120,10 +123,11 @@ def make(
             ),
         )  # fmt: skip
         records.write_json(mine / "read.json", records.Samples(()))
+        held = gradients(7, 0)
         for step in range(steps):
-            facts = Facts(rank, step, world, gradients(7, step))
+            facts = Facts(rank, step, world, held)
             change(facts)
-            facts.write(folder, budget)
+            held = facts.write(folder, budget)
     return reading.read(folder)
 
 
@@ -135,7 +139,8 @@ def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
         weights = changes.get("weights", [1 / job.world] * job.world)
         raw = {n: sum(w * g[n] for w, g in zip(weights, several, strict=True)) for n in SHAPES}
         raw = {n: g * changes.get("raw", 1.0) for n, g in raw.items()}
-        before = gradients(7, step)
+        kept = job.tensors(0, step)
+        before = {n: kept.get(f"before/{n}", torch.zeros(shape)) for n, shape in SHAPES.items()}
         own = {n: job.gradient(Kind.GRADIENT, job.holders(step, n)[0], step, n) for n in SHAPES}
         found = {f"raw/{n}": g for n, g in raw.items()}
         found |= {f"step/{n}": g * changes.get("clipped", 1.0) for n, g in raw.items()}

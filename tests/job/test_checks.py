@@ -6,12 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcheck.job import causes, checks
+from distcheck.job import causes, checks, judging
+from distcheck.job.asked import JobOptions
 from distcheck.job.checks import exchange
 from distcheck.job.checks.reference import tolerance, with_reference
+from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import Clip, LossCall
 from distcheck.records import CheckResult
-from tests.job.recordings import SHAPES, Facts, gradients, judged, make, reference, replaced
+from tests.job.recordings import (
+    LR,
+    SHAPES,
+    Facts,
+    Tensors,
+    gradients,
+    judged,
+    make,
+    mean,
+    reference,
+    replaced,
+)
 
 
 def failed(results: list[CheckResult]) -> set[tuple[str, str]]:
@@ -450,6 +463,52 @@ def test_what_a_rank_stepped_to_and_did_not_hand_on_is_named(tmp_path: Path) -> 
     found = causes.diagnose(job, judged(job, reference(job, tmp_path)), reference(job, tmp_path))
     assert [one.cause for one in found] == ["missing-broadcast"]
     assert "the optimizer of rank 0 alone has weight" in found[0].evidence
+
+
+def own_mean(start: Tensors, after: list[Tensors]) -> Tensors:
+    return mean(after)
+
+
+def own_sum(start: Tensors, after: list[Tensors]) -> Tensors:
+    return {name: 2 * one for name, one in mean(after).items()}
+
+
+def outer_step(start: Tensors, after: list[Tensors]) -> Tensors:
+    """Three times as far as the mean, as with momentum."""
+    return {name: 3 * one - 2 * start[name] for name, one in mean(after).items()}
+
+
+def first_rank(start: Tensors, after: list[Tensors]) -> Tensors:
+    return after[0]
+
+
+@pytest.mark.parametrize(
+    ("joined", "verdict", "named"),
+    [
+        (own_mean, "unknown", []),
+        (outer_step, "unknown", []),
+        (own_sum, "fail", ["wrong-divisor"]),
+        (first_rank, "fail", ["no-sync"]),
+    ],
+)
+def test_ranks_that_average_parameters_are_another_algorithm(
+    tmp_path: Path,
+    joined: Callable[[Tensors, list[Tensors]], Tensors],
+    verdict: str,
+    named: list[str],
+) -> None:
+    """Local SGD: every step is by the rank's own gradients, and parameters are joined after it."""
+
+    def own_steps(facts: Facts) -> None:
+        start = gradients(7, 0)
+        after = [{n: p - LR * gradients(r, 0)[n] for n, p in start.items()} for r in range(2)]
+        facts.before = joined(start, after) if facts.step else start
+        facts.raw = facts.local
+
+    job = make(tmp_path, own_steps, steps=2)
+    asked = JobOptions(words=("python", "train.py"), steps=2)
+    case = judging.judge(asked, job, Ran(0, ()), reference(job, tmp_path), "")
+    assert (case.verdict, [one.cause for one in case.diagnosis]) == (verdict, named)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ samples     which samples the ranks had, and in which order
 ranks       what must be the same on all ranks, and what must not
 exchange    gradients are the mean of the ranks' gradients; clipping; the scale of the loss
 terms       that scale, of a loss that adds several terms up
+averaging   whether ranks step by their own gradients, and exchange parameters later
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from distcheck.job.checks import exchange, ranks, samples
+from distcheck.job.checks import averaging, exchange, ranks, samples
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult
 
@@ -25,18 +26,28 @@ def without_reference(
     an accumulated loss that is so where accumulation was compared with one batch (`folded`): one
     process makes the same mistake.
     """
+    own_steps = averaging.averaging(job)
+    if own_steps is not None:
+        return [*of_ranks(job), own_steps]
+    return [
+        *of_ranks(job),
+        *_outranked(exchange.gradients, job, agreed),
+        *_outranked(exchange.clipping, job, agreed),
+        *_outranked(exchange.loss_scale, job, agreed if folded else ()),
+        exchange.carried(job),
+        ranks.agreement(job),
+    ]
+
+
+def of_ranks(job: JobRecording) -> list[CheckResult]:
+    """What holds for every training in parallel, whatever ranks exchange."""
     return [
         samples.disjoint(job),
         *samples.order(job),
         ranks.initial_state(job),
         *ranks.random_streams(job),
-        *_outranked(exchange.gradients, job, agreed),
-        *_outranked(exchange.clipping, job, agreed),
-        *_outranked(exchange.loss_scale, job, agreed if folded else ()),
-        exchange.carried(job),
         ranks.settings(job),
         *ranks.scaler(job),
-        ranks.agreement(job),
     ]
 
 

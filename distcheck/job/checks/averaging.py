@@ -1,0 +1,84 @@
+"""Whether ranks step by their own gradients, and exchange parameters later: local SGD, or an outer
+optimizer. It is another algorithm than the mean of gradients, so nothing of one process's steps is
+owed. That parameters become the ranks' mean can be seen; that it is meant, cannot.
+"""
+
+import torch
+
+from distcheck.job.fitting import fit
+from distcheck.judge.checks.comparison import within
+from distcheck.judge.checks.tally import Tally
+from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.recordings.jobs import sketches
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
+from distcheck.records.layers import ROUNDING
+
+CHECK = "averaging"
+_NOT_JUDGED = (
+    "and have the same parameters again before step {step} (local SGD): another algorithm than the "
+    "mean of gradients, which is not judged; judge the exchange by distcheck verify"
+)
+# Chosen. Of other ranks' parameters only sums are known, not how far their elements cancel.
+_ROOM = 16
+_SHARE = 0.1  # as for gradients: a factor is named that leaves a tenth of what it changes
+
+
+def averaging(job: JobRecording) -> CheckResult | None:
+    """Ranks that have parted in a step are alike before a later one. None where that is not so, or
+    what they have then is one rank's: the others' steps are lost.
+    """
+    tally, seen = Tally(CHECK, ROUNDING), False
+    for step, later in zip(job.steps, job.steps[1:], strict=False):
+        apart = [n for n in job.parameters(step) if len(_digests(job, step, f"after/{n}")) > 1]
+        alike = {name: _digests(job, later, f"before/{name}") for name in apart}
+        copied = [n for n, own in alike.items() if own <= _digests(job, step, f"after/{n}")]
+        if not apart or copied or any(len(own) > 1 for own in alike.values()):
+            continue
+        if not seen:
+            said = _NOT_JUDGED.format(step=later)
+            tally.missing(f"ranks step by their own gradients, {said}")
+        seen = True
+        sums = {name: _sums(job, step, later, name) for name in apart}
+        compared = {name: within(own, mean, bound) for name, (own, mean, bound) in sums.items()}
+        factor, left = _factor(sums)
+        # Neither the mean nor a multiple of it: an outer optimizer makes something else.
+        if all(one.ok for one in compared.values()) or left <= _SHARE * abs(factor - 1):
+            for name, one in compared.items():
+                tally.add(one, parameter=name, rank=0, step=later)
+    return tally.result() if seen else None
+
+
+def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
+    """What parameters are in place of the ranks' mean."""
+    later = result.first.step if result.first is not None else job.steps[0]
+    step = max(one for one in job.steps if one < later)
+    factor, _ = _factor({n: _sums(job, step, later, n) for n in job.parameters(step)})
+    evidence = f"before step {later} parameters are {factor:.6g} times the mean of the ranks'"
+    return name_cause("wrong-divisor", evidence, "job")
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what a step begins with, mean, bound
+
+
+def _sums(job: JobRecording, step: int, later: int, name: str) -> Sums:
+    own, others = job.tensors(0, later)[f"before/{name}"], job.tensors(0, step)[f"after/{name}"]
+    ranks = range(1, job.world)
+    parts = [job.tensors(rank, step)[f"sums/after/{name}"] for rank in ranks]
+    parts.append(sketches.sketch(others))
+    # Derived: W parts are added and divided, each element rounded in its own dtype.
+    size = sketches.magnitudes(own) + sketches.magnitudes(others)
+    bound = _ROOM * gamma(job.world + 1, unit_roundoff(own.dtype)) * size
+    return sketches.sketch(own), torch.stack(parts).mean(0), bound
+
+
+def _factor(sums: dict[str, Sums]) -> tuple[float, float]:
+    """What the mean is multiplied by, and the share that this leaves."""
+    own, means = ({n: one[place] for n, one in sums.items()} for place in (0, 1))
+    fitted = fit(own, means)
+    return (1.0, 1.0) if fitted is None else (fitted[0][0], fitted[1])
+
+
+def _digests(job: JobRecording, step: int, name: str) -> set[str | None]:
+    return {record.digests.get(name) for record in job.at(step)}
