@@ -15,8 +15,20 @@ _MOST_PARAMETERS = 8
 _SMALL = 50  # lines
 # Names that say nothing of what they hold.
 _VAGUE = ("told", "said", "own", "asked", "given", "found", "beside")
-# Packages whose private names are doors that their next release may close.
-_LIBRARIES = ("torch", "dist", "c10d", "pytest", "_pytest", "hypothesis", "click", "msgspec")
+# Packages whose private names are doors that their next release may close, each with the module
+# that may use them.
+_LIBRARIES = {
+    "torch": "distcheck.machine.compat",
+    "pytest": "distcheck.testing.pytest_compat",
+    "_pytest": "distcheck.testing.pytest_compat",
+    "hypothesis": "distcheck.testing.hypothesis_compat",
+    "click": "",
+    "msgspec": "",
+}
+_PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+_BY_NAME = ("getattr", "hasattr", "setattr")
+# Of nodes of torch's graphs, and of Python's named tuples.
+_DOCUMENTED = re.compile(r"_saved_\w+|_replace|_make|_asdict|_fields")
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
@@ -103,7 +115,7 @@ def figures(root: Path) -> Iterator[tuple[str, int | str]]:
     yield "class names used twice", sum(count > 1 for count in classes.values())
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     yield "vague names bound", sum(bound[name] for name in _VAGUE)
-    yield "private names of libraries", sum(len(_doors(text)) for text in texts)
+    yield "private names of libraries", sum(map(len, doors(trees).values()))
 
 
 def _has_many(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -112,8 +124,60 @@ def _has_many(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return len([name for name in names if name not in ("self", "cls")]) > _MOST_PARAMETERS
 
 
-def _doors(text: str) -> list[str]:
-    return re.findall(rf"\b(?:{'|'.join(_LIBRARIES)})(?:\.\w+)*\._[a-zA-Z]\w*", text)
+def doors(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """The private names of libraries that each module uses, but for the module that is there for a
+    library: those of its modules, and of its objects those that no module here defines.
+    """
+    defined = {name for tree in trees.values() for name in _defined(tree)}
+    found = {}
+    for module, tree in trees.items():
+        if module in _LIBRARIES.values():
+            continue
+        if used := sorted(_private(tree, defined)):
+            found[module] = used
+    return found
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+
+
+def _private(tree: ast.Module, defined: set[str]) -> Iterator[str]:
+    libraries = {"c10d", *_LIBRARIES}  # names that stand for a library, or something of it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            of = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                whole = f"{of}.{alias.name}".lstrip(".")
+                if whole.partition(".")[0] in _LIBRARIES:
+                    libraries.add(alias.asname or alias.name.partition(".")[0])
+                    if any(map(_PRIVATE.fullmatch, whole.split("."))):
+                        yield whole
+    for node in ast.walk(tree):
+        name, root = "", None
+        if isinstance(node, ast.Attribute):
+            name, root = node.attr, _root(node)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_NAME:
+            name, root = getattr(node.args[1], "value", ""), _root(node.args[0])
+        if not isinstance(name, str) or not _PRIVATE.fullmatch(name) or _DOCUMENTED.match(name):
+            continue
+        of_python = root in sys.stdlib_module_names or root in ("self", "cls", "super")
+        if root in libraries or not (of_python or name in defined):
+            yield f"{root}: {name}"
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name that an expression begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def main() -> None:

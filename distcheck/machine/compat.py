@@ -1,16 +1,71 @@
-"""Names of torch that have no public counterpart: one place to mend when a release moves one."""
+"""Names of torch that have no public counterpart: one place to mend when a release moves one.
+
+What is a class is read when this module is imported; the rest is read when it is used, so that a
+release that moves a name breaks only what needs it. `tests/unit/test_compat.py` uses every one of
+them in the torch that is installed, and so says which of them a release has moved.
+"""
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.distributed_c10d as c10d
+import torch.utils._python_dispatch as dispatch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all of its kinds derive from
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # those, and all of InstanceNorm
+from torch.nn.modules.conv import _ConvNd as Conv
+from torch.nn.modules.conv import _ConvTransposeNd as ConvTranspose
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher as IterableFetcher
+from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["BatchNorm", "TorchDispatchMode", "has_step_hooks", "hooks_of", "tree_leaves"]
+__all__ = [
+    "BatchNorm", "Conv", "ConvTranspose", "IterableFetcher", "LoaderIterator", "MapFetcher",
+    "NormBase", "TorchDispatchMode", "tree_leaves",
+]  # fmt: skip
+
+
+class Replaceable(NamedTuple):
+    """A function of torch's that distcheck replaces, where torch's own code calls it."""
+
+    owner: Any
+    name: str
+
+    def replace(self, make: Callable[[Any], Any]) -> None:
+        """Puts there what `make` makes of torch's own function."""
+        setattr(self.owner, self.name, make(getattr(self.owner, self.name)))
+
+
+MAKE_GROUP = Replaceable(c10d, "_new_process_group_helper")
+START_CUDA = Replaceable(torch.cuda, "_lazy_init")
+COLLECT_FUTURES = Replaceable(torch._C, "_collect_all")
+START_DEVICE_THREADS = Replaceable(torch._C, "_ensureCUDADeviceGuardSet")
+CHECK_SYNC_BATCHNORM = Replaceable(
+    nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle"
+)
+PLACES = (
+    MAKE_GROUP, START_CUDA, COLLECT_FUTURES, START_DEVICE_THREADS, CHECK_SYNC_BATCHNORM,
+)  # fmt: skip
+
+# -- modules, tensors and their hooks ----------------------------------------------------------
 
 OF_MODULES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks",)
+COMPILED = "_orig_mod"  # the module that torch.compile was given
+# What wrappers of torch's add to the names of parameters.
+WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# FSDP1 marks the tensors in which it holds parameters, and the parameters that it has taken.
+OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
@@ -22,3 +77,262 @@ def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run before an optimizer's step; people's own may have no place for them."""
     return any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
+
+
+def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copies many tensors in one call."""
+    torch._foreach_copy_(to, values)
+
+
+def ddp_times(model: Any) -> Mapping[str, Any]:
+    """What DistributedDataParallel has measured; nothing where there is none."""
+    if model is None:
+        return {}
+    measured: Mapping[str, Any] = model._get_ddp_logging_data()
+    return measured
+
+
+def note_samples(iterator: Any, noting: Callable[[Any], Any]) -> None:
+    """Makes an iterator of a DataLoader take its indices from what `noting` makes of its own."""
+    iterator._sampler_iter = noting(iterator._sampler_iter)
+
+
+# -- autograd ----------------------------------------------------------------------------------
+
+# Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
+MAY_WAIT = (
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/nn/parallel/distributed.py", ""),
+    ("torch/distributed/utils.py", ""),
+    ("torch/distributed/_functional_collectives.py", ""),
+    ("torch/_ops.py", ""),
+)
+# The functions there that wait for futures of calls made within them.
+WAIT_FOR_FUTURES = (
+    "_engine_run_backward", "_match_all_reduce_for_bwd_pass", "_sync_module_buffers",
+)  # fmt: skip
+DDP_NODE = "_DDPSink"  # of the graph: DistributedDataParallel hands the model's outputs through it
+BaseFuture: Any = torch.futures.Future.__bases__[0]  # that of C++, without what Python adds
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a node of a backward pass now."""
+    of_torch: Any = torch._C
+    return of_torch._current_autograd_node() is not None
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
+    """Has `callback` called at the end of the backward pass that runs now."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def output_of_node(node: Any, output: int) -> Any:
+    """The shape and dtype of an output of a node of a graph."""
+    return node._input_metadata[output]  # "input": it is of the gradient that the node gets
+
+
+# -- what each operation passes ----------------------------------------------------------------
+
+
+def modes() -> list[Any]:
+    """The dispatch modes of this thread, the innermost last."""
+    return dispatch._get_current_dispatch_mode_stack()
+
+
+def push_mode(mode: Any) -> None:
+    """Puts a dispatch mode on top."""
+    dispatch._push_mode(mode)
+
+
+def pop_mode() -> None:
+    """Takes the top one off."""
+    dispatch._pop_mode()
+
+
+def without_modes() -> Any:
+    """A context in which no mode sees the operations of this thread."""
+    of_torch: Any = torch._C
+    return of_torch._DisableTorchDispatch()
+
+
+def schema_of(operation: Any) -> Any:
+    """What an operation's arguments are, and which of them it writes."""
+    return operation._schema
+
+
+# -- process groups ----------------------------------------------------------------------------
+
+
+def groups() -> dict[Any, Any]:
+    """The process groups of this process."""
+    by_group: dict[Any, Any] = c10d._world.pg_map
+    return by_group
+
+
+def groups_made() -> int:
+    """How many groups it has made: torch names the next one by that number."""
+    return int(c10d._world.group_count)
+
+
+def groups_state() -> Any:
+    """The object in which torch keeps the groups of a process."""
+    return c10d._world
+
+
+def fresh_groups_state() -> dict[str, Any]:
+    """What is in that of a process without groups."""
+    return vars(c10d._World())
+
+
+def default_store() -> Any:
+    """The store by which the default group has met."""
+    return c10d._get_default_store()
+
+
+def counts_calls() -> bool:
+    """Whether groups count their calls."""
+    return hasattr(c10d.ProcessGroup, "_get_sequence_number_for_group")
+
+
+def calls_counted(group: Any) -> int:
+    """How many calls a group has counted. Raises RuntimeError where its backend counts none."""
+    return int(group._get_sequence_number_for_group())
+
+
+def timeout_of(group: Any) -> timedelta:
+    """After what time its calls on CPU time out. Raises where its backend does not say."""
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit
+
+
+def functional_collectives() -> int:
+    """Those of which torch keeps the work until it is waited for."""
+    return int(_of_c10d()._get_work_registry_size())
+
+
+def isolate_threads() -> None:
+    """Gives each thread process groups of its own, where C++ code looks them up by name."""
+    _of_c10d()._set_thread_isolation_mode(True)
+
+
+def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
+    """What torch's flight recorder, or NCCL's, has of this process's collectives, oldest first."""
+    dump = "_dump_nccl_trace" if nccl else "_dump_fr_trace"
+    with _without_inductor():
+        dumped = getattr(_of_c10d(), dump)(includeCollectives=True, includeStackTraces=stacks)
+        entries: list[dict[str, Any]] = pickle.loads(dumped).get("entries", [])
+    return entries
+
+
+def forget_recorded_calls() -> None:
+    """Drops what the flight recorder has. Raises AttributeError before torch 2.15."""
+    _of_c10d()._reset_fr_trace()
+
+
+@contextmanager
+def _without_inductor() -> Iterator[None]:
+    """The recorder asks torch._inductor about frames, if torch has it; and torch, asked, imports
+    it. Code that has not imported it has no frames in it.
+
+    Measured: the report of a rank with stacks takes 1.4 s of CPU with that import, and less than
+    1 ms without. A rank is asked for it while it hangs, so the time counts.
+    """
+    if "torch._inductor" in sys.modules:
+        yield
+        return
+    torch.__dict__["_inductor"] = SimpleNamespace()
+    try:
+        yield
+    finally:
+        torch.__dict__.pop("_inductor", None)
+
+
+def _of_c10d() -> Any:
+    of_torch: Any = torch._C
+    return of_torch._distributed_c10d
+
+
+# -- what a process has one of -----------------------------------------------------------------
+
+# Names in modules.
+PROCESS_WIDE: Mapping[str, Sequence[str]] = {
+    "torch.distributed.distributed_c10d": (
+        "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_group_count",
+        "_tags_to_pg", "_pg_to_tag", "_default_pg_init_method",
+    ),
+    "torch.nn.modules.module": (
+        "_global_backward_hooks", "_global_backward_pre_hooks", "_global_buffer_registration_hooks",
+        "_global_forward_hooks", "_global_forward_hooks_always_called",
+        "_global_forward_hooks_with_kwargs", "_global_forward_pre_hooks",
+        "_global_is_full_backward_hook", "_global_module_registration_hooks",
+        "_global_parameter_registration_hooks",
+    ),
+    "torch.optim.optimizer": ("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"),
+    "torch.utils.checkpoint": ("_enable_checkpoint_early_stop",),
+}  # fmt: skip
+# Pairs of _get_NAME and _set_NAME.
+SETTINGS = (
+    "cudnn_allow_tf32", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled",
+    "deterministic_fill_uninitialized_memory", "float32_matmul_precision", "mkldnn_deterministic",
+    "mkldnn_enabled", "nnpack_enabled", "onednn_allow_tf32", "warnAlways",
+)  # fmt: skip
+PRECISIONS = (
+    ("generic", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)  # fmt: skip
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+
+
+def process_settings() -> list[Setting]:
+    """The settings that torch keeps in C++; those that a release does not have are left out."""
+    of_torch: Any = torch._C
+    pairs: list[Setting] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            # torch.use_deterministic_algorithms imports torch's compiler to tell it, too: 1 s.
+            lambda both: of_torch._set_deterministic_algorithms(both[0], warn_only=both[1]),
+        ),
+        (
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda both: torch.set_anomaly_enabled(*both),
+        ),
+    ]
+    if hasattr(of_torch, "_get_fp32_precision_getter"):
+        for place in PRECISIONS:
+            get = functools.partial(of_torch._get_fp32_precision_getter, *place)
+            put = functools.partial(of_torch._set_fp32_precision_setter, *place)
+            pairs.append((get, put))
+    for name in SETTINGS:
+        pair = getattr(of_torch, f"_get_{name}", None), getattr(of_torch, f"_set_{name}", None)
+        if pair[0] is not None and pair[1] is not None:
+            pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def print_options() -> Any:
+    """The object that torch.set_printoptions changes."""
+    of_tensors: Any = sys.modules["torch._tensor_str"]
+    return of_tensors.PRINT_OPTS
+
+
+def flags_may_change() -> Any:
+    """A context in which flags of torch.backends may be set, whatever code has disabled."""
+    context: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
+    return context()
+
+
+def has_registered_device() -> bool:
+    """Whether a library has registered a kind of device of its own."""
+    of_torch: Any = torch._C
+    return hasattr(torch, of_torch._get_privateuse1_backend_name())
+
+
+def is_cuda_lost_by_fork() -> bool:
+    """Whether this process was forked from one that had initialized CUDA."""
+    of_cuda: Any = torch.cuda
+    return bool(of_cuda._is_in_bad_fork())

@@ -59,11 +59,10 @@ def _may_have_accelerator() -> bool:
     """Whether torch could find a device of its own here, beside the CPU: CUDA's, ROCm's, one of
     Direct Rendering, WSL's, or one that a library registers.
     """
-    import torch
+    from distcheck.machine import compat  # imports torch, which the front must not
 
     files = [f for pattern in ("nvidia*", "kfd", "dri", "dxg") for f in Path("/dev").glob(pattern)]
-    registered: Any = torch._C
-    return bool(files) or hasattr(torch, registered._get_privateuse1_backend_name())
+    return bool(files) or compat.has_registered_device()
 
 
 # Mersenne twisters: 624 words and a position, then whether half of a pair of normal numbers is kept
@@ -114,6 +113,8 @@ def pin_determinism() -> None:
     """
     import torch
 
+    from distcheck.machine import compat  # imports torch, which the front must not
+
     torch.set_num_threads(1)
     # use_deterministic_algorithms says the same, and imports torch's compiler to tell it, too: 1 s.
     torch.set_deterministic_debug_mode("warn")
@@ -122,7 +123,7 @@ def pin_determinism() -> None:
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read by the compiler when it is imported
     # Allowed also where a user's file has called disable_global_flags(), as torch's own test
     # utilities do when they are imported.
-    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+    with compat.flags_may_change():
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         _compute_float32_in_float32()
@@ -163,11 +164,13 @@ def under(wanted: int) -> Iterator[None]:
 def _set(wanted: int, before: int) -> None:
     import torch
 
+    from distcheck.machine import compat  # imports torch, which the front must not
+
     if wanted == before:
         return
     torch.set_default_dtype(getattr(torch, _DEFAULT_DTYPES[wanted % len(_DEFAULT_DTYPES)]))
     mkldnn: Any = torch.backends.mkldnn
-    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+    with compat.flags_may_change():
         mkldnn.enabled = not wanted & _MKLDNN_OFF
     if wanted >> _THREADS_AT != before >> _THREADS_AT:
         torch.set_num_threads((wanted >> _THREADS_AT) % _MOST_THREADS + 1)

@@ -3,7 +3,6 @@ body. What a rank tells hypothesis is carried back; what it would draw is refuse
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
+
+from distcheck.testing import hypothesis_compat
 
 _DRAWS = (
     "draws while the test runs, and ranks would draw apart; draw what they need with @given or "
@@ -46,25 +47,16 @@ def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
     """
     import hypothesis
 
-    decorated: Any = inspect.unwrap(function)
-    decorated = getattr(decorated, "__func__", decorated)
-    given: hypothesis.settings = decorated._hypothesis_internal_use_settings
+    decorated = hypothesis_compat.given_function(function)
+    given: hypothesis.settings = getattr(decorated, hypothesis_compat.SETTINGS)
     # Where it observes tests, hypothesis takes a deadline to be there that has not struck twice.
-    none = _NEVER if _is_observed() else None
-    decorated._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=none)
+    none = _NEVER if hypothesis_compat.is_observed() else None
+    setattr(decorated, hypothesis_compat.SETTINGS, hypothesis.settings(given, deadline=none))
     default = hypothesis.settings.get_profile("default").deadline
     try:
         yield given.deadline if given.deadline != default else None
     finally:
-        decorated._hypothesis_internal_use_settings = given
-
-
-def _is_observed() -> bool:
-    from hypothesis.internal import observability
-
-    if hasattr(observability, "observability_enabled"):
-        return observability.observability_enabled()
-    return bool(observability.TESTCASE_CALLBACKS)  # of older releases
+        setattr(decorated, hypothesis_compat.SETTINGS, given)
 
 
 def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
@@ -110,7 +102,8 @@ def shown(arguments: Mapping[str, object]) -> str:
 
 def is_final() -> bool:
     """Whether this is the run of the example that hypothesis will show."""
-    return _context() is not None and _context().is_final
+    context = hypothesis_compat.context()
+    return context is not None and context.is_final
 
 
 def pass_on(told: Iterable[PassedToHypothesis]) -> None:
@@ -157,13 +150,13 @@ def is_rejection(error: BaseException | None) -> bool:
     return (
         errors is not None
         and isinstance(error, errors.UnsatisfiedAssumption)
-        and _context() is not None
+        and hypothesis_compat.context() is not None
     )
 
 
 def said() -> PassedToHypothesis:
     """What this rank has passed to hypothesis in this example."""
-    context = _context()
+    context = hypothesis_compat.context()
     if context is None:
         return PassedToHypothesis()
     return PassedToHypothesis(
@@ -175,7 +168,7 @@ def said() -> PassedToHypothesis:
 @contextmanager
 def inherited() -> Iterator[None]:
     """In a fresh rank, around a test: within the example, if any, that it was forked in."""
-    context = _context()
+    context = hypothesis_compat.context()
     if context is not None:
         for name in dir(context.data):
             if name.startswith("draw") and callable(getattr(context.data, name)):
@@ -201,13 +194,12 @@ def _within(context: Any) -> Iterator[None]:
     if "hypothesis" not in sys.modules:
         yield
         return
-    from hypothesis.control import _current_build_context
     from hypothesis.reporting import default, with_reporter
 
     if context is not None:
         context.data.events, context.data.target_observations = {}, {}
     # What collects the text of note() is a copy here: it is printed, to be this rank's output.
-    with _current_build_context.with_value(context), with_reporter(default):
+    with hypothesis_compat.within(context), with_reporter(default):
         yield
 
 
@@ -238,8 +230,3 @@ def _made() -> Any:
 def _refuse_draw(*_: Any, **__: Any) -> NoReturn:
     __tracebackhide__ = True
     pytest.fail(f"what is used here, of st.data(), st.functions() or {_TRUE}, {_DRAWS}")
-
-
-def _context() -> Any:
-    control = sys.modules.get("hypothesis.control")
-    return control._current_build_context.value if control is not None else None

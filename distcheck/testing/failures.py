@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from _pytest._code.code import (
+
+from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
+from distcheck.testing.messages import RankReport, Subtest
+from distcheck.testing.pytest_compat import (
     ExceptionChainRepr,
     ReprEntry,
     ReprEntryNative,
@@ -15,10 +19,6 @@ from _pytest._code.code import (
     ReprFileLocation,
     ReprTraceback,
 )
-
-from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
-from distcheck.testing.messages import RankReport, Subtest
 
 
 class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure

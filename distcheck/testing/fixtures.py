@@ -5,7 +5,6 @@ ask for `world`, directly or through another fixture: they are set up and torn d
 rank. In the pytest process a `Deferred` stands in their place.
 """
 
-import copy
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from _pytest.scope import Scope
 
-from distcheck.testing import examples
+from distcheck.testing import examples, pytest_compat
 from distcheck.worlds.messages import text_of
 
 WORLD = "world"
@@ -52,7 +50,7 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
     """The fixtures of a test that the ranks set up, in pytest's order of setting up: those that
     depend on `world`; in a kept world, also what acts on the process or cannot be sent.
     """
-    definitions = item._fixtureinfo.name2fixturedefs
+    definitions = pytest_compat.definitions(item)
     belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
 
     def decide(name: str) -> bool:
@@ -76,24 +74,23 @@ def defer(item: pytest.Function, names: list[str]) -> None:
     needed = _asked_by(item, others)
     for name in names:
         item.funcargs[name] = Deferred(name)
-        definitions = item._fixtureinfo.name2fixturedefs.get(name)
+        definitions = pytest_compat.definitions(item).get(name)
         if definitions and name not in needed:
-            known: Any = copy.copy(definitions[-1])
-            known._scope = Scope.Session
-            item._request._fixture_defs[name] = known
+            known = pytest_compat.of_session(definitions[-1])
+            pytest_compat.note_set_up(item, name, known)
 
 
 def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
     """In the pytest process, before it forks: has the folder in which ranks make theirs. Each would
     make one of its own, and clear away another's where --basetemp says which.
     """
-    factory = getattr(item.config, "_tmp_path_factory", None)
+    factory = pytest_compat.folders(item.config)
     if factory is not None and (kept or not _OF_FOLDERS.isdisjoint(item.fixturenames)):
         factory.getbasetemp()
 
 
 def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:
-    definitions = item._fixtureinfo.name2fixturedefs
+    definitions = pytest_compat.definitions(item)
     return {arg for name in names for one in definitions.get(name, ()) for arg in one.argnames}
 
 
@@ -103,12 +100,8 @@ def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
     """
     own = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
     asked = _asked_by(item, own).difference(own)
-    return {n: v for n, v in item.funcargs.items() if n in asked and not _is_parameter(item, n)}
-
-
-def _is_parameter(item: pytest.Function, name: str) -> bool:
-    functions = [one.func for one in item._fixtureinfo.name2fixturedefs.get(name, ())]
-    return any(getattr(f, "__name__", "") == "get_direct_param_fixture_func" for f in functions)
+    values = {name: value for name, value in item.funcargs.items() if name in asked}
+    return {n: v for n, v in values.items() if not pytest_compat.is_parameter(item, n)}
 
 
 @contextmanager
@@ -116,12 +109,12 @@ def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
     """In a kept rank, around a test: has pytest find these fixtures set up, and none of the item's
     others, which would be of the test in which the rank was forked or of another one.
     """
-    definitions = item._fixtureinfo.name2fixturedefs
+    definitions = pytest_compat.definitions(item)
     _forget(item)
     for name in values.keys() & definitions.keys():
         # Under this request, which knows its own fixtures by name, the key of the cache is moot.
         definitions[name][-1].cached_result = (values[name], None, None)
-        item._request._fixture_defs[name] = definitions[name][-1]
+        pytest_compat.note_set_up(item, name, definitions[name][-1])
     try:
         yield
     finally:
@@ -129,10 +122,10 @@ def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _forget(item: pytest.Function) -> None:
-    for definitions in item._fixtureinfo.name2fixturedefs.values():
+    for definitions in pytest_compat.definitions(item).values():
         for definition in definitions:
             definition.cached_result = None
-            definition._finalizers.clear()  # of what was set up on it and is torn down
+            pytest_compat.drop_finalizers(definition)
 
 
 @contextmanager
@@ -146,7 +139,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
     values = {}
     try:
         for name in names:
-            values[name] = item.funcargs[name] = item._request.getfixturevalue(name)
+            values[name] = item.funcargs[name] = pytest_compat.fixture_value(item, name)
         yield values
     except BaseException as error:
         undone = _torn_down(item)
@@ -164,17 +157,14 @@ def _make_own(item: pytest.Function, names: list[str]) -> None:
     """Makes pytest set these up here, and tear down here what it sets up here, nothing else: the
     rest belongs to the pytest process, or to an earlier test in this rank.
     """
-    stack = item.session._setupstate.stack
-    stack.clear()
-    for node in item.listchain():
-        stack[node] = ([], None)
-    for definitions in item._fixtureinfo.name2fixturedefs.values():
+    pytest_compat.begin_teardown(item)
+    for definitions in pytest_compat.definitions(item).values():
         for definition in definitions:
-            definition._finalizers.clear()
+            pytest_compat.drop_finalizers(definition)
     for name in names:
         del item.funcargs[name]
-        item._request._fixture_defs.pop(name, None)
-        for definition in item._fixtureinfo.name2fixturedefs.get(name, ()):
+        pytest_compat.note_not_set_up(item, name)
+        for definition in pytest_compat.definitions(item).get(name, ()):
             # From an earlier test in this rank, or one that asked for it outside of a world.
             definition.cached_result = None
 
@@ -182,7 +172,7 @@ def _make_own(item: pytest.Function, names: list[str]) -> None:
 def _torn_down(item: pytest.Function) -> BaseException | None:
     """Runs all finalizers, in pytest's order and by its own hand. Returns what they raised."""
     try:
-        item.session._setupstate.teardown_exact(None)
+        pytest_compat.tear_down(item)
     except BaseException as error:
         return error
     return None
@@ -223,10 +213,7 @@ def own_streams(item: pytest.Function) -> Iterator[None]:
     """Makes capsys and its like capture this rank's own streams, and lets go of what is left."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
-    _inherited.extend(capture._capture for capture in captures)
-    for capture in captures:
-        capture._capture = None
-        capture._start()
+    _inherited.extend(pytest_compat.capture_anew(capture) for capture in captures)
     try:
         yield
     finally:

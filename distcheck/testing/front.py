@@ -25,6 +25,7 @@ from distcheck.testing import (
     failures,
     fixtures,
     kept,
+    pytest_compat,
     rank,
     schedules,
     subtests,
@@ -57,7 +58,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         _refuse("--trace: a rank has no terminal that a debugger could use")
     if options.is_simulated:
         threads.prepare(item)
-    args = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    args = {name: item.funcargs[name] for name in pytest_compat.argument_names(item)}
     function = item.obj
     handle = getattr(function, "hypothesis", None)
     body = function if handle is None else handle.inner_test
@@ -201,8 +202,7 @@ def settle() -> None:
 
 def _tell(item: pytest.Function, ended: Ended) -> None:
     """Passes on what ranks printed, logged, recorded, warned of, left open and had to import."""
-    kinds = (_SECTION, _LOG)
-    item._report_sections[:] = [s for s in item._report_sections if not s[1].startswith(kinds)]
+    pytest_compat.drop_sections(item, (_SECTION, _LOG))
     logs = {number: report.log for number, report in ended.reports.items()}
     for kind, texts in ((_SECTION, ended.outputs), (_LOG, logs)):
         for numbers, text in _alike(texts):

@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from _pytest.logging import caplog_handler_key, caplog_records_key
-from _pytest.tmpdir import tmppath_result_key
 
 from distcheck.errors import CannotRunError
-from distcheck.testing import examples, fixtures, rank, session
+from distcheck.testing import examples, fixtures, pytest_compat, rank, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport, encoded
 from distcheck.testing.rank import Prepared
@@ -88,13 +86,7 @@ def _body(item: pytest.Function) -> Callable[..., object]:
 
 def _make_room(item: pytest.Function) -> None:
     """Readies pytest's own state for fixtures of this test; nothing of it ran here before."""
-    item._initrequest()
-    logs: Any = item.config.pluginmanager.getplugin("logging-plugin")
-    if logs is not None:
-        logs.caplog_handler.reset()
-        item.stash[caplog_handler_key] = logs.caplog_handler
-        item.stash[caplog_records_key] = {"call": logs.caplog_handler.records}
-    item.stash[tmppath_result_key] = {}
+    pytest_compat.begin_again(item)
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 
@@ -108,6 +100,8 @@ class _Before:
         import torch
         import torch.distributed as dist
 
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
         self._environment, self._folder = dict(os.environ), os.getcwd()
         self._path = list(sys.path)
         os.umask(umask := os.umask(0o077))  # it can be read only by setting it
@@ -117,7 +111,7 @@ class _Before:
         self._grad = torch.is_grad_enabled()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._group = dist.group.WORLD
-        self._groups = set(dist.distributed_c10d._world.pg_map)
+        self._groups = set(compat.groups())
 
     def with_group(self, report: RankReport) -> RankReport:
         """With what became of the default group, and how many this rank has made: torch names a
@@ -125,9 +119,11 @@ class _Before:
         """
         import torch.distributed as dist
 
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
         if self._group is None or dist.group.WORLD is not self._group:
             return msgspec.structs.replace(report, left_stays=True)
-        return msgspec.structs.replace(report, groups=dist.distributed_c10d._world.group_count)
+        return msgspec.structs.replace(report, groups=compat.groups_made())
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -167,7 +163,9 @@ class _Before:
         """
         import torch.distributed as dist
 
-        groups = dist.distributed_c10d._world.pg_map
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
+        groups = compat.groups()
         left: list[Any] = [group for group in groups if group not in self._groups]
         for group in left:
             if group in groups:  # the default one takes the others along

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from _pytest.terminal import TerminalReporter
 
 from distcheck.testing import fixtures, marker
 from distcheck.worlds import turns
@@ -59,7 +58,7 @@ def pytest_sessionfinish() -> None:
     _settle()
 
 
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """Tells what the ranks of an interrupted test were doing."""
     waiting = sys.modules.get("distcheck.testing.waiting")
     if waiting is not None:
@@ -154,10 +153,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         session.tell(report)
 
 
+def _is_of_unittest(item: pytest.Function) -> bool:
+    unittest = sys.modules.get("unittest")  # imported by what derives from it
+    return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
+
+
 def _options(item: pytest.Item) -> marker.WorldOptions | None:
     if item.get_closest_marker(marker.NAME) is None:
         return None
-    if not isinstance(item, pytest.Function) or hasattr(item, "_testcase"):
+    if not isinstance(item, pytest.Function) or _is_of_unittest(item):
         pytest.fail(
             f"{item.name}: a test in a world is a plain function, or a method of a plain class",
             pytrace=False,

@@ -95,11 +95,13 @@ def enter(
     import torch
     import torch.distributed as dist
 
+    from distcheck.machine import compat  # imports torch, which pytest must not
+
     torch.set_num_threads(1)
     blas.take_one_thread()
     # torch's record of its own failed calls, at DEBUG: a failure is reported better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
-    if options.device == "cuda" and torch.cuda._is_in_bad_fork():
+    if options.device == "cuda" and compat.is_cuda_lost_by_fork():
         raise CannotRunError(
             "the pytest process itself has asked CUDA for something, so that its forks cannot use "
             "it; ask in a test in a world, or with PYTORCH_NVML_BASED_CUDA_CHECK=1 set"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing.messages import RankReport, Subtest, encoded
+from distcheck.testing.pytest_compat import remove_hook, take_capture_off
 
 # Hooks by which a report reaches the terminal, a file or a debugger, all of which are the pytest
 # process's own.
@@ -31,11 +32,9 @@ def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
         caller = getattr(config.hook, name)
         for implementation in caller.get_hookimpls():
             if implementation.function.__module__ != "distcheck.testing.plugin":
-                caller._remove_plugin(implementation.plugin)
-    captures: Any = config.pluginmanager.getplugin("capturemanager")
-    if captures is not None:  # to suspend it would be to write where the pytest process writes
-        _inherited.append(captures._global_capturing)
-        captures._global_capturing = None
+                remove_hook(caller, implementation.plugin)
+    # To suspend it would be to write where the pytest process writes.
+    _inherited.append(take_capture_off(config))
     sys.breakpointhook = pdb.set_trace = _no_debugger
 
 

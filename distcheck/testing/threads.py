@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 
-from distcheck.testing import fixtures, session
+from distcheck.testing import fixtures, pytest_compat, session
 from distcheck.worlds.simulated.owned import ABSENT, Owned
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
 # Fixtures that capture the descriptors of a process.
 _OF_DESCRIPTORS = ("capfd", "capfdbinary")
-# Where releases of pytest keep the names of all fixtures.
-_NAMES_OF_FIXTURES = ("_arg2fixturedefs", "_arg2node2fixturedefs", "_arg2nodeid2fixturedefs")
 _variables: list[tuple[types.ModuleType, str]] = []  # global variables that ranks own
 _memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
 
@@ -51,14 +49,14 @@ def prepare(item: pytest.Function) -> None:
 
 def owned(item: Any) -> Owned:
     """What of pytest, and of the code under test, each rank of a test owns."""
-    definitions = _definitions(item)
-    asked = {one for name in item.fixturenames for one in item._fixtureinfo.name2fixturedefs.get(
-        name, ()
-    )}  # fmt: skip
+    definitions = pytest_compat.every_definition(item)
+    known = pytest_compat.definitions(item)
+    asked = {one for name in item.fixturenames for one in known.get(name, ())}
     variables = list(_variables)
     fixed = list(_fixed(item))
     places = [place for place, _ in fixed]
-    places += [(one, name) for one in definitions for name in ("cached_result", "_finalizers")]
+    held = ("cached_result", pytest_compat.FINALIZERS)
+    places += [(one, name) for one in definitions for name in held]
 
     def begin() -> list[Any]:
         memo: dict[int, Any] = {}
@@ -68,7 +66,7 @@ def owned(item: Any) -> Owned:
             result = one.cached_result
             if result is not None and one in asked:
                 result = (_copied_or_shared(result[0], memo), *result[1:])
-            values += [result, list(one._finalizers)]
+            values += [result, list(getattr(one, pytest_compat.FINALIZERS))]
         return [*values, *own]
 
     return Owned([*places, *variables], begin)
@@ -100,18 +98,13 @@ _Place = tuple[Any, str]
 
 def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
     """Places that every test has, each with what makes a rank's first value; None: its memo."""
-    from _pytest.runner import SetupState
-
     yield (_here(), "_memo"), None
     yield (session, "_line"), lambda: None
     yield (item, "funcargs"), lambda: dict(item.funcargs)
-    yield (item, "_request"), lambda: _own_request(item)
-    yield (item.session, "_setupstate"), SetupState
+    for owner, name, make in pytest_compat.own_state(item):
+        yield (owner, name), make
     for name in ("filters", "showwarning", "_showwarnmsg_impl"):
         yield (warnings, name), _same(warnings, name)
-    captures = item.config.pluginmanager.getplugin("capturemanager")
-    if captures is not None:
-        yield (captures, "_capture_fixture"), lambda: None
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         yield (logs.caplog_handler, "records"), list
@@ -128,21 +121,6 @@ def _here() -> types.ModuleType:
 def _same(owner: Any, name: str) -> Callable[[], Any]:
     value = getattr(owner, name)
     return lambda: list(value) if isinstance(value, list) else value
-
-
-def _own_request(item: Any) -> Any:
-    request = copy.copy(item._request)
-    request._fixture_defs = dict(request._fixture_defs)
-    return request
-
-
-def _definitions(item: Any) -> list[Any]:
-    """All fixtures that a rank could set up, also by `request.getfixturevalue`."""
-    manager = item.session._fixturemanager
-    known = (getattr(manager, name, {}) for name in _NAMES_OF_FIXTURES)
-    every = [manager.getfixturedefs(name, item) or () for names in known for name in names]
-    every += item._fixtureinfo.name2fixturedefs.values()
-    return list(dict.fromkeys(one for definitions in every for one in definitions))
 
 
 def _modules() -> list[types.ModuleType]:

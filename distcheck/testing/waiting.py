@@ -12,7 +12,6 @@ from typing import Any, overload
 
 import msgspec
 import pytest
-from _pytest.terminal import TerminalReporter
 
 from distcheck.errors import HelperError
 from distcheck.records import Outcome
@@ -199,7 +198,7 @@ def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
     )
 
 
-def show_interrupt(terminal: TerminalReporter) -> None:
+def show_interrupt(terminal: "pytest.TerminalReporter") -> None:
     """Writes what was noted, if a test was interrupted, as a section of its own."""
     noted = terminal.config.stash.get(_KEY, None)
     if noted is not None:

@@ -6,14 +6,11 @@ nothing of backends that are written in Python: such a one may have a recorder o
 """
 
 import contextlib
-import importlib
 import math
-import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from distcheck.records import Collective
@@ -54,26 +51,23 @@ def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
     """What was recorded, oldest first; with the Python frames of each call, which take longer."""
     if _source is not None:
         return _source()
-    found = _recorded("_dump_fr_trace", stacks=stacks)
+    found = _recorded(nccl=False, stacks=stacks)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        found += _recorded("_dump_nccl_trace", stacks=stacks)
+        found += _recorded(nccl=True, stacks=stacks)
     for recorder in _further:
         found += recorder.entries()
     found.sort(key=lambda entry: entry.get("time_created_ns", 0))
     return found
 
 
-def _recorded(dump: str, *, stacks: bool) -> list[dict[str, Any]]:
+def _recorded(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
     try:
-        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-        with _without_inductor():
-            dumped = getattr(c10d, dump)(includeCollectives=True, includeStackTraces=stacks)
-            found: dict[str, Any] = pickle.loads(dumped)
+        from distcheck.machine import compat  # imports torch, which the front must not
+
+        return compat.recorded_calls(nccl=nccl, stacks=stacks)
     except (ImportError, AttributeError, RuntimeError, TypeError):
         return []
-    recorded: list[dict[str, Any]] = found.get("entries", [])
-    return recorded
 
 
 def forget() -> None:
@@ -81,8 +75,9 @@ def forget() -> None:
     of a millisecond, and a full recorder half a one.
     """
     with contextlib.suppress(ImportError, AttributeError, RuntimeError):
-        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-        c10d._reset_fr_trace()
+        from distcheck.machine import compat  # imports torch, which the front must not
+
+        compat.forget_recorded_calls()
     for recorder in _further:
         recorder.forget()
 
@@ -138,22 +133,3 @@ def still_open(patience_s: float = math.inf) -> list[str]:
             break
         time.sleep(_LOOK_EVERY_S)
     return names
-
-
-@contextlib.contextmanager
-def _without_inductor() -> Iterator[None]:
-    """The recorder asks torch._inductor about frames, if torch has it; and torch, asked, imports
-    it. Code that has not imported it has no frames in it.
-
-    Measured: the report of a rank with stacks takes 1.4 s of CPU with that import, and less than
-    1 ms without. A rank is asked for it while it hangs, so the time counts.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or "torch._inductor" in sys.modules:
-        yield
-        return
-    torch.__dict__["_inductor"] = SimpleNamespace()
-    try:
-        yield
-    finally:
-        torch.__dict__.pop("_inductor", None)

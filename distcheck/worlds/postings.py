@@ -121,7 +121,7 @@ class Postings:
         if known is None or known[0]() is not group:
             import torch.distributed as dist
 
-            ranks = tuple(dist.distributed_c10d._world.pg_group_ranks[group])
+            ranks = tuple(dist.get_process_group_ranks(group))
             known = self._ranks[name] = weakref.ref(group), ranks, dist.get_rank()
         return known[1:]
 
@@ -198,7 +198,9 @@ def install(usual_limit_s: float) -> None:
         return
     import torch.distributed as dist
 
-    if not hasattr(dist.ProcessGroup, "_get_sequence_number_for_group"):
+    from distcheck.machine import compat  # imports torch, which the front must not
+
+    if not compat.counts_calls():
         return
     _installed = True
     if _log_fd >= 0:
@@ -390,7 +392,9 @@ def _dtype_name(dtype: Any) -> str:
 
 def _count(group: Any) -> int:
     """How many calls torch has counted in a group; -1 where it does not count."""
+    from distcheck.machine import compat  # imports torch, which the front must not
+
     try:
-        return int(group._get_sequence_number_for_group())
+        return compat.calls_counted(group)
     except RuntimeError:
         return -1

@@ -24,14 +24,6 @@ from distcheck.worlds.postings import HERE, NotedCall, Postings
 from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
-# Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
-_MAY_WAIT = (
-    ("torch/autograd/graph.py", "_engine_run_backward"),
-    ("torch/nn/parallel/distributed.py", ""),
-    ("torch/distributed/utils.py", ""),
-    ("torch/distributed/_functional_collectives.py", ""),
-    ("torch/_ops.py", ""),
-)
 # The kind of what the recorder names, where that alone says it.
 _KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
 _DTYPES = {
@@ -99,11 +91,13 @@ class Look:
         """Where the main thread is within C++ code that may wait, and how long it has run; None
         where it is not.
         """
+        from distcheck.machine import compat  # imports torch, which the front must not
+
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return None
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not any(file.endswith(end) and own in ("", name) for end, own in _MAY_WAIT):
+        if not any(file.endswith(end) and own in ("", name) for end, own in compat.MAY_WAIT):
             return None
         ran_ns = linux.ran_ns(os.getpid())
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
@@ -150,14 +144,15 @@ def _groups() -> Groups | None:
     """The groups of this process; None where torch does not count their calls."""
     import torch.distributed as dist
 
-    world: Any = dist.distributed_c10d._world
+    from distcheck.machine import compat  # imports torch, which the front must not
+
     try:
         return {
             str(group.group_name): (
-                int(group._get_sequence_number_for_group()),
-                tuple(world.pg_group_ranks[group]),
+                compat.calls_counted(group),
+                tuple(dist.get_process_group_ranks(group)),
             )
-            for group in list(world.pg_map)
+            for group in list(compat.groups())
             if dist.get_rank(group) >= 0
         }
     except (RuntimeError, KeyError, AttributeError, ValueError):
@@ -166,14 +161,12 @@ def _groups() -> Groups | None:
 
 def _limits_s() -> dict[str, float]:
     """After how many seconds the calls of each group time out, where its backend says so."""
-    import torch
-    import torch.distributed as dist
+    from distcheck.machine import compat  # imports torch, which the front must not
 
     found = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(compat.groups()):
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):
-            backend: Any = group._get_backend(torch.device("cpu"))
-            found[str(group.group_name)] = backend.options._timeout.total_seconds()
+            found[str(group.group_name)] = compat.timeout_of(group).total_seconds()
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import house
 from tests.sources import MODULES, PACKAGE, ROOT, STRATEGIES, found, nodes, text_of
 
 
@@ -167,6 +168,33 @@ def test_what_is_long_is_so_for_a_reason() -> None:
         return names | ({"the module"} if len(text_of(path).splitlines()) > 400 else set())
 
     assert found([*MODULES, *STRATEGIES], long).keys() == LONG_FOR_A_REASON.keys()
+
+
+# What is not of torch, pytest or Hypothesis, and stands in one module alone.
+PRIVATE_ELSEWHERE = {
+    "distcheck.job.inside.spawned": ["process: _args", "process: _kwargs"],  # multiprocessing's
+    "distcheck.worlds.simulated.random_numbers": ["numpy: _bit_generator", "numpy: _rand"],
+}
+
+
+def test_private_names_of_a_library_are_in_one_module() -> None:
+    """So that one test of that module says what a new release of the library has moved."""
+    assert house.doors(house.modules(ROOT)) == PRIVATE_ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch\ntorch._C.name()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+        "from torch.utils._pytree import tree_leaves",
+        "from _pytest.scope import Scope",
+        "def scope_of(item): return item._fixtureinfo",
+        "def mark_of(tensor): return getattr(tensor, '_is_flat_param', False)",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(line: str) -> None:
+    assert house.doors({"module": ast.parse(line)})
 
 
 def test_no_drawer_for_odds_and_ends() -> None:

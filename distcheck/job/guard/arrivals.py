@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distcheck.machine import compat
+
 _PATIENCE_S = 5.0  # chosen: ranks that go on reach a check about when the first one does
 
 
@@ -18,7 +20,7 @@ class Arrivals:
         self._last = 0
         self._store: Any = None
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
-            store = dist.distributed_c10d._get_default_store()
+            store = compat.default_store()
             kind: Any = dist.PrefixStore  # type: ignore[attr-defined]
             self._store = kind(f"distcheck guard {group.group_name}", store)
         atexit.register(self.end)

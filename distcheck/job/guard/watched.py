@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distcheck.job.guard.digests import combined, digests, signed
 from distcheck.job.inside.tensors import leaves, plain_name, rows_of
+from distcheck.machine import compat
 
 _STATISTICS = ("running_mean", "running_var")
 MOST_ROWS = 64  # that ranks send each other: of larger batches those with the smallest digests
@@ -91,11 +92,10 @@ class WatchedModel:
 
     def statistics(self) -> set[str]:
         """The buffers in which BatchNorm keeps what it has seen on this rank alone."""
-        kind = torch.nn.modules.batchnorm._NormBase
         return {
             plain_name(f"{prefix}.{name}" if prefix else name)
             for prefix, part in self.model.named_modules()
-            if isinstance(part, kind) and not isinstance(part, torch.nn.SyncBatchNorm)
+            if isinstance(part, compat.NormBase) and not isinstance(part, torch.nn.SyncBatchNorm)
             for name in _STATISTICS
         }
 
@@ -131,7 +131,7 @@ def _are_buffers_final(model: torch.nn.Module) -> bool:
     not where DistributedDataParallel itself is compiled.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
-    return not isinstance(getattr(model, "_orig_mod", None), wrapper)
+    return not isinstance(getattr(model, compat.COMPILED, None), wrapper)
 
 
 def _streams() -> list[int]:
@@ -143,7 +143,7 @@ def _streams() -> list[int]:
 
 def is_divided(tensor: torch.Tensor) -> bool:
     """Whether ranks hold parts of a tensor as only its library knows: FSDP1, DeepSpeed."""
-    return any(hasattr(tensor, name) for name in ("_is_flat_param", "_fsdp_flattened", "ds_id"))
+    return any(hasattr(tensor, name) for name in (*compat.OF_FSDP1, "ds_id"))
 
 
 class Finder:

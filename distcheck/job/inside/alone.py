@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from distcheck.job.inside.tensors import leaves
+from distcheck.machine import compat
 
 NAME = "distcheck_alone"
 Tensors = list[torch.Tensor]
@@ -172,4 +173,4 @@ def _without_device_threads() -> None:
     a fork, and the copy's backward pass raises or aborts. Where there is no GPU, torch's fake
     tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
     """
-    torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]
+    compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)

@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
-
 from distcheck.job.inside import tensors
 from distcheck.job.settings import Read
+from distcheck.machine.compat import MapFetcher
 from distcheck.machine.seeds import seed_everything
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LoadedBatch, Sample
@@ -49,16 +48,16 @@ def read_alike(loaders: Mapping[int, Any]) -> Iterator[Sample]:
     tensors.set_random_state(before)
 
 
-def _parts(fetcher: _MapDatasetFetcher, index: int) -> tuple[str, ...]:
+def _parts(fetcher: MapFetcher, index: int) -> tuple[str, ...]:
     seed_everything(0)
     found = tensors.leaves(fetcher.fetch([index] if fetcher.auto_collation else index))
     found.sort(key=lambda one: -one.numel())
     return tuple(tensors.digest_of(tensors.whole(one)) for one in found)
 
 
-def _fetcher(loader: Any) -> _MapDatasetFetcher:
-    collates = getattr(loader, "_auto_collation", True)
-    return _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
+def _fetcher(loader: Any) -> MapFetcher:
+    collates = getattr(loader, "batch_sampler", True) is not None
+    return MapFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
 
 
 def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> Read | None:

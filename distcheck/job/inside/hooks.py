@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from distcheck.job.inside.listening import Deaf
+from distcheck.machine.compat import IterableFetcher, LoaderIterator, MapFetcher
 from distcheck.training.leaf_hooks import watch_registrations
 
 LOSSES = (
@@ -87,7 +88,7 @@ def _is_heard(module: torch.nn.Module) -> bool:
     """Whether a call of a module is one of a whole model."""
     if _listener is None or _depth or torch.compiler.is_compiling():
         return False
-    if torch._C._is_tracing():  # by torch.jit
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return bool(_within(_has_parameters, module))
 
@@ -125,10 +126,8 @@ def _hook_modules() -> None:
 
 def _hook_loaders() -> None:
     from torch.utils.data import DataLoader
-    from torch.utils.data._utils import fetch
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    begin, advance = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    begin, advance = DataLoader.__iter__, LoaderIterator.__next__
     measure = DataLoader.__len__
 
     @functools.wraps(begin)
@@ -154,10 +153,10 @@ def _hook_loaders() -> None:
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
-    _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign, assignment]
+    LoaderIterator.__next__ = following  # type: ignore[method-assign, assignment]
     for name in ("__init__", "_reset"):
-        _after(_BaseDataLoaderIter, name, "samples_from")
-    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        _after(LoaderIterator, name, "samples_from")
+    for kind in (MapFetcher, IterableFetcher):
         _around(kind, "fetch", "fetches", "fetched")
 
 

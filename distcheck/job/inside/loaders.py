@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listening import Deaf
+from distcheck.machine.compat import note_samples
 from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Loaders:
     def samples_from(self, iterator: Any) -> None:
         """Notes what the sampler gives from now on; workers ask ahead."""
         self._given[iterator] = deque(maxlen=_MOST_AHEAD)
-        iterator._sampler_iter = _noting(iterator._sampler_iter, self._given[iterator])
+        note_samples(iterator, lambda indices: _noting(indices, self._given[iterator]))
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
         """Notes a pass; returns the numbers of its loader and of the pass. What an earlier pass

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from distcheck.machine import compat
+
 _NOTHING = (
     "set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats",
     "reset_max_memory_allocated", "manual_seed", "manual_seed_all", "seed", "seed_all", "init",
@@ -252,7 +254,7 @@ def _replace_wrappers() -> None:
 
     wrapper.__init__ = init  # type: ignore[method-assign]
     # It refuses a SyncBatchNorm that is on a CPU.
-    wrapper._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    compat.CHECK_SYNC_BATCHNORM.replace(lambda _: lambda *_: None)
 
 
 class _Summed(torch.autograd.Function):
@@ -276,8 +278,7 @@ def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
     """SyncBatchNorm, which is there for GPUs alone: statistics of the batches of all ranks."""
     group = self.process_group or dist.group.WORLD
     if not self.training or dist.get_world_size(group) == 1:
-        kind = torch.nn.modules.batchnorm._BatchNorm
-        return kind.forward(self, given)
+        return compat.BatchNorm.forward(self, given)
     dtype, given = given.dtype, given.float() if given.itemsize < 4 else given  # as on a GPU
     axes = [axis for axis in range(given.dim()) if axis != 1]
     count = given.new_full((1,), given.numel() / given.shape[1])

@@ -15,6 +15,7 @@ from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
+from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
 _WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
@@ -138,9 +139,10 @@ def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
 
 def normalises(parameters: Parameters) -> bool:
     """Whether BatchNorm is among the modules, which normalises by the batch."""
-    kind = torch.nn.modules.batchnorm._BatchNorm
     return any(
-        isinstance(part, kind) and part.training and not isinstance(part, torch.nn.SyncBatchNorm)
+        isinstance(part, BatchNorm)
+        and part.training
+        and not isinstance(part, torch.nn.SyncBatchNorm)
         for root in parameters.roots
         for part in root.modules()
     )
@@ -158,7 +160,7 @@ def exchange_seconds(model: torch.nn.Module) -> float | None:
     """How long an exchange made backward passes wait so far, on average, as torch measures it in
     some of them: what it took, less what was computed meanwhile.
     """
-    measured: dict[str, Any] = getattr(ddp_in(model), "_get_ddp_logging_data", dict)()
+    measured = ddp_times(ddp_in(model))
     took = measured.get("avg_backward_comm_time", 0)
     hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
     return max(0, took - hidden) / 1e9 if took else None

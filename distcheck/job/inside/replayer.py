@@ -274,10 +274,7 @@ class Replayer(Deaf):
     def scales(self, scaler: Any) -> None:
         """Puts the recorded loss scale in."""
         if scaler.is_enabled() and self._record.scale is not None:
-            if scaler._scale is None:
-                scaler._init_scale = self._scale
-            else:
-                scaler._scale.fill_(self._scale)
+            scaler.load_state_dict({**scaler.state_dict(), "scale": self._scale})
 
     @property
     def _scale(self) -> float:

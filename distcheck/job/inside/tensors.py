@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
+from distcheck.machine.compat import WRAPPERS
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs.records import MOST_ROWS, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _DEEPEST = 8  # containers within containers
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without those of wrappers around its module."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def any_held(parameters: Iterable[torch.Tensor]) -> bool:
         if gradient is None:
             continue
         if gradient.is_sparse:
-            gradient = gradient._values()  # type: ignore[no-untyped-call]
+            gradient = gradient.coalesce().values()
         plain = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         if bool(plain.any()):
             return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distcheck.machine.compat import DDP_NODE, output_of_node
 from distcheck.recordings.jobs.records import Factor, Term
 
 MOST_TERMS = 32
@@ -81,12 +82,12 @@ def _elements(node: Node) -> int:
 
 def _shapes(node: Node) -> tuple[Sequence[int], Sequence[int]]:
     """The shapes of what a mean is of, and of the mean."""
-    return node._saved_self_sym_sizes, node._input_metadata[0].shape
+    return node._saved_self_sym_sizes, output_of_node(node, 0).shape
 
 
 def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """The gradient of a term."""
-    about = end.node._input_metadata[end.output]
+    about = output_of_node(end.node, end.output)
     edge = torch.autograd.graph.GradientEdge(end.node, end.output)
     seed = torch.ones(about.shape, dtype=about.dtype)
     return torch.autograd.grad(
@@ -178,7 +179,7 @@ def _parts(node: Node, output: int) -> list[Part]:
     if name in ("Mul", "Div") and len(there) == 1 and not divisor:
         by = node._saved_other if before[0][0] is not None else node._saved_self
         return [(*there[0], _scaled(by, divides=name == "Div"))]
-    if name == "_DDPSink":  # DistributedDataParallel hands the model's outputs through it
+    if name == DDP_NODE:
         return [(*before[output], None)]
     if name in ("Sum", "Mean") and there and _stacks(there[0][0]):
         each = [(*edge, None) for edge in there[0][0].next_functions if edge[0] is not None]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.machine.compat import BatchNorm
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Stretch:
 
 
 BuffersOf = Callable[[int, str], torch.Tensor | None]  # (rank, name): as recorded, if it was
+Buffers = dict[str, torch.Tensor]  # of one layer, by name
 
 
 class GhostBatch:
@@ -48,8 +49,8 @@ class GhostBatch:
         self._stretches, self._buffers_of, self._keep = stretches, buffers_of, keep_outputs
         self._samples = sum(stretch.samples for stretch in stretches)
         named = model.named_modules()
-        self._layers = [(name, layer) for name, layer in named if isinstance(layer, _BatchNorm)]
-        self._patched: list[tuple[_BatchNorm, Any, dict[str, torch.Tensor | None]]] = []
+        self._layers = [(name, layer) for name, layer in named if isinstance(layer, BatchNorm)]
+        self._patched: list[tuple[BatchNorm, Any, Buffers]] = []
         self._outputs: dict[str, list[torch.Tensor]] = {}
         self._alone: int | None = None
         self._calls: dict[str, int] = {}
@@ -57,7 +58,7 @@ class GhostBatch:
 
     def __enter__(self) -> "GhostBatch":
         for name, layer in self._layers:
-            self._patched.append((layer, layer.__dict__.get("forward"), dict(layer._buffers)))
+            self._patched.append((layer, layer.__dict__.get("forward"), _buffers_of(layer)))
             layer.forward = self._forward(name, layer)  # type: ignore[method-assign]
         return self
 
@@ -66,7 +67,7 @@ class GhostBatch:
             del layer.forward
             if own is not None:  # an instance may have had one of its own
                 layer.forward = own  # type: ignore[method-assign]
-            layer._buffers.update(buffers)
+            _put(layer, buffers)
         self._patched.clear()
 
     def alone(self, sample: int) -> None:
@@ -75,9 +76,9 @@ class GhostBatch:
         """
         self._alone, self._calls = sample, {}
 
-    def _forward(self, name: str, layer: _BatchNorm) -> Callable[..., torch.Tensor]:
+    def _forward(self, name: str, layer: BatchNorm) -> Callable[..., torch.Tensor]:
         own = layer.forward
-        held: dict[int, dict[str, torch.Tensor | None]] = {}  # per rank, from call to call
+        held: dict[int, Buffers] = {}  # per rank, from call to call
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             (inputs,) = (*args, *kwargs.values())
@@ -93,9 +94,9 @@ class GhostBatch:
                 if stretch.rank not in held:
                     held[stretch.rank] = self._recorded(name, layer, stretch.rank)
                 # Other tensors, not other values: backward needs those of every stretch.
-                layer._buffers.update(held[stretch.rank])
+                _put(layer, held[stretch.rank])
                 parts.append(own(part))
-                held[stretch.rank] = dict(layer._buffers)
+                held[stretch.rank] = _buffers_of(layer)
             together = torch.cat(parts)
             if self._keep:
                 outputs.append(together.detach())
@@ -115,11 +116,19 @@ class GhostBatch:
             )
         return torch.split(inputs, [stretch.samples * rows for stretch in self._stretches])
 
-    def _recorded(self, name: str, layer: _BatchNorm, rank: int) -> dict[str, torch.Tensor | None]:
+    def _recorded(self, name: str, layer: BatchNorm, rank: int) -> Buffers:
         """Copies of the layer's buffers as a rank had them; its own where they have no name."""
-        found: dict[str, torch.Tensor | None] = {}
-        for key, buffer in layer._buffers.items():
+        found: Buffers = {}
+        for key, buffer in _buffers_of(layer).items():
             known = self._buffers_of(rank, f"{name}.{key}" if name else key)
-            known = buffer if known is None else known
-            found[key] = None if known is None or buffer is None else known.clone().to(buffer)
+            found[key] = (buffer if known is None else known).clone().to(buffer)
         return found
+
+
+def _buffers_of(layer: nn.Module) -> Buffers:
+    return dict(layer.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _put(layer: nn.Module, buffers: Buffers) -> None:
+    for name, buffer in buffers.items():
+        setattr(layer, name, buffer)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcheck.judge.oracles.references import AtStep
+from distcheck.machine.compat import TorchDispatchMode
 from distcheck.machine.numerics import smallest, unit_roundoff, wide
 
 # Chosen: see above.

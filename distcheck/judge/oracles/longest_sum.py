@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.utils._pytree import tree_leaves
+
+from distcheck.machine.compat import Conv, ConvTranspose, NormBase, tree_leaves
 
 
 class LongestSum:
@@ -40,7 +39,7 @@ class LongestSum:
         return max(self._counted.values(), default=0)
 
     def _count(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
-        seen = inputs if isinstance(module, _ConvTransposeNd) else made
+        seen = inputs if isinstance(module, ConvTranspose) else made
         tensors = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
         if tensors:
             rows = self._samples * features_of(module)
@@ -51,15 +50,15 @@ def features_of(module: nn.Module) -> int:
     """How many numbers of what a layer makes (a transposed convolution: is given) lie at one
     position; 0 for what is not counted.
     """
-    if isinstance(module, _ConvNd):
-        return module.in_channels if isinstance(module, _ConvTransposeNd) else module.out_channels
+    if isinstance(module, Conv):
+        return module.in_channels if isinstance(module, ConvTranspose) else module.out_channels
     if isinstance(module, nn.Linear | nn.Bilinear):
         return module.out_features
     if isinstance(module, nn.RNNBase):
         return (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return module.embedding_dim
-    if isinstance(module, _NormBase):
+    if isinstance(module, NormBase):
         return module.num_features if module.affine else 0
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return 0 if module.weight is None else module.weight.numel()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distcheck.backends.simulated import orders
+from distcheck.machine import compat
 from distcheck.worlds.simulated.calls import SimulatedCall
 
 _COMBINE: dict[str, orders.Combine] = {
@@ -58,7 +59,7 @@ def deliver(call: SimulatedCall) -> None:
         if call.by_index and len(call.outputs) > _FEW:
             shapes = [tensor.shape for tensor in call.outputs]
             results = [r.view(s) for r, s in zip(call.results, shapes, strict=True)]
-            torch._foreach_copy_([tensor.data for tensor in call.outputs], results)
+            compat.copy_each([tensor.data for tensor in call.outputs], results)
             call.outputs = []
         for output, result in zip(call.outputs, call.results, strict=False):
             data = output.data

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from distcheck.errors import NotSimulatedError
+from distcheck.machine import compat
 from distcheck.records.ends import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
@@ -143,8 +144,7 @@ class SimulatedHost:
     def run(self) -> None:
         """Runs every rank to its end."""
         simulated.enter(self._world)
-        c10d: Any = torch._C._distributed_c10d
-        c10d._set_thread_isolation_mode(True)
+        compat.isolate_threads()
         flight.record_from(self._recorded)
         self._reporter.tell_stacks = self.tell_stacks
         limits.install()

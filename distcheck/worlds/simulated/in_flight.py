@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._python_dispatch as dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from distcheck.machine import compat
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
 
@@ -43,7 +42,7 @@ class Held:
     dense: bool
 
 
-class InFlight(TorchDispatchMode):
+class InFlight(compat.TorchDispatchMode):
     """The tensors that calls of one rank hold. `accuse(what)` never returns."""
 
     def __init__(self, rank: int, accuse: Callable[[str], None]) -> None:
@@ -135,46 +134,46 @@ class InFlight(TorchDispatchMode):
 
     def _look_on(self) -> None:
         """Puts this below all other modes, which are taken off in their own order."""
-        modes = dispatch._get_current_dispatch_mode_stack()
+        modes = compat.modes()
         if not modes:
-            dispatch._push_mode(self)
+            compat.push_mode(self)
         elif self not in modes:
             _put_modes([self, *_take_modes()])
 
     def _look_away(self) -> None:
-        modes = dispatch._get_current_dispatch_mode_stack()
+        modes = compat.modes()
         if modes == [self]:
-            dispatch._pop_mode()
+            compat.pop_mode()
         elif self in modes:
             _put_modes([mode for mode in _take_modes() if mode is not self])
 
 
 def unseen() -> Any:
     """Within it, operations of this thread are not looked at: those of distcheck itself."""
-    return torch._C._DisableTorchDispatch()
+    return compat.without_modes()
 
 
 def _take_modes() -> list[Any]:
-    modes = dispatch._get_current_dispatch_mode_stack()
+    modes = compat.modes()
     for _ in modes:
-        dispatch._pop_mode()
+        compat.pop_mode()
     return modes
 
 
 def _put_modes(modes: Sequence[Any]) -> None:
     for mode in modes:
-        dispatch._push_mode(mode)
+        compat.push_mode(mode)
 
 
 def _name(func: Any) -> str:
-    return str(func._schema.name.partition("::")[2])
+    return str(compat.schema_of(func).name.partition("::")[2])
 
 
 def _touched(
     func: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
     """The tensors that an operation reads or writes. What it only makes a view of is neither."""
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(compat.schema_of(func).arguments):
         given = args[place] if place < len(args) else named.get(argument.name)
         alias = argument.alias_info
         if given is None or (alias is not None and not alias.is_write):

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distcheck.machine import compat
 from distcheck.worlds.callers import is_theirs
 from distcheck.worlds.simulated.calls import is_shown_by_a_library
 from distcheck.worlds.simulated.group import TORCH_NAME
@@ -77,7 +78,7 @@ def install() -> None:
     module: Any = time
     module.sleep = sleep_or_give_way
     rpc: Any = importlib.import_module("torch.distributed.rpc")
-    rpc.init_rpc = rpc._init_rpc_backend = refuse_rpc
+    rpc.init_rpc = refuse_rpc
     module = signal
     module.signal = refuse_signal
     os._exit = leave_rank
@@ -95,20 +96,24 @@ def _join_groups_of_gloo() -> None:
     default group: its ranks would meet at a store of their own.
     """
     c10d: Any = dist.distributed_c10d
-    make, meet = c10d._new_process_group_helper, c10d.rendezvous
+    meet = c10d.rendezvous
 
-    def make_group(
-        size: int, rank: Any, ranks: list[int], backend: str, *given: Any, **named: Any
-    ) -> Any:
-        of_code = here().baton.rank is not None and backend != TORCH_NAME
-        if of_code and not ranks:
-            here().refuse(_MEETS)
-        if of_code and "gloo" in str(backend):
-            backend = TORCH_NAME
-        group, store = make(size, rank, ranks, backend, *given, **named)
-        if group in c10d._world.pg_map and backend == TORCH_NAME:
-            c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
-        return group, store
+    def with_make(make: Any) -> Any:
+        def make_group(
+            size: int, rank: Any, ranks: list[int], backend: str, *given: Any, **named: Any
+        ) -> Any:
+            of_code = here().baton.rank is not None and backend != TORCH_NAME
+            if of_code and not ranks:
+                here().refuse(_MEETS)
+            if of_code and "gloo" in str(backend):
+                backend = TORCH_NAME
+            group, store = make(size, rank, ranks, backend, *given, **named)
+            groups = compat.groups()
+            if group in groups and backend == TORCH_NAME:
+                groups[group] = (dist.Backend("gloo"), store)
+            return group, store
+
+        return make_group
 
     def refuse_to_meet(*given: Any, **named: Any) -> Any:
         if here().baton.rank is not None:
@@ -120,7 +125,8 @@ def _join_groups_of_gloo() -> None:
             own: Any = group or dist.group.WORLD
             own.monitored_barrier(timeout, wait_all_ranks)
 
-    c10d._new_process_group_helper, c10d.rendezvous = make_group, refuse_to_meet
+    compat.MAKE_GROUP.replace(with_make)
+    c10d.rendezvous = refuse_to_meet
     c10d.monitored_barrier = barrier
     dist.monitored_barrier = barrier
 
@@ -145,21 +151,22 @@ def _refuse_operators() -> None:
 
 
 def _refuse_cuda() -> None:
-    lazy_init: Any = torch.cuda._lazy_init
+    def with_init(init: Callable[[], None]) -> Callable[[], None]:
+        def init_cuda() -> None:
+            if here().baton.rank is None:
+                init()
+                return
+            if torch.cuda.is_available():
+                here().refuse(USES_CUDA)
+            try:
+                init()
+            except Exception as error:
+                setattr(error, _MARK, True)  # code may catch it, and go on without CUDA
+                raise
 
-    def init_cuda() -> None:
-        if here().baton.rank is None:
-            lazy_init()
-            return
-        if torch.cuda.is_available():
-            here().refuse(USES_CUDA)
-        try:
-            lazy_init()
-        except Exception as error:
-            setattr(error, _MARK, True)  # code may catch it, and go on without CUDA
-            raise
+        return init_cuda
 
-    torch.cuda._lazy_init = init_cuda
+    compat.START_CUDA.replace(with_init)
 
 
 def _watch_reads() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import Work  # type: ignore[attr-defined]
 
+from distcheck.machine import compat
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.world import SimulatedWorld
 
 _NO_LIMIT = timedelta(0)
-# torch's functions that wait in C++ for futures of calls made within them: autograd's, DDP's.
-_WAITS_IN_TORCH = ("_engine_run_backward", "_match_all_reduce_for_bwd_pass", "_sync_module_buffers")
 
 
 class SimulatedWork(Work):
@@ -83,12 +82,10 @@ class SimulatedWork(Work):
         """
         if self._future is None:
             self._future = WaitingFuture([self], self._results)
-            if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
-                if _torch_may_wait():
-                    self._finish()
-            else:
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._finish)
+            if compat.is_in_backward():
+                compat.after_backward(self._finish)
+            elif _torch_may_wait():
+                self._finish()
         return self._future
 
     getFuture = get_future  # noqa: N815
@@ -96,7 +93,7 @@ class SimulatedWork(Work):
 
 def _torch_may_wait() -> bool:
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in _WAITS_IN_TORCH:
+    while frame is not None and frame.f_code.co_name not in compat.WAIT_FOR_FUTURES:
         frame = frame.f_back
     return frame is not None
 
@@ -141,7 +138,7 @@ class WaitingFuture(torch.futures.Future[Any]):
         future, so it is complete at once, except within backward.
         """
         super().add_done_callback(callback)
-        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+        if not compat.is_in_backward():
             self.finish()
 
     def _follow(self, future: Any, value: Callable[[], Any]) -> None:
@@ -156,22 +153,23 @@ class WaitingFuture(torch.futures.Future[Any]):
             else:
                 self.settle()
 
-        torch._C.Future.add_done_callback(future, run)  # type: ignore[attr-defined]
+        compat.BaseFuture.add_done_callback(future, run)
 
 
 @cache
 def finish_before_torch_waits() -> None:
     """Makes what waits for several futures in C++ let the other ranks run, for good."""
-    of_torch: Any = torch._C
-    collect = of_torch._collect_all
 
-    def collect_all(futures: Sequence[Any]) -> Any:
-        collected = collect(futures)
-        waiting = [future for future in futures if isinstance(future, WaitingFuture)]
-        if not waiting:
-            return collected
-        found = WaitingFuture([work for future in waiting for work in future._works])
-        found._follow(collected, collected.value)
-        return found
+    def with_collect(collect: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+        def collect_all(futures: Sequence[Any]) -> Any:
+            collected = collect(futures)
+            waiting = [future for future in futures if isinstance(future, WaitingFuture)]
+            if not waiting:
+                return collected
+            found = WaitingFuture([work for future in waiting for work in future._works])
+            found._follow(collected, collected.value)
+            return found
 
-    of_torch._collect_all = collect_all
+        return collect_all
+
+    compat.COLLECT_FUTURES.replace(with_collect)
