@@ -25,6 +25,12 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, by its dotted name."""
+    return house.modules(ROOT)
+
+
 def imports_of(path: Path, forbidden: tuple[str, ...]) -> set[str]:
     return {name for name in imports(path) if name.startswith(forbidden)}
 
@@ -170,6 +176,22 @@ def test_what_is_long_is_so_for_a_reason() -> None:
     assert found([*MODULES, *STRATEGIES], long).keys() == LONG_FOR_A_REASON.keys()
 
 
+# As with what is long: a function with many parameters is asked whether it does several things.
+MANY_PARAMETERS_FOR_A_REASON = {
+    "distcheck.contract.strategy": "public: the whole contract, by name",
+    "distcheck.job.guard.guard": "public",
+    "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
+    "distcheck.explore.space.cases": "public: a strategy of Hypothesis for property tests",
+    "distcheck.backend_probe.command.backends_command": "the options of a command",
+    "distcheck.cli.training_run.train_command": "the options of a command",
+    "distcheck.judge.checks.matching.match_ranks": "a tensor's place, and what is expected there",
+}
+
+
+def test_what_has_many_parameters_has_them_for_a_reason() -> None:
+    assert {*house.with_many_parameters(trees())} == {*MANY_PARAMETERS_FOR_A_REASON}
+
+
 # What is not of torch, pytest or Hypothesis, and stands in one module alone.
 PRIVATE_ELSEWHERE = {
     "distcheck.job.inside.spawned": ["process: _args", "process: _kwargs"],  # multiprocessing's
@@ -179,7 +201,7 @@ PRIVATE_ELSEWHERE = {
 
 def test_private_names_of_a_library_are_in_one_module() -> None:
     """So that one test of that module says what a new release of the library has moved."""
-    assert house.doors(house.modules(ROOT)) == PRIVATE_ELSEWHERE
+    assert house.doors(trees()) == PRIVATE_ELSEWHERE
 
 
 @pytest.mark.parametrize(

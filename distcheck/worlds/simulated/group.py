@@ -145,8 +145,10 @@ class SimulatedGroup(PythonGroup):
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise ValueError(f"all_to_all: {len(tensors)} tensors for {self._size} ranks")
-        splits = [tuple(t.numel() for t in tensors) for tensors in (inputs, outputs)]
-        return self._post(opts, "all_to_all", "all_to_all", inputs, outputs, splits=splits)
+        sent, received = (tuple(t.numel() for t in tensors) for tensors in (inputs, outputs))
+        return self._post(
+            opts, "all_to_all", "all_to_all", inputs, outputs, in_splits=sent, out_splits=received
+        )
 
     def all_to_all_single(
         self,
@@ -158,13 +160,12 @@ class SimulatedGroup(PythonGroup):
     ) -> Any:
         """Rows of one tensor to each rank: equally many, or as the splits say."""
         self._check_contiguous("all_to_all_single", [output, tensor])
-        splits = [
-            self._elements(tensor, input_splits or ()),
-            self._elements(output, output_splits or ()),
-        ]
+        sent = self._elements(tensor, input_splits or ())
+        received = self._elements(output, output_splits or ())
         return self._post(
-            opts, "all_to_all", "all_to_all_single", [tensor], [output], splits=splits
-        )
+            opts, "all_to_all", "all_to_all_single", [tensor], [output],
+            in_splits=sent, out_splits=received,
+        )  # fmt: skip
 
     def barrier(self, opts: Any = None) -> Any:
         """Completes once every rank has called it."""
@@ -204,13 +205,12 @@ class SimulatedGroup(PythonGroup):
         inputs: Tensors,
         outputs: Tensors,
         *,
-        counts: Tensors | None = None,
-        op: str = "",
-        root: int | None = None,
-        peer: int | None = None,
-        tag: int = 0,
-        splits: Sequence[tuple[int, ...]] = ((), ()),
+        counts: Sequence[torch.Tensor] = (),
+        **about: Any,
     ) -> SimulatedWork:
+        """Posts a call. `counts` are the tensors whose sizes must be alike on all ranks; `about` is
+        what else the call has: `op`, `root`, `peer`, `tag`, `in_splits` and `out_splits`.
+        """
         rank = self._world.running_rank(f"calls {name}")
         if self._destroyed:
             raise RuntimeError(f"{name}: the group was destroyed by destroy_process_group")
@@ -226,14 +226,9 @@ class SimulatedGroup(PythonGroup):
             number=self._channel.number_for(rank, is_message=is_message),
             inputs=inputs,
             outputs=outputs,
-            op=op,
-            root=root,
-            peer=peer,
-            tag=tag,
-            in_splits=splits[0],
-            out_splits=splits[1],
-            counts=_counts(kind, counts or []),
+            counts=_counts(kind, counts),
             stack=calling_stack(),
+            **about,
         )
         limit_s = own_limit_s(opts) or self._limit_s
         if limit_s < self._world.usual_limit_s:
@@ -302,7 +297,7 @@ class SimulatedGroup(PythonGroup):
             )
 
 
-def _counts(kind: str, tensors: Tensors) -> tuple[int, ...]:
+def _counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The numbers of elements that must be alike on all ranks. Equal parts of a reduce_scatter may
     be a list or one tensor.
     """
