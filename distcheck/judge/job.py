@@ -26,8 +26,10 @@ from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
 from distcheck.records.mistakes import Shown
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
 Pair = tuple[str, str]  # a check and its layer
@@ -42,6 +44,8 @@ def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[Check
     rerun = None
     if "rerun" in fds:
         rerun = TraceReader(fds["rerun"], job.layout, baseline=trace, device=device)
+    if trained_with(job.case.adaptation.form) == job.case.workload:
+        enter_world_of_one()  # which its reference runs in
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     judged = rerun if job.of_rerun and rerun is not None else trace
@@ -135,6 +139,11 @@ def expect_step(references: References, step: int, planned: Sequence[Pair]) -> E
     try:
         if references.mesh is None:
             shown = sensitivity.of_step(at.trace, step, gradients)
+        elif at.exchanges_itself:
+            shown = {
+                layer: sensitivity.of_exchange(at.trace.ranks, forms)
+                for layer, forms in gradients.items()
+            }
         else:  # a gradient there is no mean of parts that ranks have by themselves
             shown = dict.fromkeys(gradients, (None,) * len(at.specs))
     except Exception as error:

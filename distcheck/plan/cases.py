@@ -30,7 +30,8 @@ from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
-from distcheck.training.adapters.asked import check_adaptation
+from distcheck.training.adapters.asked import check_adaptation, check_workloads
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
 from distcheck.workloads.cells import CELLS
@@ -52,6 +53,7 @@ def check_request(request: Request) -> None:
         loading.check_spelling("strategy", spec, loading.strategy_names())
         loading.check_single(spec)
     check_adaptation(request.adaptation, request.loss)
+    check_workloads(request.adaptation, request.workloads)
     for spec in request.workloads:
         check_workload(spec)
     asked_for = request.workloads or ALWAYS
@@ -260,7 +262,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         workload=workload,
         data=data or request.data,
         data_dir=request.data_dir,
-        batch=request.batch,
+        batch=_batch_of(request, world),
         steps=steps,
         seed=request.seed,
         deadline_s=request.deadline_s,
@@ -273,6 +275,12 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         separate=request.separate,
         schedule=request.schedule,
     )
+
+
+def _batch_of(request: Request, world: int) -> int:
+    """As many samples as were asked for; where ranks gather, as many on each."""
+    gathers = request.adaptation.form == "loss"
+    return request.batch - request.batch % world if gathers else request.batch
 
 
 def plan_checks(
@@ -307,6 +315,9 @@ def plan_checks(
         planned += needs.averaged(local_sgd)
     elif facts.updates_again and _same_update(case, facts.contract):
         planned.append(needs.check("parameters", own, model.parameters, state=updated))
+    itself = trained_with(case.adaptation.form) == case.workload
+    if model.buffers and itself:
+        planned += [needs.check("buffers", layer, model.buffers) for layer in semantic]
     if model.buffers and (exact or bounded):
         planned.append(needs.check("buffers", BITWISE, model.buffers))
     replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
@@ -316,7 +327,7 @@ def plan_checks(
     planned += needs.in_every_case()
     one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
     exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
-    if exchanges or exchanges_nothing(case, facts.contract):
+    if exchanges or (itself and case.world > 1) or exchanges_nothing(case, facts.contract):
         planned.append(needs.sensitivity())
     if facts.must_happen:
         planned.append(needs.purpose())

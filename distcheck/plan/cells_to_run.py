@@ -15,6 +15,7 @@ import msgspec
 from distcheck.plan.request import Request
 from distcheck.plan.source_files import promises_of
 from distcheck.records import Case
+from distcheck.training.adapters.forms import trained_with
 from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
 
@@ -64,9 +65,11 @@ def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str
 
 
 def with_own_workload(request: Request, strategy: str) -> Request:
-    """The request for a strategy that brings its own workload, as in `@strategy(workload="mlp")`:
-    with that in place of the default run.
+    """The request for a strategy that brings its own workload, as in `@strategy(workload="mlp")`,
+    or that is itself what is trained: with that in place of the default run.
     """
+    if trained := trained_with(request.adaptation.form):
+        return msgspec.structs.replace(request, workloads=(trained,))
     own = None if request.workloads else promises_of(strategy).get("workload")
     return msgspec.structs.replace(request, workloads=(own,)) if isinstance(own, str) else request
 

@@ -18,16 +18,26 @@ _NOT_DIVIDED = ("lattice", "composite")  # of the default run
 
 def notes_on(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     """What a person should know before reading the verdict."""
-    yield (
+    if mesh.data == mesh.world:
+        yield (
+            "the code exchanges in its forward pass, so no rank has a part of the gradient by "
+            "itself: the float32 and float64 references judge, with all samples in one process"
+        )
+    else:
+        yield _of_layers(mesh)
+    uneven = next((step for step in sizes if len(set(step)) > 1), None)
+    if uneven is not None:
+        parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
+        yield f"unequal shards ({parts}): each must be weighted by its number of samples"
+
+
+def _of_layers(mesh: Mesh) -> str:
+    return (
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
         "samples. Sums that are split over ranks are rounded in another order than in one process, "
         "so outputs, gradients and losses are judged by the float32 and float64 references, and "
         "not by the bitwise and rounding-bound layers"
     )
-    uneven = next((step for step in sizes if len(set(step)) > 1), None)
-    if uneven is not None:
-        parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
-        yield f"unequal shards ({parts}): each must be weighted by its number of samples"
 
 
 def why_left_out(case: Case, facts: CaseFacts) -> str:

@@ -18,8 +18,9 @@ from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensApart
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.loaded import LoadedWorkload
-from distcheck.training.loading import load_workload
+from distcheck.training.loading import load_trained, load_workload
 from distcheck.training.optimizers import (
     group_numbers,
     is_torchs_own,
@@ -200,7 +201,9 @@ def open_ingredients(
 
     Raises UsageError where they do not fit.
     """
-    loaded = load_workload(case.workload)
+    trained = trained_with(case.adaptation.form) == case.workload
+    loaded = load_trained(case.strategy, case.adaptation) if trained else None
+    loaded = loaded or load_workload(case.workload)
     settings = seeds.settings()
     samples = (
         loaded.own_samples()

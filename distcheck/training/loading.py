@@ -125,6 +125,11 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
 def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrategy:
     """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
     from distcheck.training.adapters.adapting import adapt
+
+    return adapt(_target_of(spec, adaptation), _find)
+
+
+def _target_of(spec: str, adaptation: Adaptation) -> Any:
     from distcheck.training.adapters.source import unwrapped
     from distcheck.training.adapters.target import Target
 
@@ -136,7 +141,17 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
         before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
     )
     home = sys.modules.get(getattr(unwrapped(target), "__module__", None) or "", module)
-    return adapt(Target(spec, target, owner, home, adaptation), _find)
+    return Target(spec, target, owner, home, adaptation)
+
+
+def load_trained(spec: str, adaptation: Adaptation) -> LoadedWorkload:
+    """The workload that trains a strategy's own code. Raises UsageError."""
+    from distcheck.training.adapters.forms import form_of
+    from distcheck.training.adapters.scene import Scene
+
+    target = _target_of(spec, adaptation)
+    made = form_of(adaptation.form or "").own.workload(target, Scene(adaptation, _find))
+    return LoadedWorkload(workload=made, own_samples=made.samples, sampler=None)
 
 
 def _find(spec: str) -> Any:

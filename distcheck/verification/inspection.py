@@ -26,6 +26,7 @@ from distcheck.machine.numerics import spacing
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Case, TensorSpec
 from distcheck.records.sources import parse_source
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import (
     Ingredients,
     counts_tokens,
@@ -45,6 +46,7 @@ from distcheck.verification.conflicts import (
     takes_loss,
 )
 from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
 _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
@@ -58,10 +60,10 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
         raise CannotRunError(why)
     seeds.pin_determinism()
-    _enter_world_of_one()
+    enter_world_of_one()
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
         stand_alone()
-    known: dict[tuple[str, str], CaseFacts] = {}
+    known: dict[tuple[str, str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
@@ -71,7 +73,8 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         check_without_data(case, strategy)
         check_mesh(case, strategy.contract)
         acceptance.check_promise(case, strategy.contract)
-        key = (case.workload, case.dtype)
+        trained = trained_with(case.adaptation.form) == case.workload
+        key = (case.strategy if trained else "", case.workload, case.dtype)
         if key not in known:
             ingredients = open_ingredients(case, job.description, fds.get("data"))
             seeds.pin_default_dtype(case.dtype)
@@ -123,16 +126,6 @@ def _syncs_statistics(file: str) -> bool:
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name)}
     return bool(used & {"SyncBatchNorm", "convert_sync_batchnorm"})
-
-
-def _enter_world_of_one() -> None:
-    """What code may ask for when it is loaded: a process group, and a launcher's variables."""
-    import torch.distributed as dist
-
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:

@@ -34,6 +34,7 @@ ABOUT: Mapping[str, About] = {
     "transformer": About(in_float64=True),
     "experts": About(in_float64=True),
     "tokens": About(data="synthetic", in_float64=True),
+    "features": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),

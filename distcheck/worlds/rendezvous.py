@@ -64,6 +64,16 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
     }
 
 
+def enter_world_of_one() -> None:
+    """What code may ask for where there is no world: a process group, and a launcher's variables."""
+    import torch.distributed as dist
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
 def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any:
     """Makes the default process group. `listen_fd` is the front's socket; rank 0 keeps it.
 

@@ -3,7 +3,8 @@
 Where a forward pass starts from is part of the contract: each rank's own buffers, or rank 0's. A
 strategy that promises nothing may do either. It may also give all ranks one rank's buffer after the
 forward pass, to the bit, or average it over the ranks, evenly or by samples: then the bound is that
-of any mean, `oracles/rounding.py`.
+of any mean, `oracles/rounding.py`. Code that exchanges in its forward pass has to leave on every
+rank what the whole batch leaves in one process.
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,23 @@ import torch
 
 from distcheck.judge.checks.comparison import bitwise, within
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import Compare, match_ranks
+from distcheck.judge.checks.matching import Compare, comparison_with, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
-from distcheck.judge.oracles.forms import BufferWays
+from distcheck.judge.oracles.forms import AfterBatch, BufferWays
 from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard's forward pass computed again."""
     for expectation in evidence.expectations:
+        if isinstance(expectation.what, AfterBatch):
+            for index, near in enumerate(expectation.what.buffers):
+                match_ranks(
+                    tally, evidence.trace, Kind.BUFFER, expectation.step, index,
+                    ranks=evidence.holding, compare=comparison_with(near, tally),
+                )  # fmt: skip
+            continue
         for position, rank in enumerate(evidence.with_data):
             for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
                 compare_with = _comparison(evidence, expectation, tally, rank, index, expected)

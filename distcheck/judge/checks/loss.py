@@ -34,6 +34,8 @@ def _compare_ranks(
 def _compare_mean(
     evidence: Evidence, expectation: Expectation, expected: MeanLoss, tally: Tally
 ) -> None:
+    if expected.remark:
+        tally.remark(expected.remark)
     if evidence.mesh is not None:
         _compare_in_mesh(evidence, evidence.mesh, expectation, expected, tally)
         return

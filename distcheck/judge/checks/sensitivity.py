@@ -11,11 +11,12 @@ import msgspec
 import torch
 
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
-from distcheck.judge.oracles.forms import GradientForms
+from distcheck.judge.oracles.forms import Either, Form, GradientForms, Near
 from distcheck.judge.oracles.low_rank import Projection, projected
-from distcheck.machine.numerics import every, real_parts
+from distcheck.machine.numerics import distance, every, real_parts, wide
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records import number
 from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
 
@@ -46,6 +47,39 @@ def of_step(
             for index, shown in enumerate(by_bound)
         )
     return found
+
+
+def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown | None, ...]:
+    """The same of code that exchanges by itself: whether what it leaves without an exchange, or
+    with another factor, would have shown. `forms.computed` is what it leaves on each rank then.
+    """
+    return tuple(
+        _of_near(ranks, forms.of(index), [own[index] for own in forms.computed])
+        for index in range(len(forms.computed[0]))
+    )
+
+
+def _of_near(ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]) -> Shown:
+    if isinstance(form, Either):
+        form = form.first
+    if not isinstance(form, Near):
+        return NOTHING
+    right, allowed = wide(form.expected), form.tolerance
+    size = float(right.norm())
+    left = [torch.zeros_like(right) if one is None else wide(one) for one in own]
+    apart = [not distance(one, right) <= allowed for one in left]
+    shown = {
+        "no-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
+        "times-world": (0,) if size * (len(ranks) - 1) > allowed else (),
+        "divided-by-world": (0,) if size * (1 - 1 / len(ranks)) > allowed else (),
+    }
+    return Shown(
+        shown=shown,
+        scale=number(allowed / size) if size else "inf",
+        zero=not size,
+        alike=not any(apart),
+        steps=int(any(apart)),
+    )
 
 
 class _Look:

@@ -17,6 +17,7 @@ import msgspec
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import (
     gradients,
+    exchanging,
     layouts,
     other_causes,
     outcomes,
@@ -75,7 +76,8 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
         moved = failed.get(("parameters", BITWISE))
         moved_at = moved.first.step if moved is not None and moved.first is not None else None
         follows = moved_at is not None and moved_at < facts.layout.step
-        return [] if follows else layouts.explain(failed, facts.layout)
+        family = exchanging if facts.layout.form else layouts
+        return [] if follows else family.explain(failed, facts.layout)
     found = other_causes.lost(facts) or other_causes.of_owners(facts)
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)

@@ -255,8 +255,9 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     coordinate's samples; `even`: the mean of all of them, unweighted. `earlier`: it is that of the
     step before; `added`: with it added. `mixed`: the axis
     whose ranks hold different pieces, each the mean or the sum of all of them. `lost`: the
-    micro-batches whose gradients it lacks. `distance` is that
-    from the right gradient, as a share of its norm.
+    micro-batches whose gradients it lacks. `unexchanged`: every rank holds what code that exchanges
+    by itself leaves where it exchanges nothing. `distance` is that from the right gradient, as a
+    share of its norm.
     """
 
     name: str
@@ -272,6 +273,7 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     mixed: str = ""
     lost: tuple[int, ...] = ()
     region: Region | None = None
+    unexchanged: bool = False
     distance: float = 0.0
 
 
@@ -292,7 +294,7 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
     wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
     right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
-    that have one; `apart`: ranks that read the same samples had losses further from each other than
+    that have one; `form` is that of code that exchanges by itself (`loss`, `metric`); `apart`: ranks that read the same samples had losses further from each other than
     rounding explains. `outputs` are those of the first rank that has wrong ones.
     """
 
@@ -308,6 +310,7 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     expected_loss: float = 0.0
     apart: bool = False
     outputs: WrongOutputs | None = None
+    form: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
     wrong = {parameter.module for parameter in found}
     later = dict.fromkeys(m for m in modules[last + 1 :] if m not in wrong)
     expected = whole_batch.loss(at)
-    losses = whole_batch.recorded_losses(at)
+    losses = [] if expected.remark else whole_batch.recorded_losses(at)
     allowed = max(expected.bound, expected.rounding)
     return LayoutFacts(
         step=at.step,
@@ -50,6 +50,7 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         loss=max(losses, key=lambda loss: abs(loss - expected.expected), default=0.0),
         expected_loss=expected.expected,
         outputs=_wrong_outputs(at, mesh),
+        form=at.exchanges_itself,
         apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * allowed,
     )
 
@@ -153,6 +154,7 @@ class _Measuring:
             even=self._is_even_mean(held),
             earlier=earlier is not None and self._all_near(held, earlier),
             added=earlier is not None and self._all_near(held, expected + earlier),
+            unexchanged=self._is_unexchanged(),
             lost=self._lost_passes(held, expected),
             mixed=self._axis_of_mixed(held, expected),
             region=_region(held[0], expected, self._allowed),
@@ -208,9 +210,20 @@ class _Measuring:
                 return False
         return True
 
+    def _is_unexchanged(self) -> bool:
+        """Whether code that exchanges by itself left what it leaves without an exchange."""
+        if not self._at.exchanges_itself:
+            return False
+        pairs = zip(self._held, self._at.unexchanged, strict=True)
+        return all(
+            held is not None and own[self._index] is not None and self._near(held, wide(alone))
+            for held, own in pairs
+            if (alone := own[self._index]) is not None
+        )
+
     def _is_even_mean(self, held: Sequence[torch.Tensor]) -> bool:
         """Whether every data coordinate counts alike, though they have different numbers."""
-        if len(set(self._at.shares.counts)) < 2:
+        if len(set(self._at.shares.counts)) < 2 and not self._at.exchanges_itself:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
         present = [wide(part) for part in parts if part is not None]

@@ -46,8 +46,10 @@ from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
 _MOST_EARLIER = 4  # steps; a gradient that is staler has no name
@@ -65,6 +67,8 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
     seeds.pin_determinism()
     device = devices.enter(job.case.judged_on, 0)
     trace = TraceReader(fds["trace"], job.layout, device=device)
+    if trained_with(job.case.adaptation.form) == job.case.workload:
+        enter_world_of_one()  # which its reference runs in
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     reporter.progress(job.steps[0] if job.steps else 0, "a closer look")

@@ -135,13 +135,14 @@ class Outputs:
 @dataclass(frozen=True)
 class MeanLoss:
     """What the mean loss over all ranks may be: `expected` within `bound`, or what else the form
-    has. `rounding` as in `Near`.
+    has. `rounding` as in `Near`; `remark` is said in the report.
     """
 
     form: Form
     expected: float
     bound: float
     rounding: float = 0.0
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,13 @@ class BufferWays:
 
     ways: tuple[tuple[tuple[torch.Tensor, ...], ...], ...]
     shares: Shares
+
+
+@dataclass(frozen=True)
+class AfterBatch:
+    """What every rank's buffers may be after a step over the whole batch."""
+
+    buffers: tuple[Near, ...]
 
 
 @dataclass(frozen=True)

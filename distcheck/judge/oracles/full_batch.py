@@ -118,7 +118,8 @@ class FullBatch:
     """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
     normalised stretches of it by themselves, so shards cannot equal the full batch. `positions`:
     the most terms of one sample that a layer adds up. `outputs` [samples, numbers] are what the
-    model returned, where ranks recorded that.
+    model returned, where ranks recorded that;
+    `buffers` are those after the forward pass.
     """
 
     loss: float
@@ -126,6 +127,7 @@ class FullBatch:
     ghost: bool
     positions: int = 0
     outputs: torch.Tensor | None = None
+    buffers: tuple[torch.Tensor, ...] = ()
 
 
 def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int = 0) -> float:
@@ -226,6 +228,7 @@ class FullBatchReference(StepReference):
             ghost=layers.normalised,
             positions=counting.terms,
             outputs=None if calls is None else calls.rows,
+            buffers=tuple(buffer.clone() for buffer in self._model.buffers()),
         )
 
     def loss_magnitude(self, step: int, loss: float) -> float:

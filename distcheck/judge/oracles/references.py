@@ -6,7 +6,7 @@ the first of them asks, and goes with the step. Checks are not given this: they 
 make of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -29,9 +29,15 @@ from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.expected_events import NotFinite
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, trainable
 
 Made = TypeVar("Made")
+
+
+def _mean(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.stack(there).sum(0) / len(parts) if there else None
 
 
 class References:
@@ -198,6 +204,22 @@ class AtStep:
             for gradient in trace.tensors(rank, Kind.LOCAL_GRADIENT, self.step)
         )
         return () if seen else self.shard_gradients
+
+    @property
+    def exchanges_itself(self) -> str:
+        """The form of code that is itself what is trained, and exchanges in its forward pass."""
+        form = self.case.adaptation.form or ""
+        return form if trained_with(form) == self.case.workload else ""
+
+    @cached_property
+    def unexchanged(self) -> tuple[Gradients, ...]:
+        """What ranks would hold if such code exchanged nothing: the mean of the gradients that a
+        loss has of each rank's samples, and of a metric each rank's own result.
+        """
+        if self.exchanges_itself == "metric":
+            return self.shard_gradients
+        means = [_mean(parts) for parts in zip(*self.shard_gradients, strict=True)]
+        return (tuple(means),) * len(self.shard_gradients)
 
     @cached_property
     def full_batch(self) -> FullBatch:

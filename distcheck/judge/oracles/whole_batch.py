@@ -6,12 +6,13 @@ a shorter wire or a grid widens, and which gradients are taken shard by shard, a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from distcheck.judge.oracles import any_order, kinks, model_outputs
 from distcheck.judge.oracles.forms import (
+    AfterBatch,
     Either,
     GradientForms,
     Gradients,
@@ -23,11 +24,12 @@ from distcheck.judge.oracles.forms import (
 )
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
+    norm,
     relative_tolerance,
     tolerance_of,
 )
 from distcheck.judge.oracles.references import AtStep
-from distcheck.machine.numerics import distance, real_parts
+from distcheck.machine.numerics import distance, real_parts, wide
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
@@ -40,6 +42,11 @@ _AT_A_KINK = (
 _ROUNDED = (
     "{} rounded by more than the bound, in one process as well, as nearly equal numbers cancel: "
     "float32 does not show whether {} right; give --dtype float64"
+)
+
+_TIMES_WORLD = (
+    "the loss is {} times that of one process: the number of ranks, which an average of gradients "
+    "takes back. A loss that is printed must be divided by it"
 )
 
 _LONG_LOSS = (
@@ -90,7 +97,7 @@ def gradients(at: AtStep) -> WholeBatch:
     other_sides = _on_other_sides(at, expected, tolerances, refused)
     return WholeBatch(
         at.shares,
-        at.computed_where_unseen if at.references.mesh is None else (),
+        _computed(at),
         gradients=expected,
         tolerances=tolerances,
         by_shards=other_sides,
@@ -98,6 +105,13 @@ def gradients(at: AtStep) -> WholeBatch:
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
+
+
+def _computed(at: AtStep) -> tuple[Gradients, ...]:
+    """Each rank's own gradients, where it has any by itself."""
+    if at.exchanges_itself:
+        return at.unexchanged
+    return at.computed_where_unseen if at.references.mesh is None else ()
 
 
 def _of_ghost(at: AtStep) -> str:
@@ -249,11 +263,38 @@ def outputs(at: AtStep) -> Outputs | None:
     )
 
 
+def buffers(at: AtStep) -> AfterBatch | None:
+    """What the forward pass leaves in buffers, of code that exchanges by itself."""
+    if not at.exchanges_itself:
+        return None
+    relative = relative_tolerance(at.whole_batch_layer, at.shares.samples, at.full_batch.positions)
+    return AfterBatch(
+        tuple(Near(wide(one), relative * norm(one)) for one in at.full_batch.buffers)
+    )
+
+
 def loss(at: AtStep) -> MeanLoss:
     """The mean loss. Terms of both signs may cancel in it: where the ranks' loss is further from it
     than the narrower bound allows, the samples' losses are looked at, a forward pass for each.
     """
     expected, layer = at.full_batch.loss, at.whole_batch_layer
+    if at.exchanges_itself and (times := _times_the_loss(at)) != 1:
+        return replace(_near_loss(at, expected * times), remark=_TIMES_WORLD.format(times))
+    return _near_loss(at, expected)
+
+
+def _times_the_loss(at: AtStep) -> int:
+    """By what a loss that exchanges by itself is multiplied: the number of ranks, where ranks that
+    average gradients get back what each of them alone has. Its weights must be right all the same.
+    """
+    world, expected = at.references.whole.layout.world, at.full_batch.loss
+    allowed = loss_tolerance(at.whole_batch_layer, expected) * world
+    times = expected * world
+    return world if all(abs(one - times) <= allowed for one in recorded_losses(at)) else 1
+
+
+def _near_loss(at: AtStep, expected: float) -> MeanLoss:
+    layer = at.whole_batch_layer
     apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
     if bound < apart < math.inf:

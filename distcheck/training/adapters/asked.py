@@ -1,13 +1,13 @@
 """What a person says about a form: from words to an `Adaptation`, and whether it makes sense."""
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation, LossName
-from distcheck.training.adapters.forms import form_names
+from distcheck.training.adapters.forms import form_names, trained_with
 
 LOSSES: tuple[str, ...] = get_args(LossName)
 
@@ -29,6 +29,17 @@ def adaptation_of(
         reset=reset,
         without_data=tuple(without_data),
     )
+
+
+def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
+    """Raises UsageError for workloads that code of this form is not trained with."""
+    trained = trained_with(adaptation.form)
+    others = [name for name in workloads if trained and name != trained]
+    if others:
+        raise UsageError(
+            f"--workload {others[0]} does not go with --as {adaptation.form}, which trains the "
+            f"code itself, with the workload {trained}; remove --workload"
+        )
 
 
 def check_adaptation(adaptation: Adaptation, loss: str) -> None:

@@ -37,6 +37,7 @@ class Form:
     """One way in which people write code; `name` is its `--as`.
 
     `lacks` ends the sentence for code that cannot be called so, and `note` what a report says.
+    `trains` is the workload that is trained with it, where the code is what is trained.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Form:
     # Whether it needs a forward or backward pass, or a piece of the parameters, on every rank.
     computes: bool = False
     takes_methods: bool = False  # whether --finish and --reset apply
+    trains: str = ""
 
     @property
     def own(self) -> Any:
@@ -249,6 +251,19 @@ FORMS = (
         lacks="takes no tensor",
         note=", applied to every gradient and divided by the number of ranks afterwards",
     ),
+    Form(
+        name="loss",
+        example="loss(features, labels), or of two views, a function or a module that exchanges by "
+        "itself; distcheck averages the gradients",
+        computes=True,
+        trains="features",
+    ),
+    Form(
+        name="metric",
+        example="an object with update(...) on a rank's samples and compute() over those of all",
+        computes=True,
+        trains="features",
+    ),
 )
 
 
@@ -264,6 +279,11 @@ def form_of(name: str) -> Form:
         if form.name == name:
             return form
     raise UsageError(f"unknown form --as {name}; known are {', '.join(form_names())}")
+
+
+def trained_with(form: str | None) -> str:
+    """The workload that code of a form is trained with; empty where any will do."""
+    return form_of(form).trains if form else ""
 
 
 def choose_form(target: Target) -> Form | None:

@@ -1,0 +1,168 @@
+"""A table of features, one row a sample: what a loss or a metric that exchanges by itself is given.
+
+With `--as loss` the code under test is the loss, and with `--as metric` what is measured; then
+`training/adapters/forms/loss.py` and `metric.py` put it in here. Each row gets the gradient of its
+own sample alone, so an error in one rank's part is not hidden in a sum over the samples.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+from distcheck.machine.compat import tree_leaves
+from distcheck.workloads.datasets.synthetic import hash24
+
+SAMPLES, WIDTH, CLASSES = 1024, 8, 8
+# What stands for NaN and infinities in a result: they are equal to themselves then.
+_NOT_A_NUMBER, _INFINITE = -0.123456789, 12345.6789
+_PARTS = 2  # that a metric is updated with; one more where the number of samples is odd
+
+Loss = Callable[..., torch.Tensor]
+_OF_CROSS_ENTROPY = {"input": "features", "target": "labels"}
+
+
+class Numbers:
+    """Sample i is its own number, and its label a class that has nothing to do with it."""
+
+    shape = (1,)
+    classes = CLASSES
+
+    def size(self, *, train: bool) -> int:
+        """As many as the table has rows."""
+        return SAMPLES
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers [n, 1], which every dtype of 11 bits holds, and labels [n]."""
+        return ids.unsqueeze(1).to(dtype), hash24(ids * 8191 + 1) % CLASSES
+
+
+def _rows(seed: int) -> torch.Tensor:
+    """[SAMPLES, WIDTH] random numbers, a little larger in the column of the sample's class."""
+    drawn = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
+    _, labels = Numbers().read(torch.arange(SAMPLES), train=True, dtype=drawn.dtype)
+    return drawn + F.one_hot(labels, WIDTH)
+
+
+class Table(nn.Module):
+    """The numbers of samples and their labels -> the loss. `given` says by name what the loss is
+    given: "labels", or one more view of the samples ("features").
+    """
+
+    def __init__(self, loss: Loss, given: Mapping[str, str]) -> None:
+        super().__init__()
+        self.loss, self._given = loss, given
+        views = sum(role != "labels" for role in given.values())
+        self.features = nn.ParameterList([nn.Parameter(_rows(view)) for view in range(views)])
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """One number."""
+        rows, views = inputs[:, 0].long(), iter(self.features)
+        return self.loss(
+            **{
+                name: labels if role == "labels" else next(views)[rows]
+                for name, role in self._given.items()
+            }
+        )
+
+
+class Workload:
+    """Trains a table under a loss; cross-entropy, unless it is made with another."""
+
+    def __init__(
+        self,
+        make: Callable[[], Loss] = lambda: F.cross_entropy,
+        given: Mapping[str, str] = _OF_CROSS_ENTROPY,
+    ) -> None:
+        self._make, self._given = make, given
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The table, and what the loss holds."""
+        return Table(self._make(), self._given)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Of the rows of the batch."""
+        loss: torch.Tensor = model(batch.inputs, batch.labels)
+        return loss
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD, learning rate 0.05."""
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    def samples(self) -> Numbers:
+        """Numbers of its own, in place of `--data`."""
+        return Numbers()
+
+
+class Results(nn.Module):
+    """What a metric computes of the samples, as the gradient of `compute`: that is recorded and
+    compared on every rank. The loss is zero.
+    """
+
+    def __init__(self, make: Callable[[], Any], given: Mapping[str, str]) -> None:
+        super().__init__()
+        self._make, self._given = make, given
+        self._metric = [make()]  # in a list, so that what it holds is not trained
+        self._tables = [_rows(view) for view in range(len(given))]
+        samples = torch.arange(2 * WIDTH)
+        inputs, labels = Numbers().read(samples, train=True, dtype=torch.get_default_dtype())
+        self.compute = nn.Parameter(torch.zeros(len(self._measured(inputs, labels))))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Zero, whose gradient is the result."""
+        found = self._measured(inputs, labels)
+        if found.shape != self.compute.shape:
+            raise ValueError(
+                f"the metric's compute() gives {len(found)} numbers, and gave "
+                f"{len(self.compute)} of other samples; distcheck compares results of one size"
+            )
+        return (self.compute * found.to(self.compute)).sum()
+
+    @torch.no_grad()
+    def _measured(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """What compute() gives for these samples: its numbers, one after the other."""
+        rows, given = inputs[:, 0].long().cpu(), dict[str, torch.Tensor]()
+        for (name, role), table in zip(self._given.items(), self._tables, strict=True):
+            view = table[rows].to(inputs)
+            given[name] = {"labels": labels, "values": view[:, 0]}.get(role, view)
+        metric = self._metric[0]
+        if hasattr(metric, "reset"):
+            metric.reset()
+        else:
+            metric = self._metric[0] = self._make()
+        for part in _cut(len(rows)):
+            metric.update(**{name: view[part] for name, view in given.items()})
+        leaves = [
+            torch.as_tensor(leaf, dtype=torch.float64).flatten().cpu()
+            for leaf in tree_leaves(metric.compute())
+            if isinstance(leaf, torch.Tensor | int | float)
+        ]
+        found = torch.cat([*leaves, torch.zeros(0, dtype=torch.float64)])
+        return found.nan_to_num(_NOT_A_NUMBER, _INFINITE, -_INFINITE)
+
+
+def _cut(samples: int) -> list[slice]:
+    """Stretches of a shard, of unlike sizes, in other numbers on ranks with an odd shard."""
+    parts = min(samples, _PARTS + samples % 2)
+    ends = [samples * (n + 1) ** 2 // parts**2 for n in range(parts)]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
+
+
+class Measuring(Workload):
+    """Measures the table by a metric, which is made by `make`."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The result, which is not trained."""
+        return Results(self._make, self._given)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD that takes no step, since the result is not to be trained."""
+        return torch.optim.SGD(parameters, lr=0.0)
+
+
+workload = Workload()
