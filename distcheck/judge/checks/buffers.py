@@ -15,6 +15,7 @@ import torch
 from distcheck.judge.checks.comparison import bitwise, within
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import Compare, comparison_with, match_ranks
+from distcheck.judge.checks.sensitivity import of_unexchanged
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.forms import AfterBatch, BufferWays
@@ -25,11 +26,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard's forward pass computed again."""
     for expectation in evidence.expectations:
         if isinstance(expectation.what, AfterBatch):
-            for index, near in enumerate(expectation.what.buffers):
-                match_ranks(
-                    tally, evidence.trace, Kind.BUFFER, expectation.step, index,
-                    ranks=evidence.holding, compare=comparison_with(near, tally),
-                )  # fmt: skip
+            _compare_batch(evidence, expectation, expectation.what, tally)
             continue
         for position, rank in enumerate(evidence.with_data):
             for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
@@ -38,6 +35,25 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     tally, evidence.trace, Kind.BUFFER, expectation.step, index,
                     ranks=[rank], compare=compare_with,
                 )  # fmt: skip
+
+
+def _compare_batch(
+    evidence: Evidence, expectation: Expectation, after: AfterBatch, tally: Tally
+) -> None:
+    """Every rank, with what one process leaves by all samples; where that moves any buffer."""
+    specs = evidence.trace.layout.model.buffers
+    shown = [
+        of_unexchanged(after.ranks, near, [own[index] for own in after.alone])
+        for index, near in enumerate(after.buffers)
+    ]
+    for index, near in enumerate(after.buffers):
+        if any(one.counts for one in shown):
+            name, step = specs[index].name, expectation.step
+            tally.would_show(shown[index], parameter=name, step=step)
+        match_ranks(
+            tally, evidence.trace, Kind.BUFFER, expectation.step, index,
+            ranks=evidence.holding, compare=comparison_with(near, tally),
+        )  # fmt: skip
 
 
 def _comparison(

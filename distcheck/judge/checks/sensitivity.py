@@ -54,16 +54,20 @@ def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown | Non
     with another factor, would have shown. `forms.computed` is what it leaves on each rank then.
     """
     return tuple(
-        _of_near(ranks, forms.of(index), [own[index] for own in forms.computed])
+        of_unexchanged(ranks, forms.of(index), [own[index] for own in forms.computed])
         for index in range(len(forms.computed[0]))
     )
 
 
-def _of_near(ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]) -> Shown:
+def of_unexchanged(
+    ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]
+) -> Shown:
+    """What comparing one tensor would show, of which ranks have `own` without an exchange."""
     if isinstance(form, Either):
         form = form.first
     if not isinstance(form, Near):
-        return NOTHING
+        form = Near(torch.zeros(()), 0.0)
+        own = [None] * len(ranks)
     right, allowed = wide(form.expected), form.tolerance
     size = float(right.norm())
     left = [torch.zeros_like(right) if one is None else wide(one) for one in own]

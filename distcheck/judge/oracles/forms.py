@@ -163,9 +163,13 @@ class BufferWays:
 
 @dataclass(frozen=True)
 class AfterBatch:
-    """What every rank's buffers may be after a step over the whole batch."""
+    """What every rank's buffers may be after a step over the whole batch; `alone` [rank][buffer] is
+    what each of `ranks` leaves there by its own samples.
+    """
 
     buffers: tuple[Near, ...]
+    alone: tuple[tuple[torch.Tensor, ...], ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

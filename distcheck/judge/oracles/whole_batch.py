@@ -269,7 +269,9 @@ def buffers(at: AtStep) -> AfterBatch | None:
         return None
     relative = relative_tolerance(at.whole_batch_layer, at.shares.samples, at.full_batch.positions)
     return AfterBatch(
-        tuple(Near(wide(one), relative * norm(one)) for one in at.full_batch.buffers)
+        tuple(Near(wide(one), relative * norm(one)) for one in at.full_batch.buffers),
+        tuple(tuple(shard.buffers) for shard in at.shards),
+        tuple(at.trace.ranks),
     )
 
 
@@ -297,10 +299,11 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
     layer = at.whole_batch_layer
     apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
-    if bound < apart < math.inf:
+    # What samples of a loss that compares them have alone are no terms of it.
+    if bound < apart < math.inf and not at.exchanges_itself:
         magnitude = at.references.full_batch.loss_magnitude(at.step, expected)
         bound = loss_tolerance(layer, magnitude)
-    refused = bound < apart < math.inf and layer == IN_FLOAT32
+    refused = bound < apart < math.inf and (layer == IN_FLOAT32 or bool(at.exchanges_itself))
     if refused and at.references.mesh is not None:
         rounding = at.own_rounding.allows(lambda b: number(b.loss), error=apart, bound=bound)
         why = _ROUNDED.format("the loss is", "it is")
