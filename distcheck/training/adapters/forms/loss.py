@@ -95,8 +95,8 @@ class Made:
             self.make = lambda: lambda **given: filling.call(*(given[name] for name in names))
         else:
             is_maker = target.is_class or inspect.isroutine(value)
-            filling = Filling(scene, value, what=what) if is_maker else None
-            self.make = filling.call if filling else lambda: copy.deepcopy(value)
+            maker = Filling(scene, value, what=what) if is_maker else None
+            self.make = maker.call if maker else lambda: copy.deepcopy(value)
             made = self.make()
             names = _handed(getattr(made, method, made), target)
         if not names:
