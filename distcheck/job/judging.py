@@ -42,7 +42,7 @@ def judge(
         missing = missing or "nothing is judged after numbers that are not finite"
         reference = None if reference is None or not seen else reference.until(seen)
     own_steps = averaging(job)
-    if own_steps is not None:  # nothing of one process's steps is owed
+    if own_steps is not None:  # its steps need not be those of one process
         reference, missing = None, own_steps.reason
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()

@@ -1,6 +1,6 @@
 """Whether ranks step by their own gradients, and exchange parameters later: local SGD, or an outer
-optimizer. It is another algorithm than the mean of gradients, so nothing of one process's steps is
-owed. That parameters become the ranks' mean can be seen; that it is meant, cannot.
+optimizer. It is another algorithm than the mean of gradients, so its steps need not be those of
+one process. That parameters become the ranks' mean can be seen; that it is meant, cannot.
 """
 
 import torch

@@ -110,7 +110,7 @@ class JobRecording:
         return found.get(stem if stem in found or kind is not Kind.GRADIENT else f"raw/{name}")
 
     def parameters(self, step: int) -> tuple[str, ...]:
-        """The names of what the ranks' optimizers have at a step, in the order of rank 0's model."""
+        """The names of what the ranks' optimizers have, in the order of rank 0's model."""
         stepped = {name for record in self.at(step) for name in _called("after/", record)}
         known = dict.fromkeys((*_called("before/", self.records[0, step]), *sorted(stepped)))
         return tuple(name for name in known if name in stepped)
