@@ -1,5 +1,6 @@
 """The story of `distcheck job`: run the command, read what its ranks wrote, judge, report."""
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from distcheck.records.run_facts import Origin
 from distcheck.reports.files import write_text
 from distcheck.reports.json_report import render_json
 from distcheck.store.origin import origin_here
+from distcheck.store.run_folder import Store
 
 _NOT_SHOWN = (
     "steps before and after those that were recorded",
@@ -44,13 +46,16 @@ def judge_job(asked: JobOptions) -> Report:
         file = settings.write(_settings_of(asked), recorded)
         ran = running.run(command, file, deadline_s=asked.deadline_s)
         if ran.hung:
-            return _report(made, _hung(asked, ran))
+            report = _report(made, _hung(asked, ran))
+            _keep(report)
+            return report
         running.check_recorded(recorded, ran, command)
         job = reading.read(recorded)
         reference = None
         if not missing:
             reference, missing = _replay(asked, job, copied, folder / "reference")
         report = _report(made, judge(asked, job, ran, reference, missing))
+        _keep(report)
         if asked.save is not None:
             try:
                 reading.keep(recorded, Path(asked.save))
@@ -69,6 +74,15 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
         made=made,
         not_shown=_NOT_SHOWN,
     )
+
+
+def _keep(report: Report) -> None:
+    """Among the runs of this folder, where it can be written; the recording is not kept."""
+    store = Store.by_default()
+    if store is not None:
+        with contextlib.suppress(OSError):
+            store.write_case(report.cases[0].case)
+            store.write_report(render_json(report))
 
 
 def _hung(asked: JobOptions, ran: Ran) -> CaseReport:

@@ -152,7 +152,9 @@ def read_replay(given: str) -> Replay:
     files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
     if not files:
         raise UsageError(f"{path} holds no cases; give a case file, a saved run or a bundle")
-    cases = [store.read_case(file) for file in files]
+    cases = [store.read_case(file, jobs=True) for file in files]
+    if len(cases) > 1 and any(case.job for case in cases):
+        raise UsageError(f"{path} holds a whole job beside other cases; give one case file")
     found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
     return Replay(
         cases=cases, made={n: before for n, before in found.items() if before is not None}

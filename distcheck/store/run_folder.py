@@ -302,16 +302,27 @@ def kept_runs() -> list[Path]:
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
-def read_case(path: Path) -> Case:
-    """A case that `write_case` wrote. Raises UsageError where the file is not a case."""
+def read_case(path: Path, *, jobs: bool = False) -> Case:
+    """A case that `write_case` wrote; with `jobs` a whole job's as well, of which its words alone
+    mean something. Raises UsageError where the file is not a case.
+    """
     try:
-        return check_case(decode_json(read_bounded(path, _MOST_CASE_BYTES), Case))
+        case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)
+        return _check_job(case, allowed=jobs) if case.job else check_case(case)
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is not a case file: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path} is not a case that can run: {error}") from error
+
+
+def _check_job(case: Case, *, allowed: bool) -> Case:
+    if not allowed:
+        raise UsageError("it is a whole job's, which distcheck replay and open take")
+    if any("\0" in word for word in case.job):
+        raise UsageError("a word of its command holds a NUL character")
+    return case
 
 
 def read_provenance(path: Path) -> Provenance | None:

@@ -10,7 +10,7 @@ file, an object is known that the file defines, and none that it imports from el
 (`sync.py:os.system`). Files of other users of this machine are not known. A text that a case gives
 to a function of the checkout may be a command. All other code, and such texts, run only with
 `--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
-in this folder before, and are not asked about.
+in this folder before, and are not asked about; the command of a whole job always is.
 """
 
 import ast
@@ -88,13 +88,15 @@ def require_trust(
     them and reads none again. `doing` says what for, `unpacked` is as for `unknown_code`. Raises
     UsageError otherwise.
     """
-    if trusted or is_own_run(given):
+    commands = [case.command_line for case in cases if case.job]
+    if trusted or (is_own_run(given) and not commands):
         return
-    found = [*map(str, unknown_code(cases, unpacked)), *texts_given(cases)]
+    found = commands or [*map(str, unknown_code(cases, unpacked)), *texts_given(cases)]
     listed = [one_line(shown(text)) for text in found]
     if not listed:
         return
-    runs = f"{doing} {one_line(shown(given))} runs code from outside this checkout"
+    what = "a command" if commands else "code from outside this checkout"
+    runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)

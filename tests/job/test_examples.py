@@ -46,6 +46,13 @@ def judge_command(command: list[str], folder: Path) -> tuple[int, dict[str, Any]
     return ran.returncode, json.loads(file.read_text())["cases"][0]
 
 
+def cli(command: str, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    asked = [sys.executable, "-m", "distcheck", command, *words]
+    return subprocess.run(
+        asked, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
+
+
 def marked(name: str, *, always: bool) -> Any:
     return name if always else pytest.param(name, marks=pytest.mark.sweep)
 
@@ -55,6 +62,13 @@ def marked(name: str, *, always: bool) -> Any:
 def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
     code, case = judge(FOLDER / name, tmp_path, "--save", "kept", world=world)
     assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
+    listed = cli("runs", tmp_path).stdout
+    assert "pass" in listed
+    assert f"distcheck job --steps 6 --json {tmp_path}/report.json" in listed
+    (run,) = (tmp_path / ".distcheck" / "runs").iterdir()
+    refused = cli("replay", tmp_path, str(run))
+    assert refused.returncode == 2
+    assert f"runs a command: {case['replay']}; read it, then add --trust" in refused.stderr
     compared, _ = compare_jobs(tmp_path / "kept", tmp_path / "kept", bits=True)
     assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["world"] == world

@@ -1,5 +1,6 @@
 """`distcheck replay`: a case again, or those of a bundle."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -7,7 +8,7 @@ import click
 from distcheck.cli import completion
 from distcheck.cli.group import Command
 from distcheck.cli.options import trust_option
-from distcheck.reports.files import output_options, taken_from
+from distcheck.reports.files import GITHUB, output_options, taken_from
 
 
 @click.command("replay", cls=Command)
@@ -21,7 +22,8 @@ from distcheck.reports.files import output_options, taken_from
 def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked: Any) -> int:
     """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
 
-    The report says what has changed since: files, versions, machine, settings.
+    The report says what has changed since: files, versions, machine, settings. A whole job's
+    command is run by distcheck job again, after a yes or with --trust.
 
     Code that is not of this checkout (a bundle's, or a file elsewhere) is named first, with its
     digest. It runs after a yes on a terminal, or with --trust.
@@ -37,6 +39,8 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
         case_file, cases, doing="replaying", trusted=trust, may_ask=launch is None,
         unpacked=replay.unpacked,
     )  # fmt: skip
+    if cases[0].job:
+        return _job_again(cases[0].job, asked, save=save, quiet=quiet)
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
@@ -51,3 +55,18 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
         save=save,
         launch=launch,
     )
+
+
+def _job_again(
+    words: Sequence[str], outputs: dict[str, Any], *, save: str | None, quiet: bool
+) -> int:
+    """The words of a job, as `distcheck job` has them."""
+    from distcheck.cli.commands import job
+
+    annotates = outputs[GITHUB]
+    asked = {f"--{name}": path for name, path in taken_from(outputs).items() if name != GITHUB}
+    asked |= {} if save is None else {"--save": save}
+    options = [word for pair in asked.items() for word in pair]
+    options += [f"--{GITHUB}"] if annotates else []
+    options += ["--quiet"] if quiet else []
+    return int(job.command.main([*options, *words], standalone_mode=False))
