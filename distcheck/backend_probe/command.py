@@ -41,7 +41,7 @@ def backends_command(
         raise UsageError(f"unknown --device {device!r}; known are cpu and cuda")
     if not 0 < deadline_s <= MOST_DEADLINE_S:
         raise UsageError(
-            f"--deadline-s {deadline_s:g} is out of range; it takes a number of seconds above 0, "
+            f"--deadline {deadline_s:g} is out of range; it takes a number of seconds above 0, "
             f"and at most {MOST_DEADLINE_S}"
         )
     for name in backend:

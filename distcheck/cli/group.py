@@ -58,13 +58,23 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses as click does; for an extra word, the error names the option that takes it."""
-        given = list(args)
+        given = self._as_named_now(args)
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, list(given))
         except click.UsageError as error:
             if type(error) is click.UsageError:
                 self._explain(ctx, given)
             raise
+
+    def _as_named_now(self, args: list[str]) -> list[str]:
+        """The words with the names that options have today, up to a command that follows."""
+        end = args.index("--") if "--" in args else len(args)
+        named = []
+        for word in args[:end]:
+            name, equals, value = word.partition("=")
+            now = _NAMED_BEFORE.get(name, name)
+            named.append(f"{now}{equals}{value}" if now in self._options() else word)
+        return [*named, *args[end:]]
 
     def _explain(self, ctx: click.Context, given: list[str]) -> None:
         """Raises a clearer error for words that belong to no option."""
@@ -87,6 +97,8 @@ class Command(click.Command):
         return {word for param in self.params for word in param.opts}
 
 
+# Earlier names of options, which are still taken.
+_NAMED_BEFORE = {"--deadline-s": "--deadline", "--worlds": "--world"}
 _TAKE_NAMES = (("--strategy", "strategy"), ("--workload", "workload"), ("--backend", "backend"))
 
 

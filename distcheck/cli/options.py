@@ -1,5 +1,6 @@
 """Options that several commands share. Imports nothing heavy: `--help` reads them."""
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,6 +30,32 @@ def trust_option(command: F) -> F:
     )(command)
 
 
+_TIME = "TIME"  # the metavar of a time
+
+
+class Seconds(click.ParamType[float]):
+    """A time in seconds: 30, 30s, 500ms, 5m, 1h."""
+
+    name = "time"
+    _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # noqa: RUF012
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Fails with what is accepted."""
+        if isinstance(value, int | float):
+            return float(value)
+        found = re.fullmatch(r"(-?[0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)", value.strip().lower())
+        number, unit = found.groups() if found else (value.strip().lower(), "")
+        try:
+            return float(number) * self._UNITS[unit or "s"]
+        except (ValueError, KeyError):
+            self.fail(f"{value!r} is not a time; give seconds, or 30s, 500ms, 5m, 1h", param, ctx)
+
+
+SECONDS = Seconds()
+
+
 def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callable[[F], F]:
     """The option of a setting, as `plan/settings.py` declares it but for what is `changed`. One
     that may be given several times is, where `single`, given once, under its name in Python.
@@ -40,7 +67,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
     said = setting.default or (setting.option if default is True else "")
     asked: dict[str, Any] = {
         "is_flag": isinstance(default, bool),
-        "type": setting.type,
+        "type": SECONDS if setting.metavar == _TIME else setting.type,
         "metavar": setting.metavar,
         "help": f"{setting.help} [default: {said}]" if said else setting.help,
         **(completion.of(setting.names, files=setting.is_open) if setting.names else {}),
@@ -52,7 +79,11 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
             "default": default,
             "show_default": not said and default is not None and default is not False,
         }
-    return click.option(flag, setting.parameter if single else name, **{**asked, **changed})
+    asked |= changed
+    if setting.metavar == _TIME:
+        said = f"{asked['default']:g}s"
+        asked |= {"show_default": False, "help": f"{setting.help} [default: {said}]"}
+    return click.option(flag, setting.parameter if single else name, **asked)
 
 
 def setting_options(*names: str) -> Callable[[F], F]:

@@ -33,4 +33,4 @@ class JobOptions:
         if self.from_step < 0:
             raise UsageError("--from-step must be at least 0")
         if not 0 < self.deadline_s <= MOST_DEADLINE_S:
-            raise UsageError(f"--deadline-s must be above 0, and at most {MOST_DEADLINE_S}")
+            raise UsageError(f"--deadline must be above 0, and at most {MOST_DEADLINE_S}")

@@ -38,7 +38,7 @@ def judged(
         reason = (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "
             f"{found.late[0]}); the others left the bits of the usual one; give a longer "
-            "--deadline-s"
+            "--deadline"
         )
         return CheckResult(
             check=CHECK, layer="-", verdict="unknown", compared=compared, reason=reason

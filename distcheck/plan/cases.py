@@ -121,7 +121,7 @@ def _check_numbers(request: Request) -> None:
             raise UsageError(f"{what} {value} is out of range; it takes {least} to {most}")
     if not 0 < request.deadline_s <= MOST_DEADLINE_S:
         raise UsageError(
-            f"--deadline-s {request.deadline_s} is out of range; it takes a number of seconds "
+            f"--deadline {request.deadline_s} is out of range; it takes a number of seconds "
             f"above 0, and at most {MOST_DEADLINE_S}"
         )
     if not request.worlds:

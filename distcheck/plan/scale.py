@@ -67,13 +67,13 @@ def _sizes(words: str) -> Sequence[int]:
     for word in words.split(","):
         if not (word.strip().isascii() and word.strip().isdecimal() and len(word) < 9):
             raise UsageError(
-                f"--worlds {words!r} is not a list of numbers of ranks; give for example "
-                f"--worlds {','.join(map(str, WORLDS))}"
+                f"--world {words!r} is not a list of numbers of ranks; give for example "
+                f"--world {','.join(map(str, WORLDS))}"
             )
         found.append(int(word))
         if not 2 <= found[-1] <= MOST_WORLD:
             raise UsageError(
-                f"--worlds: {found[-1]} is out of range; a world takes 2 to {MOST_WORLD} ranks here"
+                f"--world: {found[-1]} is out of range; a world takes 2 to {MOST_WORLD} ranks here"
             )
     return sorted(set(found))
 

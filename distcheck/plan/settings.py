@@ -291,8 +291,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             heading=RANKS,
             kind=Annotated[float, Meta(gt=0)],
             takes="idle seconds after which a world has hung, more than 0",
-            help="Idle seconds without progress after which a world has hung.",
-            metavar="S",
+            help="Time without progress after which a world has hung: 30s, 5m.",
+            metavar="TIME",
+            option="--deadline",
         ),
     ] = 30.0
     separate: Annotated[

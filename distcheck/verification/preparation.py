@@ -305,8 +305,7 @@ def calibrate(
             if lost:
                 raise RankLostError(lost[0])
             why = (
-                f"there was no progress for {deadline_s:g} s; raise --deadline-s, or use fewer "
-                "ranks"
+                f"there was no progress for {deadline_s:g} s; raise --deadline, or use fewer ranks"
             )
             if not ranks.hung:
                 raised = blame.own_defect(ranks.children, hung=False)

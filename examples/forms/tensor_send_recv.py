@@ -22,7 +22,7 @@ FAIL duplicated-rank
 
 Every rank waits for its neighbour before it sends to the other one:
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:all_wait_first --as tensor-sum --world 4 --deadline-s 3
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:all_wait_first --as tensor-sum --world 4 --deadline 3
 FAIL hang
 """
 

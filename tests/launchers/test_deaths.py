@@ -31,7 +31,7 @@ def dies(model, step):
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
 """
-WORDS = ["--strategy", "dies.py:dies", *QUICK[2:], "--deadline-s", "60", "--json", "r.json"]
+WORDS = ["--strategy", "dies.py:dies", *QUICK[2:], "--deadline", "60", "--json", "r.json"]
 
 
 def assert_lost(folder: Path, rank: int, world: int) -> None:
@@ -79,7 +79,7 @@ def test_packets_that_are_dropped_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "forever.py").write_text(ENDLESS)
     with hosts(2) as network:
         words = ["--strategy", "forever.py:endless", *QUICK[2:], "--world", "2"]
-        commands = by_hand(network, *words, "--deadline-s", "6", "--json", "r.json")
+        commands = by_hand(network, *words, "--deadline", "6", "--json", "r.json")
         running = [start(command, tmp_path) for command in commands]
         while not ((tmp_path / "asleep-0").exists() and (tmp_path / "asleep-1").exists()):
             assert running[0].poll() is None, running[0].communicate()
@@ -101,7 +101,7 @@ def srun(folder: Path) -> list[str]:
 @pytest.mark.sweep
 def test_a_job_that_a_cluster_cancels_ends_as_ctrl_c_does(tmp_path: Path) -> None:
     """Slurm signals every process of a step: tasks, helpers and ranks."""
-    quick = ["--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60", "--json", "r.json"]
+    quick = ["--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "60", "--json", "r.json"]
     step = start([*srun(tmp_path), *quick], tmp_path)
     while not (tmp_path / "asleep").exists():
         assert step.poll() is None, step.communicate()

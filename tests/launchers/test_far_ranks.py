@@ -27,7 +27,7 @@ def slow(model, step):
 @pytest.mark.sweep
 def test_a_far_rank_that_computes_has_not_hung(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    quick = ("--strategy", "slow.py:slow", *QUICK[2:], "--deadline-s", "4")
+    quick = ("--strategy", "slow.py:slow", *QUICK[2:], "--deadline", "4")
     ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [0, 0], ends
 

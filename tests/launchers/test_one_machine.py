@@ -118,7 +118,7 @@ def test_a_crash_elsewhere_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "10")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "10")
     ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [4, 4], ends
     assert "time.sleep(1000)" in ends[0][1], ends[0][1]
@@ -157,7 +157,7 @@ def test_calls_that_do_not_match_are_named_under_mpirun(tmp_path: Path, backend:
 
 
 def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "60")
     front, other = [start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
     while not (tmp_path / "asleep").exists():
         assert front.poll() is None, front.communicate()
@@ -172,7 +172,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_front_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "60")
     front, other = [start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
     while not (tmp_path / "asleep").exists():
         assert front.poll() is None, front.communicate()
@@ -185,7 +185,7 @@ def test_a_front_that_is_killed_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
-    command = by_hand(3, "--world", "3", "--deadline-s", "5")[0]
+    command = by_hand(3, "--world", "3", "--deadline", "5")[0]
     ((code, _, err),) = finish([start_warm(command, tmp_path)])
     assert code == 3
     assert "ranks 1, 2 of 3 did not come within 5 s" in err, err
@@ -193,7 +193,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_master_that_is_not_there(tmp_path: Path) -> None:
-    command = by_hand(2, "--world", "2", "--deadline-s", "5")[1]
+    command = by_hand(2, "--world", "2", "--deadline", "5")[1]
     ((code, _, err),) = finish([start_warm(command, tmp_path)])
     assert code == 3
     assert "rank 1: rank 0 at 127.0.0.1:" in err, err
@@ -304,7 +304,7 @@ def test_a_stranger_at_the_door(tmp_path: Path) -> None:
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGKILL]
 )
 def test_nothing_is_left_when_torchrun_is_ended(tmp_path: Path, number: signal.Signals) -> None:
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "60")
     words = [*TORCHRUN, "2", *MODULE, *quick]
     launcher = start(words, tmp_path)
     while not (tmp_path / "asleep").exists():
@@ -317,7 +317,7 @@ def test_nothing_is_left_when_torchrun_is_ended(tmp_path: Path, number: signal.S
 
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """A terminal sends it to everybody; rank 0 alone answers."""
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline", "60")
     words = [*TORCHRUN, "2", "-m", "distcheck", "verify", *quick]
     # A background shell has children ignore interrupts; a session of its own gets the signal.
     hear = "import os, signal, sys; signal.signal(2, signal.default_int_handler); os.setsid(); "
@@ -358,7 +358,7 @@ def test_other_commands_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
-    commands = by_hand(2, "--world", "2", "--deadline-s", "10")
+    commands = by_hand(2, "--world", "2", "--deadline", "10")
     front, other = [start([*CONSOLE, *c], tmp_path) for c in commands]
     time.sleep(0.7)  # while torch is imported
     other.send_signal(signal.SIGKILL)
@@ -374,7 +374,7 @@ def test_mpich_through_a_shell(tmp_path: Path) -> None:
     """A shell between MPICH's proxy and its ranks is no other job: they share an ancestor."""
     proxy = tmp_path / "bin" / "hydra_pmi_proxy"
     proxy.parent.mkdir()
-    command = " ".join([*PYTHON, *QUICK, "--deadline-s", "10"])
+    command = " ".join([*PYTHON, *QUICK, "--deadline", "10"])
     proxy.write_text(
         "#!/bin/bash\n"
         f"for rank in 0 1; do PMI_RANK=$rank PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=$rank "

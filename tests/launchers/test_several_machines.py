@@ -43,7 +43,7 @@ def test_a_cable_is_pulled_in_the_middle_of_a_collective(tmp_path: Path) -> None
     (tmp_path / "forever.py").write_text(ENDLESS)
     with hosts(2) as network:
         words = ["--strategy", "forever.py:endless", *QUICK[2:], "--world", "2"]
-        commands = by_hand(network, *words, "--deadline-s", str(deadline_s))
+        commands = by_hand(network, *words, "--deadline", str(deadline_s))
         running = [start(command, tmp_path) for command in commands]
         while not ((tmp_path / "asleep-0").exists() and (tmp_path / "asleep-1").exists()):
             assert running[0].poll() is None, running[0].communicate()
@@ -66,7 +66,7 @@ def test_a_cable_is_pulled_in_the_middle_of_a_collective(tmp_path: Path) -> None
 def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
     with hosts(2) as network:
         network.cut(1)
-        command = by_hand(network, *QUICK, "--world", "2", "--deadline-s", "5")[1]
+        command = by_hand(network, *QUICK, "--world", "2", "--deadline", "5")[1]
         ((code, _, err),) = finish([start(command, tmp_path)])
     assert code == 3
     assert "rank 1: rank 0 at 10.77.0.1:29500 could not be reached within 5 s" in err, err

@@ -330,7 +330,7 @@ BAD = {
     ("--world", "17"): "--world 17 is out of range",
     ("--steps", "0"): "--steps 0 is out of range",
     ("--seed", "-1"): "--seed -1 is out of range",
-    ("--deadline-s", "0"): "--deadline-s 0.0 is out of range",
+    ("--deadline", "0"): "--deadline 0.0 is out of range",
     ("--vary", "bucket"): "--vary 'bucket' is not of the form NAME=VALUE",
     ("--without", "bucket"): "--without bucket: unknown word; choose from",
     ("--backend", "mpi"): "--backend mpi is not supported by explore; give gloo, simulated or",

@@ -43,10 +43,10 @@ def test_every_world_has_the_batch_of_the_largest_and_a_sample_for_each_rank() -
 @pytest.mark.parametrize(
     ("worlds", "orders", "more", "said"),
     [
-        ("2,x", None, {}, r"--worlds '2,x' is not a list of numbers of ranks"),
-        ("", None, {}, r"--worlds '' is not a list"),
-        ("²", None, {}, r"--worlds '²' is not a list"),
-        ("1,2", None, {}, r"--worlds: 1 is out of range; a world takes 2 to 4096"),
+        ("2,x", None, {}, r"--world '2,x' is not a list of numbers of ranks"),
+        ("", None, {}, r"--world '' is not a list"),
+        ("²", None, {}, r"--world '²' is not a list"),
+        ("1,2", None, {}, r"--world: 1 is out of range; a world takes 2 to 4096"),
         ("2,5000", None, {}, r"5000 is out of range"),
         (
             "2",
@@ -66,7 +66,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_bad_input_has_an_exit_code() -> None:
-    ran = CliRunner().invoke(_group, ["scale", "--strategy", "allreduce", "--worlds", "0"])
+    ran = CliRunner().invoke(_group, ["scale", "--strategy", "allreduce", "--world", "0"])
     assert isinstance(ran.exception, UsageError)
     assert ran.exception.exit_code == 2
 

@@ -37,7 +37,7 @@ LOOKED_AT = [
 
 
 def run(*words: str, cwd: Path = ROOT) -> Finished:
-    words = words if "--deadline-s" in words else (*words, "--deadline-s", "30")
+    words = words if "--deadline" in words else (*words, "--deadline", "30")
     return warm.run("backends", *words, cwd=cwd, timeout=550)
 
 
@@ -211,7 +211,7 @@ def test_a_backend_that_this_machine_has_not_is_said_and_exits_3_where_it_was_as
         (["--world", "1"], "probed with 2 to 8 ranks"),
         (["--op", "allreduce"], "unknown --op 'allreduce'"),
         (["--device", "tpu"], "unknown --device 'tpu'"),
-        (["--deadline-s", "0"], "--deadline-s 0 is out of range; it takes a number of"),
+        (["--deadline", "0"], "--deadline 0 is out of range; it takes a number of"),
         (["--baseline", "nowhere.json"], "nowhere.json cannot be read"),
     ],
 )

@@ -172,7 +172,7 @@ def test_exit_4_names_the_rank_and_the_reason(distcheck: Run) -> None:
 
 
 def test_exit_4_for_a_hang_within_the_deadline(distcheck: Run) -> None:
-    ran = distcheck("verify", "--strategy", "bad.py:hang", *QUICK, "--deadline-s", "3")
+    ran = distcheck("verify", "--strategy", "bad.py:hang", *QUICK, "--deadline", "3")
     assert ran.returncode == 4
     assert re.search(r"rank 1\s+hung, step 1, sync", ran.stdout)
     assert "time.sleep(1000)" in ran.stdout

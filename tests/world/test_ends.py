@@ -179,7 +179,7 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
 def test_a_rank_that_harms_its_world_is_named(
     tmp_path: Path, name: str, outcome: str, said: str
 ) -> None:
-    found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline-s", "200"))
+    found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline", "200"))
     assert (found["rank"], found["outcome"]) == (1, outcome)
     assert said in found["detail"]
 
@@ -242,7 +242,7 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
 )
 def test_code_that_ends_the_process_that_loads_it(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(f"import os\nimport signal\nimport time\n\n{line}\n")
-    words = ("verify", "--strategy", "one.py:good", *QUICK, "--deadline-s", "2")
+    words = ("verify", "--strategy", "one.py:good", *QUICK, "--deadline", "2")
     ran = warm.run(*words, cwd=tmp_path)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert re.search(f"the process that loads one.py:good and mlp:small {said}", ran.stderr)

@@ -26,7 +26,7 @@ REPORTS = [
     ("recheck", ("failed",), 1),
     ("merge", ("failed.json",), 1),
     ("report", ("failed.json",), 0),
-    ("scale", ("--strategy", "allreduce", "--worlds", "2,3"), 0),
+    ("scale", ("--strategy", "allreduce", "--world", "2,3"), 0),
     ("job", ("--nproc", "2", "--steps", "2", "--", *SCRIPT), 0),
     ("job", (*ALONE, "wrong.py"), 1),
     ("job", ("--guard", "--every", "2", "--nproc", "2", "--", *SCRIPT), 0),

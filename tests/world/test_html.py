@@ -51,7 +51,7 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Pat
     (tmp_path / "broken").touch()
     (tmp_path / "mine.py").write_text(TURNS_BAD + "# edited since\n")
     hung = console(  # whose OpenMP reads the variable
-        *verify, "--deadline-s", "5", "--json", "hung.json", env={"OMP_PROC_BIND": "true"}
+        *verify, "--deadline", "5", "--json", "hung.json", env={"OMP_PROC_BIND": "true"}
     )
     assert hung.returncode == 4, hung.stdout
     document = json.loads((tmp_path / "hung.json").read_text())

@@ -409,7 +409,7 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
         "        dist.all_reduce(parameter.grad)\n"
         "        parameter.grad /= world if world < 8 else world - 1\n"
     )
-    words = ["--strategy", "sync.py:sync", "--worlds", "2,8", "--orders", "ring,tree"]
+    words = ["--strategy", "sync.py:sync", "--world", "2,8", "--orders", "ring,tree"]
     ran = subprocess.run(
         [sys.executable, "-m", "distcheck", "scale", *words, "--html", "scale.html"],
         cwd=tmp_path, capture_output=True, text=True,

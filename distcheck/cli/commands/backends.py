@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.cli.options import json_option, setting_option
+from distcheck.cli.options import SECONDS, json_option, setting_option
 from distcheck.worlds.launchers import is_elsewhere
 
 
@@ -26,11 +26,12 @@ from distcheck.worlds.launchers import is_elsewhere
     "--form", "forms", multiple=True, metavar="NAME", help="Only these forms: plain, strided, ..."
 )
 @click.option(
-    "--deadline-s",
+    "--deadline",
+    "deadline_s",
+    type=SECONDS,
     default=3.0,
-    show_default=True,
-    metavar="S",
-    help="Idle seconds after which a call has hung.",
+    metavar="TIME",
+    help="Time without progress after which a call has hung. [default: 3s]",
 )
 @click.option(
     "--baseline",

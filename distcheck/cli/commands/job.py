@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
+from distcheck.cli.options import SECONDS
 from distcheck.reports.files import errors_annotated, output_options, taken_from
 
 
@@ -29,8 +30,14 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--accept", multiple=True, metavar="CAUSE",
               help="A deviation that is meant: same-randomness, learning-rate-differs or "
               "scheduler-steps-per-rank.")  # fmt: skip
-@click.option("--deadline-s", type=float, default=300.0, show_default=True, metavar="S",
-              help="Seconds without progress after which the job has hung.")  # fmt: skip
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=SECONDS,
+    default=300.0,
+    metavar="TIME",
+    help="Time without progress after which the job has hung: 30s, 10m. [default: 5m]",
+)
 @click.option("--strict", is_flag=True,
               help="Fail for what is a remark otherwise: one seed for the dropout of all ranks, a "
               "learning rate that is scaled by their number.")  # fmt: skip

@@ -17,7 +17,8 @@ from distcheck.plan.settings import with_adaptation
 @click.command("scale", cls=Command)
 @setting_option("strategies", single=True, help="The strategy to judge.")
 @click.option(
-    "--worlds",
+    "--world",
+    "worlds",
     metavar="N,N,...",
     help="Numbers of ranks. [default: 2,8,64,256]",
 )
@@ -63,7 +64,7 @@ def command(**asked: Any) -> int:
     largest error beside its bound.
 
     \b
-    distcheck scale --strategy my_sync.py:sync --worlds 2,8,64,256,1024
+    distcheck scale --strategy my_sync.py:sync --world 2,8,64,256,1024
     distcheck scale --strategy my_sync.py:sync --orders tree --html scale.html
 
     All worlds train on the same total batch, as the single-process reference does.

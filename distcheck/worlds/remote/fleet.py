@@ -237,7 +237,7 @@ class Fleet(Pool):
                 raise CannotRunError(
                     f"{'ranks' if len(missing) > 1 else 'rank'} {ranks} of {self._launch.world} "
                     f"did not come within {patience_s:g} s; were their processes started, "
-                    "and can they reach this machine? --deadline-s gives them longer"
+                    "and can they reach this machine? --deadline gives them longer"
                     + _about_refused(greetings.refused)
                 )
             self.pump(0)

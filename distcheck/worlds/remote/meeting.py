@@ -197,7 +197,7 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
             where = f" at {spelled}" if spelled else ""
             raise CannotRunError(
                 f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); is it "
-                "running, and is the address right? --deadline-s gives it longer"
+                "running, and is the address right? --deadline gives it longer"
             )
         time.sleep(_RETRY_S)
 
