@@ -1,4 +1,15 @@
-"""The frozen data that the parts hand to each other. No torch, no behaviour beyond merging."""
+"""The frozen data that the parts hand to each other. No torch, no behaviour beyond merging.
+
+Here are results and reports: `CheckResult`, `CaseReport`, `Report`. Beside them:
+
+case, case_ids    what is asked of one strategy in one world; its name
+layers, causes/   the tables of layers and of causes
+ends, odd_ranks   how ranks ended, and which of them is the odd one
+run_facts         what is known of a run besides its checks
+posted_calls      what ranks have called; stuck_ranks, schedules: why they wait, in which order
+mistakes, expected_events, picture_sums   what a pass would have shown, what must happen, pictures
+decoding, bounded, sources                reading files of any origin, with limits
+"""
 
 import math
 import shlex

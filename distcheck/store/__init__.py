@@ -1,1 +1,7 @@
-"""What is kept on disk: run folders, bundles, and which code a replay may run."""
+"""What is kept on disk: run folders, bundles, and which code a replay may run.
+
+run_folder     cases before they run, traces and the report after; saved_traces: read again
+bundle         a run as one zip; unpacking: one that comes from elsewhere
+origin         date, command and state of the code; last_pass: what has changed since the last one
+trust          which code a saved run makes distcheck run; own_objects: where that is defined
+"""

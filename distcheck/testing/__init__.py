@@ -21,6 +21,9 @@ forked, and the ranks are its threads. `plugin.py` is the door; beside it:
     blas        one thread for it in a rank
     leaks       what a test left behind in a rank
     view        the `world` that a test sees
+    verifying   `distcheck.verify(...)`; conformance/ is a suite made of it
+
+    pytest_compat, hypothesis_compat   names of theirs that have no public counterpart
 """
 
 from typing import TYPE_CHECKING, Any

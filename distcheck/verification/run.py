@@ -1,6 +1,6 @@
 """The numbered story of a verification: plan, look, calibrate, run, judge, report.
 
-1  plan       what was asked for becomes cases                     plan.py
+1  plan       what was asked for becomes cases                     plan/cases.py
 2  prepare    data files are read once, into shared memory         preparation.py
 3  inspect    strategies, workloads and the machine are looked at  inspection.py
 4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py

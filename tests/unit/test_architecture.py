@@ -255,6 +255,16 @@ def test_what_a_room_lists_is_there() -> None:
     assert not found(rooms, missing)
 
 
+def test_files_that_the_page_names_are_there() -> None:
+    """Of `docs/whats-here.md`: where a folder is given, there."""
+    page = text_of(ROOT / "docs" / "whats-here.md")
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert len(named) > 60
+    known = {path.name for path in ROOT.rglob("*.py")}
+    missing = {n for n in named if "/" in n and not any((f / n).exists() for f in (ROOT, PACKAGE))}
+    assert not missing | {n for n in named if "/" not in n} - known
+
+
 def test_files_that_the_code_names_are_there() -> None:
     """In docstrings and comments; names of a reader's own files are examples."""
     known = {path.name for path in ROOT.rglob("*.py")}

@@ -1,1 +1,12 @@
-"""What runs in the processes of a job; `hook/sitecustomize.py` begins it."""
+"""What runs in the processes of a job; `hook/sitecustomize.py` begins it.
+
+start, install     wait for `import torch`; then let one of these listen to the hooks:
+hooks, listening   where every training script passes, and what is heard there
+recorder           writes down what a rank does, with loaders, losses, terms, parameters, step_file
+replayer           runs the script as one process with the ranks' batches: handing_out, feeding
+copies             what that process computes beside: forks, processes, folding, choosing, state
+guarded            a guard on every optimizer, for `distcheck job --guard`
+
+alone, on_cpu      stand-ins: a group of one rank, and a CPU in place of GPUs
+rank, marking, spawned, answering, ending   which process is a rank, and what it says of itself
+"""

@@ -13,6 +13,16 @@ steps; with `OVER_STEPS = True` all at once. `outcome` alone needs no trace and 
 front.
 
 `purpose` cannot fail: it says whether what a workload is for happened.
+
+What they compare with:
+
+    evidence.py     what a check gets to see
+    matching.py     one tensor of every rank with one expectation; parted.py: two recordings
+    comparison.py   two tensors: to the bit, within a bound, by relative norm
+    tally.py        adds up what was compared, and keeps the worst and the first place
+    merging.py      the results of one check as one, and whether they cover what is required
+    sums.py         sums for pictures, which decide nothing
+    sensitivity.py  what a comparison would have shown, of simplest_mistakes.py
 """
 
 import importlib

@@ -4,10 +4,11 @@ A cause is named only where the evidence carries it; a mismatch that none explai
 as `unexplained`, with what was seen. Causes that the evidence cannot tell apart are all named.
 
 One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
-optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), and under `gradients`
-`weights`, `parts` and `precision`. They see
-plain numbers (`facts`), which `observation` measures in a process of its own, and only for cases
-that failed.
+optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts` (of
+model-parallel worlds), and `gradients`, which asks `weights` (with `counting`), `parts` and
+`precision`. They see plain numbers (`facts`), which `observation` has measured in a process of its
+own, and only for cases that failed: `measuring` and `layout_measuring` a step, `measured` what they
+ask of it, `combinations`, `elements`, `matching`, `tokens`, `backward`, `updates` what else it is.
 """
 
 from collections.abc import Sequence
