@@ -86,7 +86,7 @@ def default_runs(kind: str) -> Made:
 
 
 def adapted() -> Made:
-    """Every form of code that adapters take."""
+    """Every form of code that adapters take; by names that are the same in every checkout."""
     from tests.adapted.test_adapted import GIVEN, HERE, SMALL
 
     for given in GIVEN:
@@ -97,7 +97,7 @@ def adapted() -> Made:
             "dtype": "float32", "batch": 48, "world": given.world, "steps": given.steps,
             **given.options,
         }  # fmt: skip
-        yield str(given), lambda asked=asked: verified(**asked)
+        yield str(given).replace(f"{HERE}/", ""), lambda asked=asked: verified(**asked)
 
 
 def misuse() -> Made:
