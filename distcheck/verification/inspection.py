@@ -1,7 +1,6 @@
 """The first job of a run: look at strategy, workload, data and machine before any rank starts."""
 
 import ast
-import os
 import platform
 import re
 import sys

@@ -219,7 +219,7 @@ def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
 def test_workloads() -> None:
     assert set(loading.workload_names()) == {
         "lattice", "mlp", "cnn", "composite", "vgg11", "transformer", "experts", "tokens",
-        "generated",
+        "features", "generated",
     }  # fmt: skip
     assert loading.load_workload("lattice").own_samples is not None
     assert loading.load_workload("mlp").own_samples is None

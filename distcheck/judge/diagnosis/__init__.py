@@ -17,8 +17,8 @@ import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import (
-    gradients,
     exchanging,
+    gradients,
     layouts,
     other_causes,
     outcomes,

@@ -279,7 +279,7 @@ def loss(at: AtStep) -> MeanLoss:
     """The mean loss. Terms of both signs may cancel in it: where the ranks' loss is further from it
     than the narrower bound allows, the samples' losses are looked at, a forward pass for each.
     """
-    expected, layer = at.full_batch.loss, at.whole_batch_layer
+    expected = at.full_batch.loss
     if at.exchanges_itself and (times := _times_the_loss(at)) != 1:
         return replace(_near_loss(at, expected * times), remark=_TIMES_WORLD.format(times))
     return _near_loss(at, expected)
