@@ -5,11 +5,11 @@ looked at. `gather` and `labels` alone differ from release to release.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +54,34 @@ def dclw() -> nn.Module:
 
 def ntxent() -> nn.Module:
     return _of("ntx_ent_loss", "NTXentLoss", gather_distributed=True)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks; backward adds up what each of them has of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class ntxent_of_gathered(nn.Module):
+    """Without the switch, given what was gathered before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = _of("ntx_ent_loss", "NTXentLoss")
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        found: Tensor = self.made(*(_Gather.apply(view) for view in (one, two)))
+        return found
 
 
 class tico(nn.Module):
@@ -221,5 +249,3 @@ class vicregl_global(vicregl):
 def directclr() -> nn.Module:
     return _of("directclr_loss", "DirectCLRLoss", loss_dim=4, gather_distributed=True)
 
-
-RIGHT: tuple[Callable[[], nn.Module], ...] = ()

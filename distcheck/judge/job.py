@@ -16,7 +16,7 @@ from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles import expect
-from distcheck.judge.oracles.forms import GradientForms
+from distcheck.judge.oracles.forms import AfterBatch, GradientForms
 from distcheck.judge.oracles.lattice import HeadroomError
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -140,10 +140,12 @@ def expect_step(references: References, step: int, planned: Sequence[Pair]) -> E
         if references.mesh is None:
             shown = sensitivity.of_step(at.trace, step, gradients)
         elif at.exchanges_itself:
-            shown = {
-                layer: sensitivity.of_exchange(at.trace.ranks, forms)
-                for layer, forms in gradients.items()
-            }
+            after = [forms for forms in what.values() if isinstance(forms, AfterBatch)]
+            moves = any(one.counts for forms in after for one in sensitivity.of_buffers(forms))
+            for layer, forms in gradients.items():
+                found = sensitivity.of_exchange(at.trace.ranks, forms)
+                silent = moves and not any(one.counts for one in found)
+                shown[layer] = (None,) * len(found) if silent else found
         else:  # a gradient there is no mean of parts that ranks have by themselves
             shown = dict.fromkeys(gradients, (None,) * len(at.specs))
     except Exception as error:

@@ -15,7 +15,7 @@ import torch
 from distcheck.judge.checks.comparison import bitwise, within
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import Compare, comparison_with, match_ranks
-from distcheck.judge.checks.sensitivity import of_unexchanged
+from distcheck.judge.checks.sensitivity import of_buffers
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.forms import AfterBatch, BufferWays
@@ -42,10 +42,7 @@ def _compare_batch(
 ) -> None:
     """Every rank, with what one process leaves by all samples; where that moves any buffer."""
     specs = evidence.trace.layout.model.buffers
-    shown = [
-        of_unexchanged(after.ranks, near, [own[index] for own in after.alone])
-        for index, near in enumerate(after.buffers)
-    ]
+    shown = of_buffers(after)
     for index, near in enumerate(after.buffers):
         if any(one.counts for one in shown):
             name, step = specs[index].name, expectation.step

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
-from distcheck.judge.oracles.forms import Either, Form, GradientForms, Near
+from distcheck.judge.oracles.forms import AfterBatch, Either, Form, GradientForms, Near
 from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.machine.numerics import distance, every, real_parts, wide
 from distcheck.recordings.recording import Kind
@@ -49,13 +49,21 @@ def of_step(
     return found
 
 
-def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown | None, ...]:
+def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
     """The same of code that exchanges by itself: whether what it leaves without an exchange, or
     with another factor, would have shown. `forms.computed` is what it leaves on each rank then.
     """
     return tuple(
         of_unexchanged(ranks, forms.of(index), [own[index] for own in forms.computed])
         for index in range(len(forms.computed[0]))
+    )
+
+
+def of_buffers(after: AfterBatch) -> tuple[Shown, ...]:
+    """The same of the buffers that such code leaves."""
+    return tuple(
+        of_unexchanged(after.ranks, near, [own[index] for own in after.alone])
+        for index, near in enumerate(after.buffers)
     )
 
 
