@@ -20,7 +20,7 @@ class _Synced:
         self._metric.update(*self._inputs(features.float(), labels))
 
     def compute(self) -> Any:
-        return sync_and_compute(self._metric, recipient_rank="all")
+        return sync_and_compute(self._metric)
 
     def reset(self) -> None:
         self._metric.reset()
@@ -70,7 +70,7 @@ _C = {"num_classes": CLASSES}
 _LISTED: list[tuple[str, _Inputs, dict[str, Any]]] = [
     ("MulticlassAccuracy", _scores, {"average": "macro", **_C}),
     ("MulticlassPrecision", _scores, {"average": "macro", **_C}),
-    ("MulticlassRecall", _scores, {"average": "macro", **_C}),
+    ("MulticlassRecall", _scores, {}),
     ("MulticlassF1Score", _scores, {"average": "macro", **_C}),
     ("MulticlassConfusionMatrix", _scores, _C),
     ("MulticlassAUROC", _scores, _C),

@@ -27,6 +27,7 @@ from distcheck.plan.cases import plan_cases
 from distcheck.plan.request import Request
 from distcheck.plan.settings import with_adaptation
 from distcheck.records import Case, Report
+from distcheck.training.adapters.forms import trained_with
 from distcheck.verification.run import run_cases
 from distcheck.worlds.pool import Pool
 from tests.firsts import firsts
@@ -91,7 +92,8 @@ def quickest(promise: Promise) -> list[Case]:
     asked = with_adaptation(dict(command.make_context("verify", list(promise.words)).params))
     known = {name: asked[name] for name in asked if name in Request.__struct_fields__}
     steps = asked["steps"] if "--steps" in promise.words or "--accept" in promise.words else 2
-    quick = {"workloads": (SMALL,), "dtype": "float32", "steps": steps}
+    trained = trained_with(known["adaptation"].form)
+    quick = {"workloads": (trained or SMALL,), "dtype": "float32", "steps": steps}
     cases = plan_cases(msgspec.convert({**known, **quick}, Request))
     return [msgspec.structs.replace(case, rerun=False) for case in cases]
 

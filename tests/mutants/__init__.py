@@ -25,7 +25,7 @@ class Mutant:
     this package. `seldom` says that another mutant shows the same in the same way, so that the
     default test run can do without this one; `hangs`, that it is caught by its deadline;
     `separate`, that its rerun is in separate interpreters; `processes`, that it does nothing wrong
-    where the ranks are threads of one process.
+    where the ranks are threads of one process. `form` is its `--as`, where that has to be given.
     """
 
     spec: str
@@ -43,6 +43,7 @@ class Mutant:
     hangs: bool = False
     separate: bool = False
     processes: bool = False
+    form: str | None = None
 
     @property
     def name(self) -> str:
@@ -64,6 +65,7 @@ class Mutant:
             "accept": self.accept,
             "without_data": self.without_data,
             "separate": self.separate,
+            "form": self.form,
             "deadline_s": 3.0 if self.hangs else 10.0,
         }
 
@@ -87,6 +89,7 @@ def mutant(
     hangs: bool = False,
     separate: bool = False,
     processes: bool = False,
+    form: str | None = None,
 ) -> Callable[[T], T]:
     """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
 
@@ -97,7 +100,7 @@ def mutant(
         package = named.__module__.rpartition(".")[0]
         place = package + workload if workload.startswith(".") else workload
         asked = (place, world, steps, dtype, step, kind, exit_code, accept, seldom, without_data)
-        ALL.append(Mutant(spec, pairs, *asked, hangs, separate, processes))
+        ALL.append(Mutant(spec, pairs, *asked, hangs, separate, processes, form))
         return target
 
     return register

@@ -309,4 +309,15 @@ CAUSES: dict[str, set[str]] = {
     "MasksAlike": {"wrong-output"},
     "MasksOfItsOwn": {"wrong-output"},
     "CountsEveryReplica": {"replicas-in-norm"},
+    # exchanging
+    "GathersWithoutGradient": {"double-division"},
+    "OwnRowsAgainstOthers": {"broken-backward"},
+    "GathersNothing": {"no-sync"},
+    "WeightsTimesWorld": {"missing-division"},
+    "LossOfOwnPart": {"wrong-loss"},
+    "CenterOfOwnRows": {"buffers-differ"},
+    "AccuracyOfOwnSamples": {"no-sync"},
+    "MeanOfAccuracies": {"unweighted-mean"},
+    "AddsWhatAllHave": {"missing-division"},
+    "FoldsTwoRanksAlike": {"wrong-divisor"},
 }

@@ -21,7 +21,7 @@ def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
     if facts.form == "metric" and facts.parameters:
         return [_of_result(facts, facts.parameters[0])]
     found = list(_of_gradients(facts)) if facts.parameters else []
-    if facts.loss_is_wrong and not found:
+    if facts.parameters and facts.loss_is_wrong and not found:
         found = [_wrong_loss(facts)]
     if not found and "buffers" in checks:
         result = next(result for (check, _), result in failed.items() if check == "buffers")
