@@ -248,4 +248,3 @@ class vicregl_global(vicregl):
 
 def directclr() -> nn.Module:
     return _of("directclr_loss", "DirectCLRLoss", loss_dim=4, gather_distributed=True)
-

@@ -146,7 +146,9 @@ def chosen(manifest: dict[str, Any], names: Sequence[str]) -> Iterator[dict[str,
     entries = [*manifest["finding"], *manifest["neighbours"]]
     known = {entry["name"] for entry in entries}
     if unknown := set(names) - known:
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+        raise SystemExit(
+            f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
+        )
     return (entry for entry in entries if not names or entry["name"] in names)
 
 

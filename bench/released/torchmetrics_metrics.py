@@ -194,7 +194,7 @@ def _added() -> list[str]:
             if (kind := _found(place)) is not None:
                 name = place.rpartition(".")[2] + ("_weighted" if inputs is _weighted else "")
                 if inputs is _images and "TotalVariation" in place:
-                    add(name, kind, lambda f, l: _images(f, l)[:1])
+                    add(name, kind, lambda f, labels: _images(f, labels)[:1])
                     continue
                 settings = {"p": 3} if place == "MinkowskiDistance" else settings
                 settings = {"threshold": 0.5} if place == "CriticalSuccessIndex" else settings
