@@ -1,9 +1,6 @@
 """`distcheck backends`: from words to worlds to an exit code. Imports no torch."""
 
-import sys
-
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from distcheck import backends
 from distcheck.backend_probe.document import read_baseline, render_json
@@ -14,6 +11,7 @@ from distcheck.backend_probe.table import render, render_changes
 from distcheck.errors import UsageError
 from distcheck.records import MOST_DEADLINE_S
 from distcheck.reports.files import check_writable, write_text
+from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.training import loading
 from distcheck.worlds.pool import Pool
@@ -98,11 +96,9 @@ def _sweep(
     )
     if look.missing:
         return found
-    columns = (TextColumn(f"{name} on {look.device}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    hidden = not (console.is_terminal and sys.stderr.isatty())
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=len(probes))
+    with LiveProgress(Console(stderr=True)) as live:
+        what = f"{name} on {look.device}"
+        live.counted(0, len(probes), what)
         cells, failure = sweep(
             pool,
             probes,
@@ -110,7 +106,7 @@ def _sweep(
             device=look.device,
             world=world,
             deadline_s=deadline_s,
-            on_cell=lambda done: progress.update(task, completed=done),
+            on_cell=lambda done: live.counted(done, len(probes), what),
         )
     return Sweep(
         backend=name,

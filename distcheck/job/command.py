@@ -21,6 +21,7 @@ from distcheck.records.layers import NO_LAYER
 from distcheck.records.run_facts import Origin
 from distcheck.reports.files import write_text
 from distcheck.reports.json_report import render_json
+from distcheck.reports.live import LiveProgress
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 
@@ -31,7 +32,7 @@ _NOT_SHOWN = (
 )
 
 
-def judge_job(asked: JobOptions) -> Report:
+def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     """Runs the job and judges it. Raises the errors of `running.check_recorded`."""
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
@@ -44,17 +45,23 @@ def judge_job(asked: JobOptions) -> Report:
         copied = Copy(Path.cwd(), copy, missing) if missing else copy_project(copy)
         missing = copied.missing
         file = settings.write(_settings_of(asked), recorded)
-        ran = running.run(command, file, deadline_s=asked.deadline_s)
+        live.phase(f"[1/3] recording {asked.steps} steps of the job")
+        # What torchrun sets where several ranks share a machine; it says so in four lines.
+        threads = {"OMP_NUM_THREADS": "1"} if (asked.nproc or 0) > 1 else {}
+        ran = running.run(command, file, deadline_s=asked.deadline_s, defaults=threads)
         if ran.hung:
             report = _report(made, _hung(asked, ran))
             _keep(report)
             return report
         running.check_recorded(recorded, ran, command)
-        job = reading.read(recorded)
-        reference = None
-        if not missing:
-            reference, missing = _replay(asked, job, copied, folder / "reference")
-        report = _report(made, judge(asked, job, ran, reference, missing))
+        with live:
+            job = reading.read(recorded)
+            reference = None
+            if not missing:
+                live.phase("[2/3] replaying them as one process")
+                reference, missing = _replay(asked, job, copied, folder / "reference")
+            live.phase("[3/3] judging")
+            report = _report(made, judge(asked, job, ran, reference, missing))
         _keep(report)
         if asked.save is not None:
             try:

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -78,16 +79,24 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def run(command: Sequence[str], settings: Path, *, deadline_s: float = math.inf) -> Ran:
+def run(
+    command: Sequence[str],
+    settings: Path,
+    *,
+    deadline_s: float = math.inf,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> Ran:
     """Runs the job's command, its output passed on, and returns when it has ended, or when it was
-    ended since it had hung.
+    ended since it had hung. `defaults` are variables where they are not set.
     """
     with relayed() as streams:
         try:
             process = subprocess.Popen(
-                command, env=_surroundings(os.environ, settings), stdout=streams.get("stdout"),
+                command,
+                env=_surroundings({**defaults, **os.environ}, settings),
+                stdout=streams.get("stdout"),
                 stderr=streams.get("stderr"),
-            )  # fmt: skip
+            )
         except OSError as error:
             raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
         try:

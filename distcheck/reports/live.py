@@ -32,6 +32,7 @@ class LiveProgress:
         self._before = 0  # cases that an earlier start of this run has judged
         self._planned_at = self._begun
         self._text = "starting"
+        self._parts = (0, 0)  # of work that is not made of cases: done, and in all
 
     def __enter__(self) -> "LiveProgress":
         if self._console.is_terminal:
@@ -49,6 +50,18 @@ class LiveProgress:
 
     def preparing(self, what: str) -> None:
         """Before any case runs; in a search, at any time."""
+        self._show(what)
+
+    def phase(self, what: str) -> None:
+        """Another part of the work begins: a line of its own, before the changing one is shown."""
+        self._text = what
+        self._write(what)
+
+    def counted(self, done: int, total: int, what: str) -> None:
+        """Work that is not made of cases has come so far."""
+        if not self._parts[1]:
+            self._planned_at = time.monotonic()
+        self._parts = (done, total)
         self._show(what)
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
@@ -71,7 +84,8 @@ class LiveProgress:
 
     def _line(self, text: str) -> str:
         """A text, after how many cases are judged (where it is known of how many) and the times."""
-        count = ""
+        done, total = self._parts
+        count = f"{done} of {total}, " if total else ""
         if self._cases:
             planned = {case.id for case in self._cases}
             judged = self._before + len(self._done & planned)
@@ -83,8 +97,10 @@ class LiveProgress:
         now = time.monotonic()
         text = f"{_duration(now - self._begun)}"
         costs = {case.id: self._cost(case) for case in self._cases}
-        done = sum(cost for name, cost in costs.items() if name in self._done)
+        done: float = sum(cost for name, cost in costs.items() if name in self._done)
         left = sum(costs.values()) - done
+        if self._parts[1]:
+            done, left = self._parts[0], self._parts[1] - self._parts[0]
         if not done or not left:
             return text
         return f"{text}, about {_duration((now - self._planned_at) * left / done)} left"

@@ -1,15 +1,16 @@
 """`distcheck selftest`, from options to an exit code. Imports no torch."""
 
 import contextlib
+import itertools
 import time
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distcheck.errors import ExitCode
 from distcheck.reports.files import check_writable, write_text
+from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.selftest.planning import Plan, check_place, plan_selftest
 from distcheck.selftest.records import Row, count
@@ -34,15 +35,14 @@ def selftest_command(
     rows: list[Row] = []
     environment: dict[str, Any] = {}
     try:
-        with _progress() as progress:
-            task = progress.add_task("looking at the zoo", total=None)
+        with LiveProgress(Console(stderr=True)) as live:
+            live.preparing("looking at the zoo")
             plan = plan_selftest(
                 look(), patterns=patterns, quick=quick, backend=backend, device=device
             )
-            progress.update(task, total=len(plan.mutants) + len(plan.strategies))
             interrupted = True
             with contextlib.suppress(KeyboardInterrupt):
-                _run(plan, rows, environment, progress)
+                _run(plan, rows, environment, live)
                 interrupted = False
     finally:
         shared_pool().close()
@@ -63,15 +63,13 @@ def selftest_command(
     return _show(found, json_file=json_file, verbose=verbose)
 
 
-def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], progress: Progress) -> None:
+def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], live: LiveProgress) -> None:
     """Fills `rows` one by one, so that they are there if this is interrupted."""
-    task = progress.task_ids[0]
-    done = -1
+    total = len(plan.mutants) + len(plan.strategies)
+    numbers = itertools.count()
 
     def begins(name: str) -> None:
-        nonlocal done
-        done += 1
-        progress.update(task, description=name, completed=done)
+        live.counted(next(numbers), total, name)
 
     for row in run_plan(plan, begins=begins, environment=environment):
         rows.append(row)  # noqa: PERF402
@@ -91,15 +89,3 @@ def _show(found: Detection, *, json_file: str | None, verbose: bool) -> int:
         err=True,
     )
     return int(ExitCode.INTERRUPTED)
-
-
-def _progress() -> Progress:
-    """One line that changes, on a terminal only."""
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

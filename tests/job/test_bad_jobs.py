@@ -195,7 +195,7 @@ def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
     assert ran.stdout.count("trained") == 2
     assert re.findall(r"^read (\d)$", ran.stdout, re.MULTILINE).count("3") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "log-0.txt", "log-1.txt", "report.json", "train.py",
+        ".distcheck", "log-0.txt", "log-1.txt", "report.json", "train.py",
     ]  # fmt: skip
     assert (tmp_path / "log-0.txt").read_text().split() == list("012345")
     reference = next(c for c in case["checks"] if c["check"] == "reference")

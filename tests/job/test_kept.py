@@ -31,7 +31,7 @@ def test_a_command_runs_after_a_yes_alone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     ran: list[list[str]] = []
     monkeypatch.setattr(
-        "distcheck.cli.commands.job._run", lambda words, asked: ran.append([*words]) or 1 / 0
+        "distcheck.cli.commands.job._run", lambda words, asked, quiet: ran.append([*words]) or 1 / 0
     )
     own = tmp_path / ".distcheck" / "runs" / "20260101-000000-1"
     own.mkdir(parents=True)

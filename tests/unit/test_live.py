@@ -54,6 +54,25 @@ def test_a_log_has_a_line_for_every_case_with_its_verdict_and_the_times(clock: C
     ]
 
 
+def test_phases_are_lines_and_parts_are_counted(clock: Clock) -> None:
+    stream = io.StringIO()
+    live = LiveProgress(Console(file=stream))
+    live.phase("[1/2] recording")
+    clock.now += 10
+    with live:
+        live.phase("[2/2] replaying")
+        live.counted(0, 4, "probe")
+        clock.now += 20
+        live.counted(1, 4, "probe")
+        clock.now += 40
+        live.counted(2, 4, "probe")
+    assert log(stream) == [
+        "progress: [0 s] [1/2] recording",
+        "progress: [10 s] [2/2] replaying",
+        "progress: [2 of 4, 70 s, about 60 s left] probe",
+    ]
+
+
 def test_a_log_of_a_long_case_has_a_line_every_half_minute(clock: Clock) -> None:
     stream = io.StringIO()
     with LiveProgress(Console(file=stream)) as listener:

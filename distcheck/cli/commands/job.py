@@ -82,7 +82,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
         raise UsageError("the command writes to standard output as well; give the report a file")
     check_outputs(files)
     with errors_annotated(files):
-        report, code = _run(words, asked)
+        report, code = _run(words, asked, quiet=quiet)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     if report.save_error:
         say(f"distcheck: {report.save_error}; the verdict above stands", err=True)
@@ -90,8 +90,10 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     return code
 
 
-def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
+def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple[Any, int]:
     """The report, and the exit code."""
+    from rich.console import Console
+
     from distcheck.errors import UsageError
     from distcheck.job.settings import bytes_of
 
@@ -113,6 +115,9 @@ def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
         raise UsageError("--every and --warn belong to --guard; give --guard as well")
     from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
+    from distcheck.reports.live import LiveProgress
 
-    report = judge_job(JobOptions(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
+    live = LiveProgress(Console(stderr=True, quiet=quiet))
+    options = JobOptions(words=words, **{**asked, "budget": bytes_of(asked["budget"])})
+    report = judge_job(options, live)
     return report, int(report.exit_code)
