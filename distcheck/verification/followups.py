@@ -1,5 +1,9 @@
 """What is run once more, or not counted, when a strategy's cases have failed for a known reason.
 
+What may come of a call that was not waited for is run once in a simulated world, which sees every
+use of a tensor in flight: processes see what happened to be in it. Where it stops at such a call,
+that is the cause, in place of what follows from it.
+
 Four kinds of right code fail in the default cases, and none of them in a usual training:
 
 - code that cannot take a parameter of no dimension (`x[:]`, `len(x)`), which the lattice and the
@@ -25,13 +29,14 @@ from typing import Literal, get_args
 
 import msgspec
 
+from distcheck import backends
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 
-Kind = Literal["no scalar", "no volume", "equal shards"]
+Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # The parameter that code may be unable to take: what it is, what comes in its place, what has one.
 _ODD = {
@@ -47,6 +52,9 @@ _DTYPE = re.compile(
     r"\b(?:dtypes?|(?:scalar|tensor|data) types?|b?float(?:16|32|64)|complex(?:64|128)|[Dd]ouble"
     r"|Float|Half|(?:Float|Double|Half)Tensor)\b"
 )
+# What gradients are called that were used before an exchange had ended.
+_RACES = {"nondeterministic", "partial-sync", "duplicated-rank", "one-rank-only", "unexplained"}
+_FOLLOW = {"no-sync", "replicas-differ", "wrong-update"}  # from one, though each has other causes
 _MOST_SHOWN = 160  # characters of an error
 
 
@@ -70,9 +78,11 @@ def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
     found: dict[tuple[object, ...], FollowUp] = {}
     for report in reports:
         for kind in _KINDS:
-            odd = kind in _ODD
-            case = _without(kind, report, reports) if odd else _with_equal_shards(report)
-            once = kind == "equal shards"
+            if kind in _ODD:
+                case = _without(kind, report, reports)
+            else:
+                case = (_with_equal_shards if kind == "equal shards" else _simulated)(report)
+            once = kind not in _ODD
             of = (report.case.siblings, report.case.adaptation) if once else report.case.id
             key = (kind, of)
             if case is not None and key not in found:
@@ -100,13 +110,23 @@ def _with_equal_shards(report: CaseReport) -> Case | None:
     return msgspec.structs.replace(case, id=name, batch=equal, rerun=False)
 
 
+def _simulated(report: CaseReport) -> Case | None:
+    case = report.case
+    is_it = report.ranks_finished and any(one.cause in _RACES for one in report.diagnosis)
+    if not is_it or case.device != "cpu" or backends.name_of(case.backend) == "simulated":
+        return None
+    return msgspec.structs.replace(
+        case, id=as_file_name(f"{case.id}-simulated"), backend="simulated", rerun=False
+    )
+
+
 def take_in(
     reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
 ) -> list[CaseReport]:
     """The reports with what the follow-ups have shown."""
     found = list(reports)
     for follow_up, report in done:
-        change = _with_another if follow_up.kind in _ODD else _with_hint
+        change = _CHANGES.get(follow_up.kind, _with_another)
         found = [change(each, follow_up, report) for each in found]
     return found
 
@@ -139,6 +159,23 @@ def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> Cas
     return msgspec.structs.replace(
         report, diagnosis=tuple(_hinted(cause, what) for cause in report.diagnosis)
     )
+
+
+def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
+    """What the simulated world has stopped at, in place of what processes made of it."""
+    misuses = [one for one in done.diagnosis if one.cause in MISUSES]
+    left = [one for one in report.diagnosis if one.cause not in _RACES | _FOLLOW]
+    same = report.case.siblings == follow_up.of.case.siblings
+    if not misuses or not same or len(left) == len(report.diagnosis):
+        return report
+    note = (
+        "named by a simulated world, which was run since the gradients may be those of a race: "
+        f"{follow_up.case.command_line}"
+    )
+    return msgspec.structs.replace(report, diagnosis=(*misuses, *left), notes=(*report.notes, note))
+
+
+_CHANGES = {"equal shards": _with_hint, "in flight": _with_misuse}
 
 
 def _hinted(cause: Diagnosis, what: str) -> Diagnosis:

@@ -23,6 +23,7 @@ from distcheck.errors import (
     LeftOutError,
     MembershipError,
     RankLostError,
+    UsageError,
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
@@ -242,10 +243,10 @@ def _follow_up(
     wanted = followups.follow_ups(book.finished)
     done: list[tuple[FollowUp, CaseReport]] = []
     for each in wanted:
-        facts = preparation.inspect(pool, [each.case], data)
         try:
+            facts = preparation.inspect(pool, [each.case], data)
             (run,), _ = preparation.plan_runs(pool, [each.case], facts.cases, data)
-        except LeftOutError:
+        except (LeftOutError, UsageError, CannotRunError):
             continue  # nothing of it could be judged
 
         def enter(run: CaseRun, each: FollowUp = each) -> str:

@@ -216,6 +216,51 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
     assert found.diagnosis[1] == causes[1]
 
 
+IN_FLIGHT = caused("buffer-in-flight", "crash")
+
+
+@pytest.mark.parametrize(
+    ("causes", "done", "expected"),
+    [
+        (("partial-sync", "no-sync"), IN_FLIGHT, ["buffer-in-flight"]),
+        (("wrong-divisor", "nondeterministic"), IN_FLIGHT, ["buffer-in-flight", "wrong-divisor"]),
+        (("partial-sync",), caused("crash"), ["partial-sync"]),
+        (("partial-sync",), (), ["partial-sync"]),
+    ],
+)
+def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
+    causes: tuple[str, ...], done: tuple[Diagnosis, ...], expected: list[str]
+) -> None:
+    """Once for a strategy in a world; there every use of a tensor in flight is seen."""
+    failed = report("cnn", verdict="fail", diagnosis=caused(*causes))
+    also = report("composite", verdict="fail", diagnosis=caused("unexplained"))
+    (follow_up,) = follow_ups([failed, also])
+    assert (follow_up.case.backend, follow_up.case.rerun) == ("simulated", False)
+    assert follow_up.case.workload == "cnn"
+    stopped = CaseReport(
+        case=follow_up.case, verdict="fail", diagnosis=done, outcomes=(), checks=(),
+        strategy_file="s.py",
+    )  # fmt: skip
+    found, other = take_in([failed, also], [(follow_up, stopped)])
+    assert [one.cause for one in found.diagnosis] == expected
+    named = expected != [*causes]
+    assert any("run since the gradients may be those of a race" in n for n in found.notes) is named
+    assert [one.cause for one in other.diagnosis] == [expected[0] if named else "unexplained"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"diagnosis": caused("no-sync")},
+        {"diagnosis": caused("partial-sync"), **CRASHES},
+        {"diagnosis": ()},
+    ],
+)
+def test_what_is_no_race_is_not(said: dict[str, Any]) -> None:
+    given = {"verdict": "fail", **said}
+    assert not [f for f in follow_ups([report("cnn", **given)]) if f.kind == "in flight"]
+
+
 def test_no_follow_up_for_what_is_right() -> None:
     assert follow_ups([report("lattice"), report("cnn"), report("cnn", "float64")]) == []
 

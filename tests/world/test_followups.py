@@ -125,3 +125,25 @@ def test_a_hang_ends_the_other_cases_of_its_world() -> None:
             assert check.reason.startswith(
                 "not run: the strategy hung in lattice float32; --after-hang runs every case"
             )
+
+
+RACE = """
+import torch
+import torch.distributed as dist
+
+def hook(state, bucket):
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer() / dist.get_world_size())
+    return done
+"""
+
+
+def test_a_hook_that_does_not_wait_is_named_with_its_line(tmp_path: Path) -> None:
+    """Its gradients look like several other mistakes, as it happens."""
+    (tmp_path / "race.py").write_text(RACE)
+    report = distcheck.verify(f"{tmp_path}/race.py:hook", world=2, workload="mlp", steps=1)
+    (cause,) = report.cases[0].diagnosis
+    assert cause.cause == "buffer-in-flight"
+    assert "race.py:8" in cause.evidence
+    assert "race.py:6" in cause.evidence
