@@ -194,7 +194,7 @@ def _added() -> list[str]:
             if (kind := _found(place)) is not None:
                 name = place.rpartition(".")[2] + ("_weighted" if inputs is _weighted else "")
                 if inputs is _images and "TotalVariation" in place:
-                    add(name, kind, lambda f, labels: _images(f, labels)[:1])
+                    add(name, kind, lambda f, y: _images(f, y)[:1])
                     continue
                 settings = {"p": 3} if place == "MinkowskiDistance" else settings
                 settings = {"threshold": 0.5} if place == "CriticalSuccessIndex" else settings
@@ -205,7 +205,7 @@ def _added() -> list[str]:
 NAMES = _added()
 
 
-class NormalizedRootMeanSquaredError_columns(_Fed):
+class NRMSE_of_columns(_Fed):
     """Of several outputs, by each way to normalise."""
 
     def __init__(self) -> None:

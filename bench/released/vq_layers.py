@@ -1,4 +1,4 @@
-"""Quantizers of vector-quantize-pytorch: a loss of what they make of features, and buffers."""
+"""Quantizers of vector-quantize-pytorch: a loss of what comes out of them, and their buffers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,7 +65,7 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
 
 
 def enter_world_of_one() -> None:
-    """What code may ask for where there is no world: a process group, a launcher's variables."""
+    """What code asks for where there is no world: a process group, and a launcher's variables."""
     import torch.distributed as dist
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

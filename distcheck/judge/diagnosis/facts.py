@@ -294,9 +294,9 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
     wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
     right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
-    that have one; `form` is that of code that exchanges by itself (`loss`, `metric`); `apart`:
-    ranks that read the same samples had losses further from each other than rounding explains.
-    `outputs` are those of the first rank that has wrong ones.
+    that have one; `apart`: ranks that read the same samples had losses further from each other than
+    rounding explains. `form` is that of code that exchanges by itself (`loss`, `metric`). `outputs`
+    are those of the first rank that has wrong ones.
     """
 
     step: int
