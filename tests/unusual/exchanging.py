@@ -1,4 +1,4 @@
-"""Right losses and metrics that exchange by themselves, of unusual kinds; and what shows nothing."""
+"""Right losses and metrics that exchange by themselves, and some that show nothing."""
 
 import torch
 import torch.distributed as dist
