@@ -211,3 +211,32 @@ class NRMSE_of_columns(_Fed):
     def __init__(self) -> None:
         kind = torchmetrics.NormalizedRootMeanSquaredError
         super().__init__(kind(num_outputs=4, normalization="mean"), _columns)
+
+
+class SSIM_of_each(_Fed):
+    """Without a reduction: the values of all images, whose count follows from the batch."""
+
+    def __init__(self) -> None:
+        kind = torchmetrics.StructuralSimilarityIndexMeasure
+        super().__init__(kind(data_range=1.0, reduction=None), _images)
+
+    def compute(self) -> Any:
+        values = torch.as_tensor(self._metric.compute()).flatten()
+        return torch.stack([values.sum(), values.square().sum(), values.numel() * values.new_ones(())])
+
+
+class Pearson_of_columns(_Fed):
+    def __init__(self) -> None:
+        super().__init__(torchmetrics.PearsonCorrCoef(num_outputs=4), _columns)
+
+
+class Spearman_where_some_have_none(_Fed):
+    """Ranks may have seen no sample of the one class that is looked at, and so have empty lists."""
+
+    def __init__(self) -> None:
+        super().__init__(torchmetrics.SpearmanCorrCoef(), _numbers)
+
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        chosen = labels == 5
+        if chosen.any():
+            super().update(features[chosen], labels[chosen])
