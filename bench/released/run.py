@@ -65,12 +65,7 @@ def verified(
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        words = [sys.executable, "-m", "distcheck", "verify", "--quiet", "--json", str(report)]
-        for name in objects:
-            words += ["--strategy", str(HERE / name)]
-        for world in entry["worlds"]:
-            words += ["--world", str(world)]
-        words += ["--as", entry["form"], *entry.get("options", [])]
+        words = _command(objects, entry, report)
         path = os.pathsep.join([*map(str, paths), str(HERE)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         try:
@@ -83,6 +78,23 @@ def verified(
         if not report.exists():
             return {}, (ended.stderr.strip().splitlines() or ["no report"])[-1][:200], spent
         return json.loads(report.read_text()), "", spent
+
+
+def _command(objects: Sequence[str], entry: dict[str, Any], report: Path) -> list[str]:
+    """`distcheck verify` of all objects together, or `distcheck job` of one with its arguments."""
+    distcheck = [sys.executable, "-m", "distcheck"]
+    quiet = ["--quiet", "--json", str(report)]
+    if entry["form"] == "job":
+        script, _, arguments = objects[0].partition(":")
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(entry["worlds"][0])]
+        started = [sys.executable, *ranks, str(HERE / script), *arguments.split()]
+        return [*distcheck, "job", *quiet, *entry.get("options", []), "--", *started]
+    words = [*distcheck, "verify", *quiet, "--as", entry["form"], *entry.get("options", [])]
+    for name in objects:
+        words += ["--strategy", str(HERE / name)]
+    for world in entry["worlds"]:
+        words += ["--world", str(world)]
+    return words
 
 
 def judged(ran: Ran, cases: Sequence[dict[str, Any]]) -> Ran:
@@ -129,15 +141,17 @@ def run(entry: dict[str, Any], targets: Path, limit_s: float, needs: Sequence[st
             print(f"  {package} {version}: pip failed: {error.stderr.decode()[-200:]}")
             rows += made
             continue
-        names = [f"{script}:{one.what}" for one in made]
-        report, said, seconds = verified(paths, names, entry, limit_s)
-        if said:
-            print(f"  {package} {version}: {said}")
-        for one, name in zip(made, names, strict=True):
-            spec = str(HERE / name)
-            cases = [case for case in report.get("cases", []) if case["strategy"] == spec]
-            one.seconds = seconds / len(made)
-            rows.append(judged(one, cases))
+        for together in [[one] for one in made] if entry["form"] == "job" else [made]:
+            names = [f"{script}:{one.what}" for one in together]
+            report, said, seconds = verified(paths, names, entry, limit_s)
+            if said:
+                print(f"  {package} {version}: {said}")
+            for one, name in zip(together, names, strict=True):
+                cases = report.get("cases", [])
+                if entry["form"] != "job":
+                    cases = [case for case in cases if case["strategy"] == str(HERE / name)]
+                one.seconds = seconds / len(together)
+                rows.append(judged(one, cases))
     return rows
 
 

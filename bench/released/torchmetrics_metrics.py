@@ -222,7 +222,9 @@ class SSIM_of_each(_Fed):
 
     def compute(self) -> Any:
         values = torch.as_tensor(self._metric.compute()).flatten()
-        return torch.stack([values.sum(), values.square().sum(), values.numel() * values.new_ones(())])
+        return torch.stack(
+            [values.sum(), values.square().sum(), values.numel() * values.new_ones(())]
+        )
 
 
 class Pearson_of_columns(_Fed):
