@@ -64,7 +64,6 @@ def _gathers_contiguously() -> None:
 class _Pairs(nn.Module):
     def __init__(self, name: str, *guides: nn.Module, **settings: Any) -> None:
         super().__init__()
-        import torch.distributed.nn
 
         _gathers_contiguously()
         self.made = getattr(losses, name)(

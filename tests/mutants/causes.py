@@ -203,7 +203,7 @@ CAUSES: dict[str, set[str]] = {
     # late
     "SendsBeforeItFills": {"stale-gradient"},
     "ReadsItsOutput": {"stale-gradient"},
-    "does_not_wait": {"one-rank-only"},
+    "does_not_wait": {"buffer-in-flight"},
     "ReadsTheFlagEarly": {"optimizer-not-stepped"},
     "CapturesTheFirstBuffer": {"no-sync"},
     "HookThatDetaches": {"no-sync"},

@@ -196,6 +196,17 @@ CORPUS = (
 # beside those.
 EXTRAS = frozenset(
     {
+        # losses and metrics that exchange by themselves
+        "AccuracyOfOwnSamples",
+        "AddsWhatAllHave",
+        "CenterOfOwnRows",
+        "FoldsTwoRanksAlike",
+        "GathersNothing",
+        "GathersWithoutGradient",
+        "LossOfOwnPart",
+        "MeanOfAccuracies",
+        "OwnRowsAgainstOthers",
+        "WeightsTimesWorld",
         # numbers of tokens
         "means_over_tokens_count_by_samples", "OwnTokensDivide", "PaddingDivides",
         "OwnPaddingDivides", "sum_over_tokens_by_ranks", "sum_over_tokens",
