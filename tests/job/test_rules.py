@@ -345,6 +345,28 @@ def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_b
     )
 
 
+def test_a_multiple_of_one_pass_is_no_number_of_all_ranks(tmp_path: Path) -> None:
+    """Two passes of 4 samples each: 8 is what both have, and 16 what two ranks have."""
+
+    def two(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(number) for number in range(2)]
+
+    job = make(tmp_path, two)
+    for count, expected in ((8.0, (1.0,)), (16.0, (2.0,)), (12.0, (1.0, 2.0))):
+        found = _copies([gradients(0, 0), gradients(1, 0)], sums=1.0, count=count, passes=2.0)
+        choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+        assert choice.scales == expected, count
+
+    def unlike(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(0), facts.a_pass(1, rows=facts.rows[:3])]
+
+    (tmp_path / "unlike").mkdir()
+    job = make(tmp_path / "unlike", unlike)
+    found = _copies([gradients(0, 0), gradients(1, 0)], sums=1.0, count=6.0, passes=2.0)
+    choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+    assert choice.scales == (1.0, 2.0)
+
+
 # -- causes ----------------------------------------------------------------------------------------
 
 

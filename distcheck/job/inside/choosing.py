@@ -111,20 +111,15 @@ def _scales(job: JobRecording, alone: state.Tensors | None) -> tuple[float, ...]
         return (1.0,)
     if SUMS[int(alone["sums"])] == "times":
         return (1.0, float(job.world))
-    counts = _counts(job.records[0, job.steps[0]])
-    own = {number for number in counts if number}
-    if float(alone["count"]) in own:
-        return (1.0,)
-    if float(alone["count"]) in {number * job.world for number in own}:
-        return (float(job.world),)
-    return (1.0, float(job.world))
-
-
-def _counts(record: StepRecord) -> set[int]:
-    """How many samples and targets one pass has, and all passes of a step together."""
+    record, count = job.records[0, job.steps[0]], float(alone["count"])
     rows = [len(one.rows) for one in record.trained]
     targets = [call.counted for one in record.trained for call in one.losses]
-    return {*rows, *targets, sum(rows), sum(targets)}
+    if count in {number for number in (*rows, *targets, sum(rows), sum(targets)) if number}:
+        return (1.0,)
+    # A multiple of what one of several passes has may be a number of something else.
+    if count in {number * job.world for number in (sum(rows), sum(targets)) if number}:
+        return (float(job.world),)
+    return (1.0, float(job.world))
 
 
 def _by_rank(job: JobRecording, base: state.Tensors, why: str) -> Choice:
