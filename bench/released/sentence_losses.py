@@ -7,6 +7,7 @@ up others on gloo, which is not what is looked at.
 from typing import Any
 
 import torch
+import torch.distributed.nn
 from sentence_transformers import losses
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,6 @@ def _gathers_contiguously() -> None:
 class _Pairs(nn.Module):
     def __init__(self, name: str, *guides: nn.Module, **settings: Any) -> None:
         super().__init__()
-
         _gathers_contiguously()
         self.made = getattr(losses, name)(
             _Embeds(), *guides, gather_across_devices=True, **settings
