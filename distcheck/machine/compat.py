@@ -18,6 +18,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.utils._python_dispatch as dispatch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all of its kinds derive from
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # those, and all of InstanceNorm
 from torch.nn.modules.conv import _ConvNd as Conv
@@ -188,6 +189,13 @@ def fresh_groups_state() -> dict[str, Any]:
 def default_store() -> Any:
     """The store by which the default group has met."""
     return c10d._get_default_store()
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's storage, equal to others of the same one: it keeps none of its
+    memory, and while it is there no other storage is taken for it. Raises for a tensor without one.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def counts_calls() -> bool:

@@ -143,6 +143,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     suggestion: str
 
 
+class CallSite(msgspec.Struct, frozen=True, kw_only=True):
+    """The line of the code under test that a failure's cause is about, with its text where that can
+    be read; without a file, what is wrong went through no call.
+    """
+
+    file: str = ""
+    line: Count = 0
+    code: str = ""
+
+
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     """What `--accept` has changed: `widened`, what is expected now and within which bound;
     `not_owed`, what a pass therefore no longer shows.
@@ -165,6 +175,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...]
     checks: tuple[CheckResult, ...]
     diagnosis: tuple[Diagnosis, ...] = ()
+    where: CallSite | None = None
     timings_s: dict[str, float] = {}
     replay: str = ""
     notes: tuple[str, ...] = ()

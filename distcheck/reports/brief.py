@@ -22,7 +22,13 @@ from distcheck.records.layers import (
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.reports.failures import Key, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import next_step
-from distcheck.reports.wording import STYLE, describe_accepted, most_telling_first, show
+from distcheck.reports.wording import (
+    STYLE,
+    describe_accepted,
+    describe_site,
+    most_telling_first,
+    show,
+)
 from distcheck.reports.wrapping import hanging, print_hanging
 
 _VERDICT = 8  # columns
@@ -135,8 +141,11 @@ class _Lines:
         self._found: list[tuple[str, str, int]] = []
 
     def add(self, label: str, text: str, *, most: int = 1) -> None:
-        """A text of at most so many lines: what does not fit is left out, by clauses."""
-        self._found.append((label, text, most))
+        """A text, if there is one, of at most so many lines: what does not fit is left out, by
+        clauses.
+        """
+        if text:
+            self._found.append((label, text, most))
 
     def print(self) -> None:
         width = max((len(label) for label, *_ in self._found), default=0)
@@ -271,6 +280,7 @@ def _add_failure(case: CaseReport, lines: _Lines) -> None:
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
     ):
         lines.add("first", failed[0].reason, most=2)  # as of a guard, which keeps digests
+    lines.add("where", describe_site(case.where, case.strategy_file))
     for one in case.diagnosis[:_MOST_FAILURES]:
         lines.add("try", one.suggestion, most=3)
     if case.ranks_failed:

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from distcheck.errors import UsageError
 from distcheck.records import (
     Allowance,
+    CallSite,
     Collective,
     Compared,
     Contents,
@@ -164,6 +165,7 @@ class CaseEntry(msgspec.Struct, kw_only=True):
     outcomes: list[RankEntry]
     checks: list[CheckEntry]
     diagnosis: list[Diagnosis]
+    where: CallSite | UnsetType = UNSET
     remarks: list[Diagnosis] | UnsetType = UNSET
     timings_s: dict[str, float]
     replay: str

@@ -10,7 +10,7 @@ from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
-from distcheck.reports.wording import describe_place, most_telling_first
+from distcheck.reports.wording import describe_place, describe_site, most_telling_first
 from distcheck.reports.wrapping import hanging
 
 _DETAIL_LINES = 14  # of a rank's traceback or stack
@@ -78,6 +78,8 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     first = earliest_failure(failed)
     if first is not None and first.first is not None:
         yield "first", f"{named(first.check, first.layer)}: {describe_place(first.first)}"
+    if case.where is not None:
+        yield "where", describe_site(case.where, case.strategy_file)
     for label, results in (
         ("why", failed),
         ("unknown", [r for r in case.checks if r.verdict == "unknown"]),

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from distcheck.records import CallSite
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
-from distcheck.reports.wording import searches_of
+from distcheck.reports.wording import describe_site, searches_of
 
 Entry = Mapping[str, Any]  # of `cases` in a document
 
@@ -19,6 +22,7 @@ class CaseGist:
 
     headline: str  # one line
     first: str  # the first divergence, or what was not compared
+    where: str  # the line that the causes are about
     causes: tuple[str, ...]
     suggestions: tuple[str, ...]
     ranks: tuple[tuple[str, str], ...]  # of those that failed: "rank 2 raised", and the detail
@@ -63,11 +67,17 @@ def finding_of(case: Entry) -> CaseGist:
     return CaseGist(
         headline=" ".join(headline.split()),
         first=first,
+        where=describe_site(site_of(case), case["strategy_file"]),
         causes=tuple(f"{d['cause']}: {d['evidence']}" for d in case["diagnosis"]),
         suggestions=tuple(d["suggestion"] for d in case["diagnosis"] if d["suggestion"]),
         ranks=tuple(failed),
         replay=case.get("command") or case["replay"],
     )
+
+
+def site_of(case: Entry) -> CallSite | None:
+    """The line that its causes are about, where it is known."""
+    return msgspec.convert(case["where"], CallSite) if case.get("where") else None
 
 
 def describe_origin(document: Entry) -> str:

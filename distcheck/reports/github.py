@@ -10,7 +10,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from distcheck.errors.shown_text import shown
-from distcheck.reports.findings import CaseGist, Entry, describe_origin, finding_of, name_of
+from distcheck.reports.findings import (
+    CaseGist,
+    Entry,
+    describe_origin,
+    finding_of,
+    name_of,
+    site_of,
+)
 from distcheck.reports.wording import searches_of
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -21,9 +28,9 @@ _MARKS = {"pass": "✅ pass", "unknown": "❔ unknown", "fail": "❌ fail"}
 
 
 def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
-    """A line of standard output for each cell that did not pass, at the file and line of its
-    strategy, as seen from `root`: an error where it failed, a warning where too little is known, a
-    notice where it passed with a remark.
+    """A line of standard output for each cell that did not pass, at the file and line that its
+    cause is about, or of its strategy, as seen from `root`: an error where it failed, a warning
+    where too little is known, a notice where it passed with a remark.
     """
     document = shown(document)
     lines = []
@@ -53,15 +60,18 @@ def _annotation(command: str, case: Entry, root: Path) -> str:
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         found.headline if found.ranks else "",
         found.first or found.headline if case["verdict"] != "pass" else "",
+        f"where: {found.where}" if found.where else "",
         f"replay: {found.replay}" if found.replay else "",
     ]
     first = next(iter([*case["diagnosis"], *remarks]), None)
     named = f" ({first['cause']})" if first else ""
     title = f"distcheck: {case['verdict']}{named}: {case['strategy']}, {name_of(case)}"
-    place = []
-    if case["strategy_file"]:
-        line = int(case.get("strategy_line") or 1)
-        place = [f"file={_property(_place(case['strategy_file'], root))}", f"line={line}"]
+    place, site = [], site_of(case)
+    file, line = case["strategy_file"], int(case.get("strategy_line") or 1)
+    if site is not None and site.file:
+        file, line = site.file, site.line
+    if file:
+        place = [f"file={_property(_place(file, root))}", f"line={line}"]
     message = "\n".join(dict.fromkeys(part for part in parts if part))
     words = ",".join([*place, f"title={_property(title)}"])
     return f"::{command} {words}::{_data(_cut(message, _MOST_MESSAGE))}"
@@ -125,6 +135,7 @@ def _told(found: CaseGist) -> list[tuple[str, str]]:
         ("cause", "\n".join(found.causes)),
         ("try", "\n".join(found.suggestions)),
         ("first", found.first),
+        ("where", found.where),
         ("ranks", "\n\n".join(f"{rank}\n{detail}".strip() for rank, detail in found.ranks)),
         ("replay", found.replay),
     ]

@@ -19,10 +19,10 @@ from distcheck.errors.shown_text import shown
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports import scale
-from distcheck.reports.findings import describe_origin
+from distcheck.reports.findings import describe_origin, site_of
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.pictures import scale as picture
-from distcheck.reports.wording import count, searches_of
+from distcheck.reports.wording import count, describe_site, searches_of
 
 Document = dict[str, Any]
 
@@ -161,6 +161,7 @@ def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured
         "opened": opened,
         "first": (first := _first(failed)),
         "first_name": named(first["check"], first["layer"]) if first else "",
+        "where": describe_site(site_of(case), case["strategy_file"]),
         "reasons": _reasons(case["checks"]),
         "checks": [_check_view(check) for check in case["checks"]],
         "pictured": pictured,

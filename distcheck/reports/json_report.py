@@ -151,6 +151,7 @@ def _case(report: CaseReport) -> CaseEntry:
         outcomes=[_rank(outcome) for outcome in report.outcomes],
         checks=[_check(result) for result in report.checks],
         diagnosis=list(report.diagnosis),
+        where=report.where or UNSET,
         remarks=list(report.remarks) or UNSET,
         command=report.case.command_line,
         notes=list(report.notes),

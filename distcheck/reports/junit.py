@@ -97,6 +97,7 @@ def _test_case(case: Entry, name: str) -> ElementTree.Element:
     wrong.text = _clean(_wrong(case))
     about = [
         *([f"first: {found.first}"] if found.first else []),
+        *([f"where: {found.where}"] if found.where else []),
         *(f"cause: {cause}" for cause in found.causes),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         *([f"replay: {found.replay}"] if found.replay else []),

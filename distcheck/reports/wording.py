@@ -1,12 +1,14 @@
 """Phrases that every format uses."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
 from distcheck.records import (
     Allowance,
+    CallSite,
     CaseReport,
     CheckResult,
     Difference,
@@ -33,6 +35,20 @@ def describe_place(difference: Difference) -> str:
         f"error {show(difference.error)}, bound {show(difference.bound)}"
     )
     return text if difference.ulp is None else f"{text}, {difference.ulp:,} ULP"
+
+
+def describe_site(site: CallSite | None, strategy_file: str) -> str:
+    """The line that a cause is about, with its text: its file as seen from the strategy's folder.
+    Empty where none is known.
+    """
+    if site is None:
+        return ""
+    if not site.file:
+        return "it was given to no collective or message"
+    path, folder = PurePath(site.file), PurePath(strategy_file).parent
+    inside = strategy_file != "" and path.is_relative_to(folder)
+    place = f"{path.relative_to(folder) if inside else path}:{site.line}"
+    return f"{place}  {site.code}".rstrip()
 
 
 def describe_worst(result: CheckResult) -> str:

@@ -10,6 +10,7 @@ import msgspec
 import torch
 import xxhash
 
+from distcheck.backends import name_of
 from distcheck.contract import Contract
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
@@ -33,7 +34,7 @@ from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
-from distcheck.worlds import surroundings
+from distcheck.worlds import postings, step_calls, surroundings
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
@@ -71,8 +72,17 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     writer = TraceWriter(fds["trace"], job.layout, rank, fds.get("baseline"))
     strategy = load()
     by_owners = strategy.contract.gradients == "owner"
+    simulated = name_of(job.case.backend) == "simulated"
+    calls = None
+    if simulated or postings.is_installed():
+        calls = step_calls.listen(rank, past_python=not simulated)
     recorder = TraceRecorder(
-        writer, job.layout, ingredients.device, by_owners=by_owners, full=strategy.full
+        writer,
+        job.layout,
+        ingredients.device,
+        by_owners=by_owners,
+        full=strategy.full,
+        calls=calls,
     )
     progress = late.watching(reporter.progress)
     loop = Loop(ingredients, strategy, recorder, rank=rank, progress=progress, load_again=load)

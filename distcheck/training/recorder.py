@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from distcheck.machine import devices, seeds
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.layout import OWNED_BY, TOGETHER, TraceLayout, memory_order
+from distcheck.recordings.traces.lines import lines_of
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
 from distcheck.training.building import can_train, state_tensors, trainable
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation, innermost
 from distcheck.training.whole_tensors import dense, is_distributed, whole
+from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
 # holds them elsewhere than in the model and the optimizer; None where these hold what there is. A
@@ -122,7 +125,8 @@ class TraceRecorder(Observer):
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
     What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
-    rank whose optimizer updates the parameter.
+    rank whose optimizer updates the parameter. `calls` are heard to say through which lines
+    gradients went.
     """
 
     def __init__(
@@ -133,8 +137,12 @@ class TraceRecorder(Observer):
         *,
         by_owners: bool = False,
         full: Full | None = None,
+        calls: StepCalls | None = None,
     ) -> None:
         self._full = full
+        self._calls = calls
+        self._model: nn.Module | None = None
+        self._left: dict[str, Memory | None] = {}  # where gradients lay after backward
         self._by_owners = by_owners
         self._owners: Owners | None = None
         self._writer, self._layout, self._device = writer, layout, device
@@ -166,6 +174,7 @@ class TraceRecorder(Observer):
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Records the initial state: slot 0."""
         self._owners = Owners(model, optimizer) if self._by_owners else None
+        self._model = model
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
@@ -179,6 +188,8 @@ class TraceRecorder(Observer):
         self._real = None
         self._returned.clear()
         self._put_hooks_back()
+        if self._calls is not None:
+            self._calls.begin()
 
     def counted(self, batch: Batch) -> None:
         """Notes the tokens and the positions, where the workload counts them."""
@@ -201,6 +212,8 @@ class TraceRecorder(Observer):
         self._stretches = stretches
         lost = (index for index, hook in self._hooks.items() if not hook.is_read)
         self._unseen = {index for index in lost if index not in self._ready}
+        if self._calls is not None and self._model is not None:
+            self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
@@ -212,6 +225,7 @@ class TraceRecorder(Observer):
             gradients = self._owners.gradients(model)
         elif held is not None:
             gradients = dict(held)
+        self._put_lines(step, model, gradients)
         for index, spec in enumerate(self._layout.model.parameters):
             gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
@@ -221,6 +235,26 @@ class TraceRecorder(Observer):
                 if self._owners is not None:
                     order = OWNED_BY + self._owners.of.get(spec.name, dist.get_rank())
                 self._writer.put(Kind.GRADIENT, step, index, whole(gradient), order=order)
+
+    def _put_lines(
+        self, step: int, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Records through which lines the gradients went that there are."""
+        if self._calls is None:
+            return
+        lie = {
+            spec.name: (self._left.get(spec.name), memory_of(gradients.get(spec.name)))
+            for spec in self._layout.model.parameters
+        }
+        sizes = {spec.name: spec.elements for spec in self._layout.model.parameters}
+        ways = self._calls.ways(
+            lie, sizes, lambda: map(memory_of, chain(model.parameters(), model.buffers()))
+        )
+        self._left = {}
+        if ways is not None:
+            known = {name: after is not None for name, (_, after) in lie.items()}
+            lines = lines_of(known, ways.given, ways.perhaps, ways.reducing)
+            self._writer.put_lines(step, lines)
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float

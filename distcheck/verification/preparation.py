@@ -18,6 +18,7 @@ from distcheck.plan import cases as plan
 from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import TraceLayout
+from distcheck.recordings.traces.lines import room_for_lines
 from distcheck.records import Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
@@ -151,6 +152,7 @@ def plan_runs(
             max_shard=max(map(max, sizes)),
             model=about.model,
             outputs=_outputs(about, max(map(max, sizes))),
+            line_bytes=room_for_lines(len(about.model.parameters)),
         )
         try:
             limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))

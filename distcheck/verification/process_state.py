@@ -20,6 +20,7 @@ import msgspec
 
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.source_files import modules_beside
+from distcheck.records import CallSite
 from distcheck.records.sources import parse_source, read_source
 
 _MOST_BYTES = 1 << 20  # of a file that is read
@@ -86,6 +87,28 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
     ]
 
 
+def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
+    """The same with the text of its line, where it is in the strategy's file or in one of the
+    modules beside it: a rank says which file it is, and no other is read.
+    """
+    if site is None or not site.file or not site.line:
+        return site
+    own, path = Path(strategy_file), Path(site.file)
+    try:
+        if path == own:
+            content = read_source(own)
+        elif strategy_file and path.is_relative_to(own.parent):
+            content = modules_beside(own)[path.relative_to(own.parent).as_posix()]
+        else:
+            return site
+    except (OSError, KeyError):
+        return site
+    if len(content) > _MOST_BYTES:
+        return site
+    text = shown_line(content.decode(errors="replace").splitlines(), site.line)
+    return msgspec.structs.replace(site, code=text)
+
+
 def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
     if len(content) > _MOST_BYTES or not name.endswith(".py"):
         return []
@@ -96,7 +119,7 @@ def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
         return []
     text = content.decode(errors="replace").splitlines()
     found = dict.fromkeys(sorted(finder.found))
-    return [StateLine(name, number, what, _shown(text, number)) for number, what in found]
+    return [StateLine(name, number, what, shown_line(text, number)) for number, what in found]
 
 
 def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
@@ -124,7 +147,7 @@ def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
     return found
 
 
-def _shown(text: list[str], line: int) -> str:
+def shown_line(text: list[str], line: int) -> str:
     """A line of a user's file, fit for a terminal."""
     raw = text[line - 1].strip() if line <= len(text) else ""
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in raw)

@@ -24,6 +24,7 @@ from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
 from distcheck.verification import contents
 from distcheck.verification.case_run import CaseRun
+from distcheck.verification.process_state import with_code
 from distcheck.workloads.cells import CELLS
 
 # Settings and versions that the bits of a float computation depend on.
@@ -43,6 +44,13 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     results, not_given = _without_outputs(results)
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
+    found = diagnosis.diagnose(
+        () if run.defect else outcomes,
+        results,
+        run.seen,
+        run.separation,
+        accept=run.case.accept,
+    )
     return CaseReport(
         rounded_to=rounded_to(run.seen)
         if run.seen and failed == {("gradients", IN_FLOAT64)}
@@ -53,14 +61,10 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
-        diagnosis=tuple(
-            diagnosis.diagnose(
-                () if run.defect else outcomes,
-                results,
-                run.seen,
-                run.separation,
-                accept=run.case.accept,
-            )
+        diagnosis=tuple(found),
+        where=with_code(
+            diagnosis.culprit(found, results, run.seen) if run.seen else None,
+            run.facts.strategy_file,
         ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,

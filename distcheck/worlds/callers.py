@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_GROUPS = tuple(_PACKAGE + room + os.sep for room in ("worlds", "backends"))
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
+# Files between the caller of an operation and the process group: torch's own, and what wraps them.
+ON_THE_WAY = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py",
+)  # fmt: skip
 PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
 
 
@@ -32,5 +38,19 @@ def place_of_caller() -> str:
     while frame is not None:
         if is_theirs(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of_call() -> str:
+    """The line of the code under test that makes a call to a process group itself, as FILE:LINE;
+    nothing where code of torch's does.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_GROUPS) or file.endswith(ON_THE_WAY) or is_pythons(file)):
+            here = is_theirs(file) and os.sep in file
+            return f"{file}:{frame.f_lineno}" if here else ""
         frame = frame.f_back
     return ""

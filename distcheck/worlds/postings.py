@@ -20,6 +20,7 @@ from typing import Any
 
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
+from distcheck.worlds import step_calls
 from distcheck.worlds.call_log import CallLog
 from distcheck.worlds.callers import place_of_caller
 
@@ -264,6 +265,7 @@ def _collective(
         after = _count(group)
         if noted is not None and after > before >= 0:
             noted.last = after
+            step_calls.hear(noted.call.rank, kind, given, after - before)
             HERE.notes.append(noted)
             limits = [posted_calls.own_limit_s(one) for one in (*given[-1:], *named.values())]
             if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):
@@ -356,6 +358,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
             raise
         if log is not None:
             log.within_call(False)
+        step_calls.hear(rank, kind, given[:1], max(0, _count(group) - before))
         HERE.remember(work, NotedCall(call))
         return work
 

@@ -254,6 +254,16 @@ def test_process_groups(group: dist.ProcessGroup) -> None:
     assert compat.functional_collectives() == 0
 
 
+def test_a_storage_is_known_by_a_reference_that_keeps_no_memory() -> None:
+    tensor, other = torch.ones(4), torch.ones(4)
+    storage = compat.weak_storage(tensor)
+    assert storage == compat.weak_storage(tensor[1:])
+    assert storage != compat.weak_storage(other)
+    assert not storage.expired()
+    del tensor
+    assert storage.expired()
+
+
 def test_groups_count_their_calls(group: dist.ProcessGroup) -> None:
     assert compat.counts_calls()
     before = compat.calls_counted(group)

@@ -11,6 +11,7 @@ from rich.console import Console
 from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.records import (
     Adaptation,
+    CallSite,
     Case,
     CaseReport,
     CheckResult,
@@ -123,6 +124,7 @@ def mismatch() -> CaseReport:
                 suggestion="start at the first divergence; checks above it passed",
             ),
         ),
+        where=CallSite(file="/x/mine.py", line=12, code="dist.all_reduce(p.grad)"),
         replay="distcheck replay run/cases/mine-sync-w4-mlp-float32.json",
         notes=("world 2 cannot tell orders of summation apart",),
     )

@@ -1,9 +1,11 @@
 """What ranks write is what checks read, and equal bits are stored once."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +25,7 @@ from distcheck.recordings.traces.layout import (
     steps_written,
     strides_in,
 )
+from distcheck.recordings.traces.lines import StepLines, room_for_lines
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import ModelLayout, TensorSpec
@@ -51,6 +54,49 @@ def fd() -> Iterator[int]:
     fd = new_file()
     yield fd
     os.close(fd)
+
+
+LINES = StepLines(("", "/a.py:3"), (1,), ((1,), (), (1,), ()), ((), (0,), (), ()), (True,) * 4)
+
+
+def test_lines_are_read_as_they_were_written() -> None:
+    layout = msgspec.structs.replace(LAYOUT, line_bytes=room_for_lines(4))
+    fd = os.memfd_create("lines")
+    os.ftruncate(fd, layout.total_bytes)
+    TraceWriter(fd, layout, 1).put_lines(1, LINES)
+    reader = TraceReader(fd, layout)
+    assert reader.lines(1, 1) == LINES
+    assert [reader.lines(*place) for place in ((0, 0), (0, 1), (1, 0))] == [None] * 3
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        StepLines(("/a.py:3",), (1,), LINES.given, LINES.perhaps, LINES.known),  # no such line
+        StepLines(LINES.lines, (1,), ((),), ((),), (True,)),  # of one parameter
+        StepLines(tuple(f"/a.py:{n}" for n in range(99)), (), ((),) * 4, ((),) * 4, (True,) * 4),
+        StepLines(("/" + "a" * 5000 + ".py:3", ""), (1,), LINES.given, LINES.perhaps, LINES.known),
+    ],
+)
+def test_lines_that_do_not_fit_are_none(wrong: StepLines) -> None:
+    layout = msgspec.structs.replace(LAYOUT, line_bytes=room_for_lines(4))
+    with tempfile.TemporaryFile() as file:
+        file.truncate(layout.total_bytes)
+        TraceWriter(file.fileno(), layout, 0).put_lines(0, wrong)
+        assert TraceReader(file.fileno(), layout).lines(0, 0) is None
+        assert TraceReader(file.fileno(), layout).steps_written() == 0
+
+
+@given(st.binary(max_size=256))
+def test_any_bytes_in_the_place_of_lines_are_lines_or_none(data: bytes) -> None:
+    layout = msgspec.structs.replace(LAYOUT, world=1, steps=1, line_bytes=room_for_lines(4))
+    with tempfile.TemporaryFile() as file:
+        file.truncate(layout.total_bytes)
+        at = layout.lines_offset(0, 0)
+        os.pwrite(file.fileno(), len(data).to_bytes(4, "little") + data, at)
+        found = TraceReader(file.fileno(), layout).lines(0, 0)
+        assert found is None or len(found.given) == 4
 
 
 def tensor_of(spec: TensorSpec, seed: int) -> torch.Tensor:

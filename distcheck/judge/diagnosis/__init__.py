@@ -8,7 +8,8 @@ optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `l
 model-parallel worlds), and `gradients`, which asks `weights` (with `counting`), `parts` and
 `precision`. They see plain numbers (`facts`), which `observation` has measured in a process of its
 own, and only for cases that failed: `measuring` and `layout_measuring` a step, `measured` what they
-ask of it, `combinations`, `elements`, `matching`, `tokens`, `backward`, `updates` what else it is.
+ask of it, `combinations`, `elements`, `matching`, `tokens`, `backward`, `updates` what else it is,
+`ways` the line that it is about.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from distcheck.judge.diagnosis import (
     state,
 )
 from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.ways import culprit as culprit
 from distcheck.judge.diagnosis.wording import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome

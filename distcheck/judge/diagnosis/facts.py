@@ -314,6 +314,21 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     form: str = ""
 
 
+class WayFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Through which lines a parameter's gradient went at a step, over all ranks: those of calls
+    that were `given` it, and those that `perhaps` carried copies of it; "" is a call whose line is
+    not known. `reducing` are those that only reduce. `never_on` lists the ranks on which it went
+    through no call.
+    """
+
+    step: int
+    parameter: str
+    given: tuple[str, ...]
+    perhaps: tuple[str, ...]
+    reducing: tuple[str, ...]
+    never_on: tuple[int, ...]
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that was measured. `steps` has at most three, the first failing one of the gradients
     first. `other_order` names the order whose bits the gradients have where the promised one's they
@@ -328,7 +343,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
     ones. `elsewhere`: of gradients that owners do not have and other ranks do. `layout`: of a
     model-parallel layout, what is measured in place of `steps`. `forward_twice`: wrong buffers are
-    those that a second forward pass on the same batch leaves. Outside of `steps`, ranks have the
+    those that a second forward pass on the same batch leaves. `ways` are those of gradients at the
+    steps that were looked at, where they are known. Outside of `steps`, ranks have the
     numbers of the world that was run.
     """
 
@@ -349,4 +365,5 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[Elsewhere, ...] = ()
     layout: LayoutFacts | None = None
     forward_twice: bool = False
+    ways: tuple[WayFacts, ...] = ()
     trouble: str = ""

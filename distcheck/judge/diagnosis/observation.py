@@ -34,6 +34,7 @@ from distcheck.judge.diagnosis.updates import (
     ran_twice,
     scaled_projection,
 )
+from distcheck.judge.diagnosis.ways import measured_ways
 from distcheck.judge.fitting import fit
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import order_exact, whole_batch
@@ -82,6 +83,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
         "begins_alike": _begins_alike(trace),
+        "ways": tuple(way for step in job.steps for way in measured_ways(trace, step)),
     }
     try:
         if job.steps:

@@ -16,6 +16,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
@@ -87,7 +88,7 @@ def _aligned(offset: int) -> int:
 class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps. `outputs`
     is the table of what the model returns for each of at most `max_shard` samples, where that is
-    recorded.
+    recorded; `line_bytes` the room for a step's lines, of which earlier traces have none.
     """
 
     world: int
@@ -95,6 +96,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_shard: int
     model: ModelLayout
     outputs: tuple[TensorSpec, ...] = ()
+    line_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
 
     def specs(self, kind: Kind) -> tuple[TensorSpec, ...]:
         """The tensors of a kind; gradients are shaped like parameters."""
@@ -117,7 +119,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Size of one step header."""
         ready_order = 4 * len(self.model.parameters)
         states = RNG_STATE_BYTES + LIBRARY_STATES_BYTES
-        return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order)
+        return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order + self.line_bytes)
 
     @cached_property
     def _entries_before(self) -> dict[Kind, int]:
@@ -176,6 +178,10 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def header_offset(self, rank: int, step: int) -> int:
         """Where a rank's header of a step begins."""
         return (rank * self.steps + step) * self.header_bytes
+
+    def lines_offset(self, rank: int, step: int) -> int:
+        """Where its lines of a step begin: at the end of the header."""
+        return self.header_offset(rank, step + 1) - self.line_bytes
 
     def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
         """Where the table entry of a tensor lies."""

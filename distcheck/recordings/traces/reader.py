@@ -10,6 +10,7 @@ from distcheck.machine.shared_tensors import mapped_tensor
 from distcheck.recordings.recording import Entry, EntrySource, EntryState, Kind
 from distcheck.recordings.traces.header import StepHeader, read_header
 from distcheck.recordings.traces.layout import ENTRY, OWNED_BY, TOGETHER, TraceLayout, steps_written
+from distcheck.recordings.traces.lines import StepLines, read_lines
 
 _CPU = torch.device("cpu")
 
@@ -57,6 +58,10 @@ class TraceReader:
     def header(self, rank: int, step: int) -> StepHeader:
         """The step header of a rank."""
         return read_header(self._map, self.layout, self.layout.header_offset(rank, step))
+
+    def lines(self, rank: int, step: int) -> StepLines | None:
+        """Through which lines a rank's gradients went, where that is known."""
+        return read_lines(self._map, self.layout, self.layout.lines_offset(rank, step))
 
     def steps_written(self) -> int:
         """How many steps, from the first, every rank has finished."""
@@ -136,6 +141,9 @@ class _OfRanks(TraceReader):
 
     def header(self, rank: int, step: int) -> StepHeader:
         return self._whole.header(self._chosen[rank], step)
+
+    def lines(self, rank: int, step: int) -> StepLines | None:
+        return self._whole.lines(self._chosen[rank], step)
 
     def steps_written(self) -> int:
         return self._whole.steps_written()

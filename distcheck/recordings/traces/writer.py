@@ -10,6 +10,7 @@ from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
 from distcheck.recordings.traces.header import StepHeader, write_header
 from distcheck.recordings.traces.layout import ENTRY, NO_DIGEST, TraceLayout
+from distcheck.recordings.traces.lines import StepLines, write_lines
 
 
 class TraceWriter:
@@ -76,6 +77,10 @@ class TraceWriter:
         write_header(
             self._index, self._layout, self._layout.header_offset(self._rank, step), header
         )
+
+    def put_lines(self, step: int, lines: StepLines) -> None:
+        """Records through which lines gradients went, where there is room."""
+        write_lines(self._index, self._layout, self._layout.lines_offset(self._rank, step), lines)
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[EntrySource, int]:
         """Who already holds these bytes; this rank itself if no other does."""

@@ -17,6 +17,7 @@ from distcheck.records import Diagnosis
 
 FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
 _USUAL = "usual"  # the variant where a call names none
+LineKind = Literal["given", "exchanges", "reduces"]
 By = Literal["verify", "job", "guard"]
 
 
@@ -37,6 +38,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     confused    what else looks so, or nearly so
     needs       what a run must have for it to be named
     by          the commands that name it; of the family `jobs`, `job` where nothing is said
+    lines       the lines of the code under test that it is about, of a sync or of a job: of the
+                calls that a gradient was `given` to; of the only call that `exchanges` it; of the
+                only one that `reduces` it, where what backward left was right
     seen        public reports of it
     wrong, right  a small example, and how it should be
     suggestion  what a report says to do: one text, or one for each variant; `{name}` stands for
@@ -51,6 +55,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     confused: str = ""
     needs: str = ""
     by: tuple[By, ...] = ("verify",)
+    lines: tuple[LineKind, ...] = ()
     seen: tuple[str, ...] = ()
     wrong: str
     right: str

@@ -12,13 +12,8 @@ from typing import Any
 import torch
 
 from distcheck.records.posted_calls import Posted
-from distcheck.worlds.callers import PACKAGES, is_pythons, is_theirs
+from distcheck.worlds.callers import ON_THE_WAY, PACKAGES, is_pythons, is_theirs
 
-# Files between the caller of an operation and the process group: torch's own, and what wraps them.
-_ON_THE_WAY = (
-    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py", "torch/overrides.py",
-)  # fmt: skip
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -81,7 +76,7 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
     """Whether code under test has made a call itself, and not code of torch's."""
     for code, _ in stack:
         file = code.co_filename
-        if not file.startswith(_HERE) and not file.endswith(_ON_THE_WAY) and not is_pythons(file):
+        if not file.startswith(_HERE) and not file.endswith(ON_THE_WAY) and not is_pythons(file):
             return is_theirs(file)
     return False
 

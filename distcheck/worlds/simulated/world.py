@@ -16,6 +16,7 @@ from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.schedules import Schedule
 from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
+from distcheck.worlds import step_calls
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated import collectives
 from distcheck.worlds.simulated.baton import Baton, ThreadState
@@ -105,6 +106,7 @@ class SimulatedWorld:
     def post(self, channel: Channel, call: SimulatedCall) -> None:
         """Notes a call of the rank that runs, and completes what it completes."""
         self.latest[call.rank].append(call)
+        step_calls.hear(call.rank, call.kind, (call.inputs, call.outputs), 0)
         self._in_flight[call.rank].begin(call)
         with unseen():
             self.odd.posted(call)

@@ -1,0 +1,85 @@
+"""Which lines of the code under test each gradient of a step went through, and how a trace has it.
+
+It lies behind a step's header, in a room of fixed size: what does not fit is not written.
+"""
+
+import mmap
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from distcheck.recordings.traces.layout import TraceLayout
+
+_LENGTH = 4  # bytes of the number in front
+_Number = Annotated[int, Meta(ge=0, le=255)]
+_MOST_LINES = 8  # of a step
+
+
+class StepLines(msgspec.Struct, frozen=True):
+    """`lines` are FILE:LINE, empty for calls without one; the rest are numbers of them.
+
+    `reducing` are those that only reduce. Per parameter, `given` are the lines of calls that were
+    given memory of its gradient, and `perhaps` those that may have carried copies of it; a
+    parameter without a gradient has none of both, and is not in `known`.
+    """
+
+    lines: Annotated[tuple[str, ...], Meta(max_length=_MOST_LINES)]
+    reducing: tuple[_Number, ...]
+    given: tuple[tuple[_Number, ...], ...]
+    perhaps: tuple[tuple[_Number, ...], ...]
+    known: tuple[bool, ...]
+
+
+def write_lines(index: mmap.mmap, layout: TraceLayout, at: int, lines: StepLines) -> None:
+    """Puts them at their place, where there is room."""
+    data = msgspec.msgpack.encode(lines)
+    if len(lines.lines) <= _MOST_LINES and len(data) <= layout.line_bytes - _LENGTH:
+        index[at + _LENGTH : at + _LENGTH + len(data)] = data
+        index[at : at + _LENGTH] = len(data).to_bytes(_LENGTH, "little")
+
+
+def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | None:
+    """What lies at a place; None where nothing does, or what no rank of ours writes."""
+    length = int.from_bytes(index[at : at + _LENGTH], "little") if layout.line_bytes else 0
+    if not 0 < length <= layout.line_bytes - _LENGTH:
+        return None
+    data, parameters = index[at + _LENGTH : at + _LENGTH + length], len(layout.model.parameters)
+    try:
+        found = msgspec.msgpack.decode(data, type=StepLines)
+    except msgspec.MsgspecError:
+        return None
+    numbers = {*found.reducing}.union(*found.given, *found.perhaps)
+    sizes = {len(found.given), len(found.perhaps), len(found.known)}
+    return found if sizes == {parameters} and max(numbers, default=-1) < len(found.lines) else None
+
+
+def room_for_lines(parameters: int) -> int:
+    """How many bytes a step's have: some paths, and a few numbers for each parameter."""
+    return 1024 + 16 * parameters
+
+
+def lines_of(
+    names: Mapping[str, bool],
+    given: Mapping[str, frozenset[str]],
+    perhaps: Mapping[str, frozenset[str]],
+    reducing: frozenset[str],
+) -> StepLines:
+    """Those of parameters, which are `names` in the layout's order, each with whether it has a
+    gradient.
+    """
+    nothing = frozenset[str]()
+    lines = sorted(nothing.union(*given.values(), *perhaps.values()))
+    number = {line: place for place, line in enumerate(lines[:256])}
+
+    def of(ways: Mapping[str, frozenset[str]], name: str) -> tuple[int, ...]:
+        return tuple(sorted(number[line] for line in ways.get(name, nothing) if line in number))
+
+    return StepLines(
+        lines=tuple(lines),
+        reducing=tuple(number[line] for line in lines if line in reducing and line in number),
+        given=tuple(of(given, name) for name in names),
+        perhaps=tuple(of(perhaps, name) for name in names),
+        known=tuple(names.values()),
+    )
