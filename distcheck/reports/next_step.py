@@ -38,7 +38,7 @@ def next_step(report: Report) -> str:
     if not worlds & set(_LARGER_WORLDS) and max(case.adaptation.without_data, default=0) < 3:
         asked = [word for world in _LARGER_WORLDS for word in ("--world", str(world))]
         line = shlex.join([*_without(words, ("--world",)), *asked])
-        return f"{line}    # unequal shards, and orders that 2 and 4 hide"
+        return f"{line}    # are unequal shards weighted? other orders"
     if "--world" not in words:
         words = [*words, "--world", str(case.world)]
     if all(c.case.workload != "vgg11" for c in report.cases):

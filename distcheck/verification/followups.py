@@ -149,15 +149,9 @@ def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> 
 def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
     if report.case.siblings != follow_up.case.siblings:
         return report
-    case = follow_up.case
-    what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} "
-    if done.verdict == "pass":
-        what += f"passes there ({case.steps} step{'s' * (case.steps > 1)})"
-    else:
-        causes = ", ".join(dict.fromkeys(cause.cause for cause in done.diagnosis))
-        what += f"does not pass there either ({causes or done.verdict})"
     return msgspec.structs.replace(
-        report, diagnosis=tuple(_hinted(cause, what) for cause in report.diagnosis)
+        report,
+        diagnosis=tuple(_hinted(cause, follow_up.case, done) for cause in report.diagnosis),
     )
 
 
@@ -178,9 +172,17 @@ def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
 _CHANGES = {"equal shards": _with_hint, "in flight": _with_misuse}
 
 
-def _hinted(cause: Diagnosis, what: str) -> Diagnosis:
+def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
+    """Code without weights is right, or wrong in another way as well, where shards are equal."""
     if cause.cause != "unweighted-mean":
         return cause
+    if done.verdict == "pass":
+        first = f"right where all ranks have as many samples ({case.workload} {case.dtype} passes "
+        evidence = f"{first}with --batch {case.batch}), and not with these shards: {cause.evidence}"
+        return msgspec.structs.replace(cause, evidence=evidence)
+    causes = ", ".join(dict.fromkeys(one.cause for one in done.diagnosis))
+    what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} does not "
+    what += f"pass there either ({causes or done.verdict})"
     return msgspec.structs.replace(cause, suggestion=f"{cause.suggestion}; {what}")
 
 

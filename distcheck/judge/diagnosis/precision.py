@@ -47,16 +47,12 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
     # Short parameters count if there are enough of them, and no long one.
     enough = sum(p.elements for p in parameters) >= LEAST_FOR_A_GRID
     counting = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID] or parameters
-    # No weights of the shards' gradients explain roundings, and only they leave a grid.
-    if not any(
-        (enough and p in counting and p.on_grid[rank])
-        or p.remainder[rank] > bound(step, p, step.shares)
-        for p in parameters
-        for rank in p.wrong
-    ):
-        return []
+    # No weights of the shards' gradients explain roundings, and only they leave a grid in all.
     grid = enough and all(p.on_grid[rank] for p in counting for rank in p.wrong)
-    if not grid and not _stand_alone(step, parameters):
+    beyond = any(
+        p.remainder[rank] > bound(step, p, step.shares) for p in parameters for rank in p.wrong
+    )
+    if not grid and not (beyond and _stand_alone(step, parameters)):
         return []
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"
