@@ -1,6 +1,7 @@
 """The story of `distcheck job`: run the command, read what its ranks wrote, judge, report."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,7 @@ import msgspec
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.job import leftovers, replaying, running, settings
 from distcheck.job.asked import JobOptions
+from distcheck.job.checks.averaging import averaging
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.judging import case_of_words, judge, script_of
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -56,6 +58,10 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         running.check_recorded(recorded, ran, command)
         with live:
             job = reading.read(recorded)
+            own_steps = averaging(job)
+            if own_steps is None:
+                job = dataclasses.replace(job, steps=job.steps[: asked.steps])
+            missing = missing or ("" if own_steps is None else own_steps.reason)
             reference = None
             if not missing:
                 live.phase("[2/3] replaying them as one process")

@@ -124,6 +124,14 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     bundles: str = ""
     randomness: bool = True
 
+    @property
+    def most(self) -> int:
+        """The last step that may be recorded: ranks that have exchanged nothing so far may average
+        their parameters later (local SGD), which is waited for, as many steps as four times those
+        that were asked for.
+        """
+        return self.from_step + 4 * self.steps - 1
+
 
 def write(settings: JobSettings, folder: Path) -> Path:
     """Writes the settings into the folder of a recording, and returns the file."""

@@ -213,3 +213,41 @@ def test_an_exchange_in_every_pass_is_only_slow(tmp_path: Path) -> None:
     code, report = judge(tmp_path / "train.py", tmp_path)
     assert code == 0, report
     assert "right and slower than no_sync()" in json.dumps(report)
+
+
+AVERAGES = """            if len(seen) % {every} == 0:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= {by}
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("every", "by", "verdict", "causes"),
+    [
+        (1, "world", "unknown", []),
+        (7, "world", "unknown", []),  # after the steps that are recorded otherwise
+        (7, "1", "fail", ["wrong-divisor"]),
+        (99, "world", "fail", ["no-sync"]),
+    ],
+)
+def test_local_sgd_is_another_algorithm(
+    every: int, by: str, verdict: str, causes: list[str], tmp_path: Path
+) -> None:
+    """Ranks step by their own gradients, and average their parameters every few steps."""
+    text = (FOLDER / "plain_ddp.py").read_text()
+    for old, new in (
+        ("    model = DistributedDataParallel(model)\n", "    seen = []\n"),
+        ("            scheduler.step()\n",
+         "            seen.append(1)\n" + AVERAGES.format(every=every, by=by)),
+        ("range(3)", "range(9)"),
+    ):  # fmt: skip
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / "local_sgd.py"
+    script.write_text(text)
+    code, case = judge(script, tmp_path)
+    assert (case["verdict"], [one["cause"] for one in case["diagnosis"]]) == (verdict, causes)
+    assert code == {"unknown": 5, "fail": 1}[verdict]
+    assert case["steps"] == (6 if every == 99 else 24)

@@ -43,6 +43,7 @@ class Recorder(Deaf):
             setattr(self, heard, getattr(self.loaders, heard))
         self._added = Contributions(lambda *given: hooks.say("gradient", *given))
         self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
+        self._apart = True  # nothing was exchanged in any step
         self._left = -1  # bytes of whole tensors that may still be written
         self._rank, self._world = 0, 1
         self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
@@ -344,6 +345,9 @@ class Recorder(Deaf):
         )
         self._of_step[number] = self._added.backward
         self.steps_over += 1
+        self._apart &= self._world > 1 and file.is_unchanged(raw)
+        if self._apart and self._ends[1] < self.steps_over <= self._settings.most:
+            self._ends = (self._ends[0], self.steps_over)
         self._begin()
         self._origin = tensors.random_state()
         self._end_if_over()

@@ -96,6 +96,11 @@ class StepFile:
                 continue  # nothing was clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
 
+    def is_unchanged(self, names: Collection[str]) -> bool:
+        """Whether gradients are still what the rank's own passes have added up to."""
+        pairs = [(self._digests.get(f"raw/{n}"), self._digests.get(f"local/{n}")) for n in names]
+        return bool(pairs) and all(raw == local for raw, local in pairs)
+
     def write(self, budget: int, **about: Any) -> int:
         """Writes the step, whole if that takes at most `budget` bytes; returns what it took."""
         kept = {**self._kept, **self._gradients}
