@@ -1,4 +1,4 @@
-"""PyLate's contrastive loss, on token embeddings that are given: a sample has two tokens of four."""
+"""The contrastive loss of PyLate, on given token embeddings: a sample has two tokens of four."""
 
 import sys
 from pathlib import Path
