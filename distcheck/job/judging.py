@@ -14,6 +14,7 @@ from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import finite
 from distcheck.job.checks.reference import with_reference
+from distcheck.job.lines import culprit
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
@@ -87,6 +88,7 @@ def judge(
         outcomes=ends,
         checks=tuple(results),
         diagnosis=tuple(diagnosis),
+        where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
         replay=_case_of(asked, job).command_line,
         notes=tuple(_notes(asked, job, reference, missing)),
         remarks=tuple(remarks),

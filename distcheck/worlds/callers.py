@@ -32,6 +32,20 @@ def is_pythons(file: str) -> bool:
     return inner != file and not inner.startswith(PACKAGES)
 
 
+@cache
+def is_installed(file: str) -> bool:
+    """Whether a file is of an installed package."""
+    return bool({*PACKAGES} & {*Path(file).parts})
+
+
+def line_of_script() -> str:
+    """The innermost line of the code under test, as FILE:LINE; nothing where that is a package's,
+    which calls for a script.
+    """
+    place = place_of_caller()
+    return "" if is_installed(place) else place
+
+
 def place_of_caller() -> str:
     """The innermost line of the code under test, as FILE:LINE; or nothing."""
     frame: Any = sys._getframe(1)

@@ -29,6 +29,7 @@ from distcheck.job.inside.terms import terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Pass
+from distcheck.worlds.callers import line_of_script
 
 
 class Recorder(Deaf):
@@ -61,6 +62,7 @@ class Recorder(Deaf):
         self._losses = LossesHeard()
         self._clips: list[Clip] = []
         self._calls: list[CollectiveCall] = []
+        self._lines: dict[str, dict[str, None]] = {}
         self._backwards, self._evaluations = 0, 0
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
@@ -82,6 +84,7 @@ class Recorder(Deaf):
         """Notes the samples."""
         if self.steps_over <= self._ends[1]:
             self.loaders.batch(iterator, batch)
+            self._note_line("loader")
             self._origin = tensors.random_state()
 
     def length(self, loader: Any) -> None:
@@ -165,6 +168,7 @@ class Recorder(Deaf):
         if not self._active:
             return
         self._open_step(self.parameters.add_others())
+        self._note_line("backward")
         self._raw, self._looked = {}, False
         self._losses.begin()
         self._backwards += 1
@@ -227,6 +231,7 @@ class Recorder(Deaf):
         """Notes what clipping has found."""
         if self._file is None:
             return
+        self._note_line("clip")
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         names = self.parameters.names_of(given)
         clip = Clip(
@@ -270,6 +275,7 @@ class Recorder(Deaf):
         if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
             return  # a step without gradients, as before a schedule begins
         file = self._open_step([])
+        self._note_line("step")
         if not self._evaluations and not self.parameters.has_parts:  # to look is a collective then
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
@@ -293,6 +299,8 @@ class Recorder(Deaf):
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             after = self._backwards > 0
+            if after and elements > 1:
+                self._note_line("collective")
             self._calls.append(
                 CollectiveCall(name=name, place=place, elements=elements, after_backward=after)
             )
@@ -337,6 +345,7 @@ class Recorder(Deaf):
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),
             calls=tuple(self._calls),
+            lines={kind: tuple(lines) for kind, lines in self._lines.items()},
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
@@ -382,6 +391,11 @@ class Recorder(Deaf):
         for name, buffer in self.parameters.buffers().items():
             if file.digest(f"buffer/{name}") is None:
                 file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
+
+    def _note_line(self, kind: str) -> None:
+        lines = self._lines.setdefault(kind, {})
+        if len(lines) < records.MOST_LINES:
+            lines[line_of_script()] = None
 
     def _has_drawn(self, now: torch.Tensor) -> bool:
         return self._origin is not None and not torch.equal(self._origin, now)

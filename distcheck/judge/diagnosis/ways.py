@@ -72,7 +72,7 @@ def culprit(
         lines = lines if len(lines) == 1 else lines & {*way.reducing} if "" not in lines else set()
     elif kind != "exchanges":
         return None
-    return _site(next(iter(lines))) if len(lines) == 1 else None
+    return site_at(next(iter(lines))) if len(lines) == 1 else None
 
 
 def _left_right(facts: Facts, step: int) -> bool:
@@ -81,7 +81,8 @@ def _left_right(facts: Facts, step: int) -> bool:
     return at is not None and all(factor == 1.0 for factor in at.left_factors)
 
 
-def _site(line: str) -> CallSite | None:
+def site_at(line: str) -> CallSite | None:
+    """The place of FILE:LINE, as a rank says it; None where that is none."""
     file, _, number = line.rpartition(":")
     if not file or len(file) > _MOST_PATH or not number.isdecimal() or len(number) > 9:
         return None

@@ -30,6 +30,8 @@ from distcheck.records.decoding import decode_json, read_bounded
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 MOST_ROWS = 1 << 16  # digests of samples in one batch
+LINES = ("backward", "clip", "step", "loader", "collective")
+MOST_LINES = 4  # of each of these in one step
 MOST_CALLS = 256  # collectives of one step
 Read = TypeVar("Read", bound=msgspec.Struct)
 
@@ -186,6 +188,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
                the script first used the gradients
     evaluations  how often the optimizer called its closure
+    lines        where the script calls what is heard: FILE:LINE, by what it is (`LINES`); empty
+                 for one that is a package's
     averages     at the first and last step: digests of models that look like one that trains
     not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
     """
@@ -209,6 +213,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, Digest] = {}
     dtypes: dict[str, str] = {}
     not_finite: tuple[str, ...] = ()
+    lines: dict[str, tuple[str, ...]] = {}
     scale: float | None = None
     skipped: bool = False
     whole: bool = True

@@ -17,7 +17,9 @@ from distcheck.records import Diagnosis
 
 FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
 _USUAL = "usual"  # the variant where a call names none
-LineKind = Literal["given", "exchanges", "reduces"]
+LineKind = Literal[
+    "given", "exchanges", "reduces", "backward", "clip", "step", "loader", "collective"
+]
 By = Literal["verify", "job", "guard"]
 
 
@@ -40,7 +42,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     by          the commands that name it; of the family `jobs`, `job` where nothing is said
     lines       the lines of the code under test that it is about, of a sync or of a job: of the
                 calls that a gradient was `given` to; of the only call that `exchanges` it; of the
-                only one that `reduces` it, where what backward left was right
+                only one that `reduces` it, where what backward left was right; in a job, of
+                what the recorder hears of
     seen        public reports of it
     wrong, right  a small example, and how it should be
     suggestion  what a report says to do: one text, or one for each variant; `{name}` stands for

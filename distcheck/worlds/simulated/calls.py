@@ -5,14 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
 from distcheck.records.posted_calls import Posted
-from distcheck.worlds.callers import ON_THE_WAY, PACKAGES, is_pythons, is_theirs
+from distcheck.worlds.callers import ON_THE_WAY, is_installed, is_pythons, is_theirs
 
 _HERE = os.path.dirname(__file__) + os.sep
 
@@ -88,8 +87,7 @@ def is_shown_by_a_library() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and not is_theirs(frame.f_code.co_filename):
         frame = frame.f_back
-    parts = () if frame is None else Path(frame.f_code.co_filename).parts
-    return bool({*PACKAGES} & {*parts})
+    return frame is not None and is_installed(frame.f_code.co_filename)
 
 
 def calling_stack() -> list[tuple[CodeType, int]]:

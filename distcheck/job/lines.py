@@ -1,0 +1,42 @@
+"""The line of a script that the causes of a job are about."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from distcheck.judge.diagnosis.ways import site_at
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import LINES
+from distcheck.records import CallSite, CheckResult, Diagnosis
+from distcheck.records.causes import causes
+from distcheck.records.layers import ROUNDING
+from distcheck.verification.process_state import with_code
+
+
+def culprit(
+    job: JobRecording, script: str, found: Sequence[Diagnosis], results: Sequence[CheckResult]
+) -> CallSite | None:
+    """The only line of the kind that all causes are about, over all recorded steps and ranks; None
+    where there are several, or it is a package's. A collective is to blame where what the ranks
+    exchanged is not what they gave.
+    """
+    kinds = {next((k for k in causes()[one.cause].lines if k in LINES), "") for one in found}
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    exchanged = any(
+        (r.check, r.layer, r.verdict) == ("gradients", ROUNDING, "fail") for r in results
+    )
+    lines = {line for one in job.records.values() for line in one.lines.get(kind, ())}
+    if len(lines) != 1 or (kind == "collective" and not exchanged):
+        return None
+    return _from_here(with_code(site_at(*lines), str(Path(script).absolute())))
+
+
+def _from_here(site: CallSite | None) -> CallSite | None:
+    """Its file as seen from the folder that the job was started in."""
+    here = Path.cwd()
+    if site is None or not Path(site.file).is_relative_to(here):
+        return site
+    return msgspec.structs.replace(site, file=str(Path(site.file).relative_to(here)))
