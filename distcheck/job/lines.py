@@ -1,17 +1,20 @@
 """The line of a script that the causes of a job are about."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from distcheck.judge.diagnosis.ways import site_at
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import LINES
+from distcheck.recordings.jobs.records import LINES, StepRecord
 from distcheck.records import CallSite, CheckResult, Diagnosis
 from distcheck.records.causes import causes
 from distcheck.records.layers import ROUNDING
 from distcheck.verification.process_state import with_code
+from distcheck.worlds.callers import is_installed
+
+_COLLECTIVE = "collective"
 
 
 def culprit(
@@ -21,17 +24,28 @@ def culprit(
     where there are several, or it is a package's. A collective is to blame where what the ranks
     exchanged is not what they gave.
     """
-    kinds = {next((k for k in causes()[one.cause].lines if k in LINES), "") for one in found}
+    known = (*LINES, _COLLECTIVE)
+    kinds = {next((k for k in causes()[one.cause].lines if k in known), "") for one in found}
     if len(kinds) != 1:
         return None
     (kind,) = kinds
     exchanged = any(
         (r.check, r.layer, r.verdict) == ("gradients", ROUNDING, "fail") for r in results
     )
-    lines = {line for one in job.records.values() for line in one.lines.get(kind, ())}
-    if len(lines) != 1 or (kind == "collective" and not exchanged):
+    lines = {line for one in job.records.values() for line in _lines(one, kind)}
+    if len(lines) != 1 or (kind == _COLLECTIVE and not exchanged):
         return None
     return _from_here(with_code(site_at(*lines), str(Path(script).absolute())))
+
+
+def _lines(step: StepRecord, kind: str) -> Iterable[str]:
+    """Those of a kind in a step: of collectives, those after backward that carry more than one
+    number.
+    """
+    if kind != _COLLECTIVE:
+        return step.lines.get(kind, ())
+    calls = [one for one in step.calls if one.after_backward and one.elements > 1]
+    return ["" if is_installed(one.place) else one.place for one in calls]
 
 
 def _from_here(site: CallSite | None) -> CallSite | None:

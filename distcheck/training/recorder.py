@@ -162,6 +162,7 @@ class TraceRecorder(Observer):
         """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
         hook only while it trains, and keeps it.
         """
+        self._model = model  # a run that resumes has a new one
         self._hooks.clear()
         for index, (_, parameter) in enumerate(trainable(model)):
             trains = parameter.requires_grad
@@ -174,7 +175,6 @@ class TraceRecorder(Observer):
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Records the initial state: slot 0."""
         self._owners = Owners(model, optimizer) if self._by_owners else None
-        self._model = model
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:

@@ -37,11 +37,7 @@ GivenAndGot = tuple[Sequence[Any], Sequence[Any]]  # tensors
 # tensors among the arguments, those that the rank gives, and that it gets where that must be known.
 _OPERATIONS: dict[str, tuple[str, str, Callable[[Any], GivenAndGot]]] = {
     "allreduce": ("all_reduce", "all_reduce", lambda given: (given[0], ())),
-    "allreduce_coalesced": (
-        "all_reduce_coalesced",
-        "all_reduce_coalesced",
-        lambda given: (given[0], ()),
-    ),
+    "allreduce_coalesced": (*2 * ("all_reduce_coalesced",), lambda given: (given[0], ())),
     "broadcast": ("broadcast", "broadcast", lambda given: (given[0], ())),
     "reduce": ("reduce", "reduce", lambda given: (given[0], ())),
     "allgather": ("all_gather", "all_gather", lambda given: (given[1], ())),

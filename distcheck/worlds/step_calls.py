@@ -122,7 +122,7 @@ def _calls_counted() -> float:
     try:
         return sum(compat.calls_counted(group) for group in list(compat.groups()))
     except RuntimeError:  # a backend that does not count
-        return math.nan  # which is no number of calls
+        return math.nan  # the number is not known
 
 
 def hear(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:

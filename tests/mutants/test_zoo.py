@@ -12,6 +12,7 @@ from distcheck.workloads.cells import CELLS
 from tests.firsts import firsts
 from tests.mutants import Mutant, everything
 from tests.mutants.causes import CAUSES
+from tests.mutants.lines import LINES
 
 ALL = everything()
 BLINDS = {"SameDataOnEveryRank"}  # under which a missing sync would not show
@@ -60,6 +61,8 @@ def test_mutant_is_caught(mutant: Mutant, request: pytest.FixtureRequest) -> Non
     causes = {found.cause for case in report.cases for found in case.diagnosis}
     assert causes == CAUSES[mutant.name]
     assert not [case for case in report.cases if case.diagnosis and case.verdict != "fail"]
+    lines = {case.where.code for case in report.cases if case.where is not None}
+    assert lines == ({LINES[mutant.name]} if mutant.name in LINES else set())
     if mutant.exit_code == 1:
         firsts = [r.first for r in results if r.verdict == "fail"]
         assert min(first.step for first in firsts if first is not None) == mutant.step

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.contributions import Contributions
+from distcheck.job.inside.lines import LinesHeard
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.losses import LossesHeard
@@ -29,7 +30,6 @@ from distcheck.job.inside.terms import terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Pass
-from distcheck.worlds.callers import line_of_script
 
 
 class Recorder(Deaf):
@@ -62,15 +62,14 @@ class Recorder(Deaf):
         self._losses = LossesHeard()
         self._clips: list[Clip] = []
         self._calls: list[CollectiveCall] = []
-        self._lines: dict[str, dict[str, None]] = {}
+        self._lines = LinesHeard()
         self._backwards, self._evaluations = 0, 0
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
-        self._looked = False
+        self._looked, self._is_scaled = False, False
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
         self._scale: float | None = None
-        self._is_scaled = False
         self._not_finite: list[str] = []
         self._made = -1  # steps that were over when a scaler was asked for one
 
@@ -84,7 +83,7 @@ class Recorder(Deaf):
         """Notes the samples."""
         if self.steps_over <= self._ends[1]:
             self.loaders.batch(iterator, batch)
-            self._note_line("loader")
+            self._lines.note("loader")
             self._origin = tensors.random_state()
 
     def length(self, loader: Any) -> None:
@@ -168,7 +167,7 @@ class Recorder(Deaf):
         if not self._active:
             return
         self._open_step(self.parameters.add_others())
-        self._note_line("backward")
+        self._lines.note("backward")
         self._raw, self._looked = {}, False
         self._losses.begin()
         self._backwards += 1
@@ -231,7 +230,7 @@ class Recorder(Deaf):
         """Notes what clipping has found."""
         if self._file is None:
             return
-        self._note_line("clip")
+        self._lines.note("clip")
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         names = self.parameters.names_of(given)
         clip = Clip(
@@ -275,7 +274,7 @@ class Recorder(Deaf):
         if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
             return  # a step without gradients, as before a schedule begins
         file = self._open_step([])
-        self._note_line("step")
+        self._lines.note("step")
         if not self._evaluations and not self.parameters.has_parts:  # to look is a collective then
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
@@ -299,8 +298,6 @@ class Recorder(Deaf):
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             after = self._backwards > 0
-            if after and elements > 1:
-                self._note_line("collective")
             self._calls.append(
                 CollectiveCall(name=name, place=place, elements=elements, after_backward=after)
             )
@@ -345,7 +342,7 @@ class Recorder(Deaf):
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),
             calls=tuple(self._calls),
-            lines={kind: tuple(lines) for kind, lines in self._lines.items()},
+            lines=self._lines.taken(),
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
@@ -362,8 +359,7 @@ class Recorder(Deaf):
         self._end_if_over()
 
     def _end_if_over(self) -> None:
-        is_over = self.steps_over > self._ends[1]
-        if is_over and not self._settings.keep_going:
+        if self.steps_over > self._ends[1] and not self._settings.keep_going:
             end(self._folder, self._rank, self._world, self.loaders.datasets)
 
     # -- what this process holds -----------------------------------------------------------------
@@ -392,17 +388,11 @@ class Recorder(Deaf):
             if file.digest(f"buffer/{name}") is None:
                 file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
 
-    def _note_line(self, kind: str) -> None:
-        lines = self._lines.setdefault(kind, {})
-        if len(lines) < records.MOST_LINES:
-            lines[line_of_script()] = None
-
     def _has_drawn(self, now: torch.Tensor) -> bool:
         return self._origin is not None and not torch.equal(self._origin, now)
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        new = self.parameters.add_others()
-        if new:
+        if new := self.parameters.add_others():
             self._open_step(new)
         return self.parameters.of_optimizer(optimizer)
 

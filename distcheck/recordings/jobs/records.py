@@ -30,7 +30,7 @@ from distcheck.records.decoding import decode_json, read_bounded
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 MOST_ROWS = 1 << 16  # digests of samples in one batch
-LINES = ("backward", "clip", "step", "loader", "collective")
+LINES = ("backward", "clip", "step", "loader")
 MOST_LINES = 4  # of each of these in one step
 MOST_CALLS = 256  # collectives of one step
 Read = TypeVar("Read", bound=msgspec.Struct)
