@@ -123,7 +123,7 @@ class Recorder(Deaf):
                 live=False,
                 later=file.has_restarted,
                 random=tensors.random_digests(),
-                drew=self._has_drawn(random),
+                drew=tensors.has_drawn(self._origin, random),
                 exchanges=exchanges(model),
                 exchange_s=exchange_seconds(model),
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
@@ -182,7 +182,7 @@ class Recorder(Deaf):
             self._change_pass(
                 -1,
                 loss=float(loss.detach()) + (one.loss or 0.0),
-                drew=one.drew or self._has_drawn(tensors.random_state()),
+                drew=one.drew or tensors.has_drawn(self._origin, tensors.random_state()),
                 terms=() if again else terms,
                 unread="several backward passes have begun there" if again else unread,
             )
@@ -306,7 +306,6 @@ class Recorder(Deaf):
         file, names = self._file, self._names_of(optimizer)
         if file is None:
             return
-        # Where ranks divide the steps among them, each has its part of the parameters.
         others = self.parameters.left_out()
         keep = self._rank == 0 or bool(others)
         for name in names:
@@ -387,9 +386,6 @@ class Recorder(Deaf):
         for name, buffer in self.parameters.buffers().items():
             if file.digest(f"buffer/{name}") is None:
                 file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
-
-    def _has_drawn(self, now: torch.Tensor) -> bool:
-        return self._origin is not None and not torch.equal(self._origin, now)
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         if new := self.parameters.add_others():

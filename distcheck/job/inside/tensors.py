@@ -121,6 +121,11 @@ def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
     return tuple(digest("".join(digest_of(t[i]) for t in plain).encode()) for i in range(count))
 
 
+def has_drawn(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    """Whether random numbers were drawn between two states of torch's stream."""
+    return before is not None and not torch.equal(before, now)
+
+
 def random_state() -> torch.Tensor:
     """The random streams of this process: torch's, Python's, NumPy's where it is loaded, and the
     GPU's where one is used.
