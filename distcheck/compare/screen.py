@@ -6,19 +6,21 @@ from rich.text import Text
 
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
-from distcheck.records import Difference
+from distcheck.records import Change, Difference
 from distcheck.reports.wording import STYLE, describe_place, show
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
-    """What has changed around the runs, once; then every case, in full where bits differ."""
+    """How many cases have changed, and what has around them; then every case, those that changed
+    first, in full where bits differ.
+    """
     comparison = shown(comparison)
-    known = [case.changes for case in comparison.cases if case.bits != "not compared"]
-    common = [change for change in known[0] if all(change in own for own in known)] if known else []
-    if not quiet and known:
-        lines = [str(change) for change in common] or ["no recorded setting changed"]
-        console.print(Text(f"changed between the runs: {'; '.join(lines)}"), style="dim")
-    for case in comparison.cases:
+    common = _common(comparison)
+    if not quiet:
+        console.print(Text(headline(comparison), style="bold"), soft_wrap=True)
+        changes = "; ".join(map(str, common)) or "nothing that is recorded"
+        console.print(Text(f"changed between the runs: {changes}"), style="dim")
+    for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
         text = Text()
         text.append(f"{case.verdict.upper():<8}", style=STYLE[case.verdict])
         text.append(case.id, style="bold")
@@ -33,6 +35,37 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
                 console.print(Padding(Text(f"changed {change}"), (0, 0, 0, 8)))
     if comparison.saved_to is not None and not quiet:
         console.print(Text(f"saved: {comparison.saved_to}"), soft_wrap=True)
+
+
+def headline(comparison: RunsComparison) -> str:
+    """How many of the cases have changed, by how much, and with which versions."""
+    cases = comparison.cases
+    versions = [change for change in _common(comparison) if change.kind == "software"]
+    said = ", ".join(f"{one.name} {one.then} -> {one.now}" for one in versions)
+    changed = [case for case in cases if case.bits == "changed"]
+    compared = [case for case in cases if case.bits != "not compared"]
+    of = f"{len(compared)} of {len(cases)} cases compared" if len(compared) < len(cases) else ""
+    if not compared:
+        return "nothing was compared"
+    if changed:
+        firsts = [c.found.first for c in changed if c.found.first is not None]
+        worst = max(firsts, key=lambda one: one.ulp or 0, default=None)
+        far = (
+            f", first by up to {worst.ulp:,} ULP in {worst.parameter}"
+            if worst and worst.ulp
+            else ""
+        )
+        wrong = sum(case.verdict == "fail" for case in changed)
+        text = f"{len(changed)} of {len(compared)} cases changed{far}, {wrong} beyond the bound"
+    else:
+        text = f"{len(compared)} case{'s' * (len(compared) != 1)}, no bit changed"
+    return ": ".join(filter(None, [said, "; ".join(filter(None, [text, of]))]))
+
+
+def _common(comparison: RunsComparison) -> list[Change]:
+    """What has changed around every case."""
+    known = [case.changes for case in comparison.cases if case.bits != "not compared"]
+    return [change for change in known[0] if all(change in own for own in known)] if known else []
 
 
 def _details(case: CaseComparison) -> list[tuple[str, str]]:

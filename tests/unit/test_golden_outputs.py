@@ -1,16 +1,20 @@
 """A comparison in the formats of a report, and the recorded state that a run starts from."""
 
+import io
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
 from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import CaseComparison, Moment, RunsComparison, TraceComparison
+from distcheck.compare.screen import headline, render
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.reports import github, html_report, junit
@@ -44,6 +48,46 @@ def document() -> dict[str, Any]:
     made = Origin(date="2026-01-31T12:00:00+00:00", command="distcheck compare golden")
     comparison = RunsComparison(then="golden", now="here and now", cases=cases)
     return as_report(comparison, known, made=made, command="distcheck compare golden")
+
+
+def compared(*cases: tuple[str, str, int]) -> RunsComparison:
+    """Cases by verdict, bits, and how many ULP the first difference is."""
+    far = [msgspec.structs.replace(BEYOND, ulp=ulp or None) for _, _, ulp in cases]
+    return RunsComparison(
+        then="a", now="b",
+        cases=tuple(
+            CaseComparison(id=str(i), verdict=verdict, bits=bits, reason="so", changes=(TORCH,),
+                           found=TraceComparison(first=far[i] if bits == "changed" else None))
+            for i, (verdict, bits, _) in enumerate(cases)
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cases", "line"),
+    [
+        ([("pass", "same", 0)] * 8, "torch 2.11.0 -> 2.15.0: 8 cases, no bit changed"),
+        (
+            [("pass", "same", 0), ("pass", "changed", 3), ("fail", "changed", 2)],
+            "torch 2.11.0 -> 2.15.0: 2 of 3 cases changed, first by up to 3 ULP in fc.weight, "
+            "1 beyond the bound",
+        ),
+        (
+            [("pass", "changed", 0), ("unknown", "not compared", 0)],
+            "torch 2.11.0 -> 2.15.0: 1 of 1 cases changed, 0 beyond the bound; "
+            "1 of 2 cases compared",
+        ),
+        ([("unknown", "not compared", 0)], "nothing was compared"),
+    ],
+)
+def test_a_comparison_begins_with_how_much_has_changed(cases: list[Any], line: str) -> None:
+    assert headline(compared(*cases)) == line
+    console = Console(file=io.StringIO(), width=200)
+    render(compared(*cases), console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == line
+    bits = [one.split("bits ")[1].split(";")[0] for one in lines if "bits " in one]
+    assert bits == sorted(bits, key="same".__eq__), "those that changed come first"
 
 
 def test_every_format_tells_the_three_verdicts_apart() -> None:
