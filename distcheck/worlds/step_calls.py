@@ -8,6 +8,7 @@ that torch's own code makes, and one of C++ code, has no line.
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ class _Heard:
 @dataclass(frozen=True)
 class Ways:
     """What is known of tensors by name: the lines of the calls that were given any of their memory,
-    and of those that may have carried copies of them. `reducing` are the lines that only reduce.
+    and of those that may have carried copies of them. Where none was given any, the only line that
+    was given copies of all counts as one that was given each. `reducing` are the lines that only reduce.
     """
 
     given: Mapping[str, frozenset[str]]
@@ -62,7 +64,8 @@ class StepCalls:
             self._noted += counts
             if len(self._heard) > _MOST_CALLS or kind == "barrier":
                 return
-        tensors = [one for given in arguments for one in _tensors(given)]
+        # A call may be given one tensor twice, to read it and to write it.
+        tensors = {id(one): one for given in arguments for one in _tensors(given)}.values()
         memory = [one for tensor in tensors if (one := memory_of(tensor)) is not None]
         elements = sum(tensor.numel() for tensor in tensors)
         known = len(memory) == len(tensors)
@@ -88,20 +91,44 @@ class StepCalls:
             copies = [
                 c for c in copies if not (c.known and all(id_of(m) in kept for m in c.memory))
             ]
-        given, perhaps = {}, {}
-        for name, memories in tensors.items():
-            mine = [one for one in memories if one is not None]
-            given[name] = frozenset(
-                call.line for call in heard if any(overlap(m, o) for m in mine for o in call.memory)
+        # A single number carries no tensor that has more.
+        unknown = {""} if unheard else set[str]()
+        of_numbers = frozenset({call.line for call in copies} | unknown)
+        of_more = frozenset({call.line for call in copies if call.elements > 1} | unknown)
+        perhaps = {name: of_numbers if sizes[name] <= 1 else of_more for name in tensors}
+        lie: defaultdict[int, list[tuple[Memory, str]]] = defaultdict(list)
+        for call in heard:
+            for memory in call.memory:
+                lie[id_of(memory)].append((memory, call.line))
+        given = {
+            name: frozenset(
+                line
+                for mine in filter(None, memories)
+                for memory, line in lie.get(id_of(mine), ())
+                if overlap(mine, memory)
             )
-            # A single number carries no tensor that has more.
-            least = min(1, sizes[name] - 1)
-            perhaps[name] = frozenset(c.line for c in copies if c.elements > least)
-            if unheard:
-                perhaps[name] |= {""}
+            for name, memories in tensors.items()
+        }
+        if not any(given.values()) and (line := _of_all(copies, sizes, tensors)):
+            given = dict.fromkeys(given, frozenset({line}))
         once = {call.line for call in heard if not reduces(call.kind)}
         lines = frozenset(call.line for call in heard if reduces(call.kind)) - once
         return Ways(given, perhaps, lines)
+
+
+def _of_all(
+    copies: Sequence[_Heard],
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, Sequence[Memory | None]],
+) -> str:
+    """The line of all calls that may have carried copies, if these reduce and were together given
+    exactly as many elements as all tensors have.
+    """
+    lines = {call.line for call in copies}
+    total = sum(sizes[name] for name, memories in tensors.items() if any(memories))
+    whole = total > 1 and sum(call.elements for call in copies) == total
+    reduce = all(reduces(call.kind) for call in copies)
+    return lines.pop() if len(lines) == 1 and whole and reduce else ""
 
 
 # By rank: each of those that are threads of one process has its own.

@@ -14,6 +14,7 @@ class Bug(NamedTuple):
     find: str
     put: str
     cause: str
+    where: str = ""  # the line that must be named; not looked at where it is left out
     options: tuple[str, ...] = ()  # without --strict a remark, where that is the cause
 
 

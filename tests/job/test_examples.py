@@ -89,6 +89,9 @@ def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
     code, case = judge(plant(bug, tmp_path), tmp_path, *bug.options)
     assert (code, case["verdict"]) == (1, "fail")
     assert bug.cause in {found["cause"] for found in case["diagnosis"]}
+    if bug.where:
+        assert case["where"]["file"] == bug.script
+        assert case["where"]["code"] == bug.where
 
 
 @pytest.mark.sweep

@@ -58,6 +58,15 @@ def test_copies_may_have_carried_every_gradient_but_a_number_those_that_have_one
     assert found.perhaps == {"a": {line}, "scale": {line, count}}
 
 
+def test_copies_of_all_gradients_go_through_the_call_that_got_them(calls: StepCalls) -> None:
+    line = call("all_reduce", torch.ones(2))
+    assert call("all_reduce", torch.ones(3)) == line
+    assert ways(calls, a=torch.ones(2), b=torch.ones(3)).given == {"a": {line}, "b": {line}}
+    assert ways(calls, a=torch.ones(2), b=torch.ones(4)).given == {"a": set(), "b": set()}
+    call("all_gather", torch.ones(1))
+    assert ways(calls, a=torch.ones(2), b=torch.ones(4)).given == {"a": set(), "b": set()}
+
+
 def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(calls: StepCalls) -> None:
     gone = torch.ones(1 << 16)
     address = gone.data_ptr()
