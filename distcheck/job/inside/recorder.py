@@ -46,10 +46,9 @@ class Recorder(Deaf):
         self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
         self._apart = True  # nothing was exchanged in any step
         self._left = -1  # bytes of whole tensors that may still be written
-        self._rank, self._world = 0, 1
+        self._rank, self._world, self._runs = 0, 1, False
         self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
         self._through: set[tuple[int, int]] = set()  # the same, of the backward pass that runs
-        self._runs = False
         self._of_step: dict[int, int] = {}  # by optimizer: the backward pass before its last step
         self._origin: torch.Tensor | None = None
         self._begin()
@@ -297,10 +296,7 @@ class Recorder(Deaf):
         """Notes where the script calls a collective."""
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
-            after = self._backwards > 0
-            self._calls.append(
-                CollectiveCall(name=name, place=place, elements=elements, after_backward=after)
-            )
+            self._calls.append(CollectiveCall(name, place, elements, self._backwards > 0))
 
     def _finish(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         file, names = self._file, self._names_of(optimizer)

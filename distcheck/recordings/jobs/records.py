@@ -167,7 +167,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
-class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveCall(msgspec.Struct, frozen=True):
     """A collective that Python code called, and where: file:line of the script; how many numbers it
     was given, and whether a backward pass of the step came before it.
     """
