@@ -34,7 +34,8 @@ class _Heard:
 class Ways:
     """What is known of tensors by name: the lines of the calls that were given any of their memory,
     and of those that may have carried copies of them. Where none was given any, the only line that
-    was given copies of all counts as one that was given each. `reducing` are the lines that only reduce.
+    was given copies of all counts as one that was given each. `reducing` are the lines that only
+    reduce.
     """
 
     given: Mapping[str, frozenset[str]]
