@@ -179,7 +179,8 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
     if done.verdict == "pass":
         first = f"right where all ranks have as many samples ({case.workload} {case.dtype} passes "
         evidence = f"{first}with --batch {case.batch}), and not with these shards: {cause.evidence}"
-        return msgspec.structs.replace(cause, evidence=evidence)
+        suggestion = f"{cause.suggestion}, as with --batch {case.batch}"
+        return msgspec.structs.replace(cause, evidence=evidence, suggestion=suggestion)
     causes = ", ".join(dict.fromkeys(one.cause for one in done.diagnosis))
     what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} does not "
     what += f"pass there either ({causes or done.verdict})"
