@@ -23,7 +23,8 @@ NO_GPU = re.compile(
 SHARDS = 4
 
 # One of each family of tests/mutants but for those whose code sends GPU tensors over gloo (servers,
-# pipelines, tokens) or shows only in separate interpreters (process). A rehearsal has the first 2.
+# pipelines, tokens), is a loss or metric (exchanging), or shows only in separate interpreters
+# (process). A rehearsal has the first 2.
 MUTANTS = (
     "scale.missing_division", "missing_sync.no_sync", "accepted.rounded_and_never_divided",
     "accumulation.DividesByTheStepsTwice", "cells.fills_absent_gradients_with_zeros",

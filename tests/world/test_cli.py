@@ -260,7 +260,7 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
         "batch", "steps", "seed", "verdict", "outcomes", "checks", "diagnosis", "timings_s",
         "replay", "data", "data_dir", "notes", "as", "arguments", "variables", "finish", "reset",
         "without_data", "loss", "strategy_line", "command", "accept", "separate", "accepted",
-        "contents",
+        "contents", "where",
     }  # fmt: skip
     assert case["strategy_file"] == str(tmp_path / "bad.py")
     lines = (tmp_path / "bad.py").read_text().splitlines()

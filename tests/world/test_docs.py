@@ -104,7 +104,8 @@ def write_shown(folder: Path, text: str) -> None:
 def test_a_command_says_what_the_command_line_takes(page: Path, line: str) -> None:
     words = shlex.split(line)
     if "distcheck" not in words:
-        assert words[0] == "pytest", f"{page.name}: {line}"
+        is_ours = words[0] == "python" and (ROOT / words[1]).is_file()
+        assert words[0] == "pytest" or is_ours, f"{page.name}: {line}"
         return
     _, name, *rest = words[words.index("distcheck") :]
     group = _group.make_context("distcheck", ["list"])
@@ -127,6 +128,7 @@ def test_what_a_page_says_of_an_example_is_what_the_example_says(line: str) -> N
 
 def in_turn() -> list[object]:
     pages = [page for page in PAGES if set(commands(page)) - set(of_examples(page))]
+    pages = [page for page in pages if page.name != "found.md"]  # it installs released packages
     sweep = pytest.mark.sweep
     return [
         pytest.param(page, id=page.name, marks=() if page.name in QUICK else sweep)

@@ -159,7 +159,7 @@ def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path)
     (report,) = run_on_github(service, "report", artefacts)
     assert report.returncode == 1, report.stderr
     (annotation,) = re.findall(r"^::error (file=.+?)::(.+)$", report.stdout, re.MULTILINE)
-    assert annotation[0].startswith("file=my_sync.py,line=4,title=distcheck%3A fail (missing-div")
+    assert annotation[0].startswith("file=my_sync.py,line=6,title=distcheck%3A fail (missing-div")
     message = annotation[1].split("%0A")
     assert message[0].startswith("cause: missing-division: ")
     assert any(
@@ -237,7 +237,7 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
         for document in documents
     ]
     assert alike[0] == alike[1]
-    assert "::error file=my_sync.py,line=4," in ends[-1][1].stdout
+    assert "::error file=my_sync.py,line=6," in ends[-1][1].stdout
     # What earlier runs took is known now.
     again = service.run("distcheck plan --json plan.json", job)
     assert "~" not in "".join(re.findall(r"^  ddp.*$", again.stdout, re.MULTILINE))
