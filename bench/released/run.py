@@ -3,8 +3,8 @@
     python bench/released/run.py [NAME ...] [--targets FOLDER] [--json FILE] [--limit-s N]
 
 A NAME is that of a finding or of a package's neighbours; none runs all. Each release is installed
-once, without what it depends on, into a folder of its own under FOLDER (a folder of the user's
-temporary files, unless it is given), which is kept. A finding is judged together with its control,
+once, without what it depends on, into a folder of its own under FOLDER (in the user's cache,
+unless it is given), which is kept. A finding is judged together with its control,
 before and after, by `distcheck verify` in a process with a limit of its own. Nothing that fails
 ends the rest. The exit code is 0 if everything was as the manifest says.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+_TARGETS = Path.home() / ".cache" / "distcheck-released"  # where others do not write
 
 
 @dataclass(kw_only=True)
@@ -170,7 +171,7 @@ def main() -> int:
     """Runs, prints the table, and writes JSON."""
     words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     words.add_argument("names", nargs="*")
-    words.add_argument("--targets", type=Path, default=Path(tempfile.gettempdir(), "released"))
+    words.add_argument("--targets", type=Path, default=_TARGETS)
     words.add_argument("--json", type=Path)
     words.add_argument("--limit-s", type=float, default=600.0)
     asked = words.parse_args()
