@@ -240,7 +240,7 @@ def losses(
         place = Place(index=(), actual=actual, expected=expected, error=error, bound=bound,
                       ulp=None, unit="absolute")  # fmt: skip
         ok = error <= bound or (
-            seen.step in agreed and not _trained_on(job, found, seen.step, actual, expected)
+            seen.step in agreed and not _trained_on(job, found, seen, actual, expected)
         )
         tally.add(Comparison(ok, 1, worst=place, first=None if ok else place),
                   parameter="loss", rank=0, step=seen.step)  # fmt: skip
@@ -251,13 +251,19 @@ def losses(
 
 
 def _trained_on(
-    job: JobRecording, found: dict[str, torch.Tensor], step: int, loss: float, alone: float
+    job: JobRecording,
+    found: dict[str, torch.Tensor],
+    seen: ReplayedStep,
+    loss: float,
+    alone: float,
 ) -> bool:
-    """Whether what the optimizer is given is off by what the loss is, and so little that it does
-    not show in each gradient.
+    """Whether gradients are off by what the loss is, and so little that it does not show in each of
+    them. A script that changes them later may scale its loss as it likes.
     """
-    fitted = fit(of_rank(job, Kind.GRADIENT, 0, step), reached(found, Kind.GRADIENT))
-    if fitted is None or not alone:
+    if seen.changes or not alone:
+        return False
+    fitted = fit(of_rank(job, Kind.EXCHANGED, 0, seen.step), reached(found, Kind.EXCHANGED))
+    if fitted is None:
         return False
     (factor,), _ = fitted
     return abs(factor - loss / alone) < abs(factor - 1)
