@@ -49,6 +49,29 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ]
 
 
+@pytest.mark.parametrize(("page", "world"), [("README.md", "2"), ("docs/tutorial.md", "3")])
+def test_a_failure_looks_as_the_page_shows_it(
+    page: str, world: str, console: Run, tmp_path: Path
+) -> None:
+    """But for the trainings beside the first, which are not run here."""
+    text = (ROOT / page).read_text()
+    code = re.search(r"```python\n(# my_sync.py\n.+?)```", text, re.DOTALL)
+    shown = re.search(r"^(FAIL    my_sync.py:sync .+?)\n  \.\.\.", text, re.DOTALL | re.MULTILINE)
+    assert code is not None
+    assert shown is not None
+    (tmp_path / "my_sync.py").write_text(code[1])
+    words = ("--strategy", "my_sync.py:sync", "--world", world, "--workload", "lattice")
+    ran = console("verify", *words)
+    assert ran.returncode == 1
+    entries = [" ".join(one.split()) for one in re.split(r"\n      (?=\w)", shown[1])]
+    there = " ".join(ran.stdout.split())
+    first = [one.partition("; with --batch")[0] for one in entries]
+    assert [
+        one for one in first if not one.startswith(("also in", "ok ")) and one not in there
+    ] == []
+    assert {one.split()[0] for one in first} >= {"FAIL", "cause", "first", "where", "try"}
+
+
 def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1
