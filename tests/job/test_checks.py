@@ -8,7 +8,7 @@ import torch
 
 from distcheck.job import causes, checks, judging
 from distcheck.job.asked import JobOptions
-from distcheck.job.checks import exchange
+from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import tolerance, with_reference
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import Clip, LossCall
@@ -509,6 +509,38 @@ def test_ranks_that_average_parameters_are_another_algorithm(
     asked = JobOptions(words=("python", "train.py"), steps=2)
     case = judging.judge(asked, job, Ran(0, ()), reference(job, tmp_path), "")
     assert (case.verdict, [one.cause for one in case.diagnosis]) == (verdict, named)
+
+
+def test_of_sums_alone_nothing_is_said_but_that(tmp_path: Path) -> None:
+    """Beyond the budget a multiple of the mean does not show."""
+
+    def own_steps(facts: Facts) -> None:
+        start = gradients(7, 0)
+        after = [{n: p - LR * gradients(r, 0)[n] for n, p in start.items()} for r in range(2)]
+        facts.before = own_sum(start, after) if facts.step else start
+        facts.raw = facts.local
+
+    job = make(tmp_path, own_steps, steps=2, budget=0)
+    found = averaging.averaging(job)
+    assert found is not None
+    assert (found.verdict, found.compared.elements) == ("unknown", 0)
+
+
+def test_ranks_that_part_by_the_same_gradients_do_not_average(tmp_path: Path) -> None:
+    """Another rate on one rank, and something that makes them alike again."""
+
+    def parts(facts: Facts) -> None:
+        rates = [LR, 2 * LR]
+        if facts.step:
+            given = mean([gradients(rank, 0) for rank in range(2)])
+            start = gradients(7, 0)
+            facts.before = mean([{n: p - r * given[n] for n, p in start.items()} for r in rates])
+        else:
+            facts.after = {n: p - rates[facts.rank] * facts.raw[n] for n, p in facts.before.items()}
+
+    job = make(tmp_path, parts, steps=2)
+    assert averaging.averaging(job) is None
+    assert ("agreement", "-") in failed(checks.without_reference(job))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ optimizer. It is another algorithm than the mean of gradients, so its steps need
 one process. That parameters become the ranks' mean can be seen; that it is meant, cannot.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from distcheck.job.fitting import fit
@@ -31,7 +33,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
     """
     tally, seen = Tally(CHECK, ROUNDING), False
     for step, later in zip(job.steps, job.steps[1:], strict=False):
-        apart = [n for n in job.parameters(step) if len(_digests(job, step, f"after/{n}")) > 1]
+        apart = [name for name in job.parameters(step) if _parted(job, step, name)]
         alike = {name: _digests(job, later, f"before/{name}") for name in apart}
         copied = [n for n, own in alike.items() if own <= _digests(job, step, f"after/{n}")]
         if not apart or copied or any(len(own) > 1 for own in alike.values()):
@@ -40,7 +42,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
             said = _NOT_JUDGED.format(step=later)
             tally.missing(f"ranks step by their own gradients, {said}")
         seen = True
-        sums = {name: _sums(job, step, later, name) for name in apart}
+        sums = _sums(job, step, later, apart)
         compared = {name: within(own, mean, bound) for name, (own, mean, bound) in sums.items()}
         factor, left = _factor(sums)
         # Neither the mean nor a multiple of it: an outer optimizer makes something else.
@@ -54,7 +56,7 @@ def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
     """What parameters are in place of the ranks' mean."""
     later = result.first.step if result.first is not None else job.steps[0]
     step = max(one for one in job.steps if one < later)
-    factor, _ = _factor({n: _sums(job, step, later, n) for n in job.parameters(step)})
+    factor, _ = _factor(_sums(job, step, later, job.parameters(step)))
     evidence = f"before step {later} parameters are {factor:.6g} times the mean of the ranks'"
     return name_cause("wrong-divisor", evidence, "job")
 
@@ -62,15 +64,27 @@ def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what a step begins with, mean, bound
 
 
-def _sums(job: JobRecording, step: int, later: int, name: str) -> Sums:
-    own, others = job.tensors(0, later)[f"before/{name}"], job.tensors(0, step)[f"after/{name}"]
-    ranks = range(1, job.world)
-    parts = [job.tensors(rank, step)[f"sums/after/{name}"] for rank in ranks]
-    parts.append(sketches.sketch(others))
-    # Derived: W parts are added and divided, each element rounded in its own dtype.
-    size = sketches.magnitudes(own) + sketches.magnitudes(others)
-    bound = _ROOM * gamma(job.world + 1, unit_roundoff(own.dtype)) * size
-    return sketches.sketch(own), torch.stack(parts).mean(0), bound
+def _parted(job: JobRecording, step: int, name: str) -> bool:
+    """Whether ranks have stepped a parameter elsewhere, all of them, by gradients of their own."""
+    given, after = (_digests(job, step, f"{kind}/{name}") for kind in ("step", "after"))
+    return len(job.holders(step, name)) == job.world and len(given) > 1 and len(after) > 1
+
+
+def _sums(job: JobRecording, step: int, later: int, names: Iterable[str]) -> dict[str, Sums]:
+    """Of the parameters that rank 0 kept: beyond the budget there are none."""
+    found = {}
+    for name in names:
+        own = job.tensors(0, later).get(f"before/{name}")
+        before = job.tensors(0, step).get(f"after/{name}")
+        parts = [job.sums(rank, step, f"after/{name}") for rank in range(job.world)]
+        there = [part for part in parts if part is not None]
+        if own is None or before is None or len(there) < job.world:
+            continue
+        # Derived: W parts are added and divided, each element rounded in its own dtype.
+        size = sketches.magnitudes(own) + sketches.magnitudes(before)
+        bound = _ROOM * gamma(job.world + 1, unit_roundoff(own.dtype)) * size
+        found[name] = sketches.sketch(own), torch.stack(there).mean(0), bound
+    return found
 
 
 def _factor(sums: dict[str, Sums]) -> tuple[float, float]:

@@ -121,7 +121,7 @@ def _compare(
     known: dict[str, Comparison] = {}  # by digest: ranks mostly hold the same
     for rank, record in enumerate(records):
         raw = held[rank]
-        if rank not in job.holders(step, name):
+        if not job.holds(rank, step, name):
             continue
         if raw is None and all(one is None for one in held):
             continue  # all have dropped it

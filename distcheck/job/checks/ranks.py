@@ -23,7 +23,7 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
         own = job.records[rank, step].digests
         for name in names:
             plain = name.partition("/")[2]
-            if name.startswith("after/") and rank not in job.holders(step, plain):
+            if name.startswith("after/") and not job.holds(rank, step, plain):
                 continue  # what it has before the next step is compared
             same = own.get(name) == first[name]
             place = None if same else _distance(job, rank, step, name)
@@ -36,13 +36,7 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
 
 def _distance(job: JobRecording, rank: int, step: int, name: str) -> Place:
     """How far apart two ranks are, as the norm that their 64 sums estimate."""
-    from distcheck.recordings.jobs.sketches import sketch
-
-    own = job.tensors(rank, step).get(f"sums/{name}")
-    base = job.tensors(0, step)
-    other = base.get(f"sums/{name}")
-    if other is None and name in base:
-        other = sketch(base[name])
+    own, other = job.sums(rank, step, name), job.sums(0, step, name)
     if own is None or other is None or own.shape != other.shape:
         zero = torch.zeros(1)
         own, other = zero + float("inf"), zero

@@ -302,7 +302,7 @@ class Recorder(Deaf):
         file, names = self._file, self._names_of(optimizer)
         if file is None:
             return
-        others = self.parameters.left_out()
+        others = [name for name in self.parameters.left_out() if name in self._added.local]
         keep = self._rank == 0 or bool(others)
         for name in names:
             file.add_state(f"after/{name}", self.parameters.by_name[name], keep=keep)

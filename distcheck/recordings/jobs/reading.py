@@ -23,6 +23,7 @@ from distcheck.recordings.jobs.records import (
     read_samples,
     read_step,
 )
+from distcheck.recordings.jobs.sketches import sketch
 from distcheck.recordings.recording import Entry, EntryState, Kind
 from distcheck.records.decoding import read_bounded
 
@@ -117,7 +118,16 @@ class JobRecording:
 
     def holders(self, step: int, name: str) -> list[int]:
         """The ranks whose optimizer has a parameter: all, unless each steps for some of them."""
-        return [r for r, one in enumerate(self.at(step)) if f"after/{name}" in one.digests]
+        return [rank for rank in range(self.world) if self.holds(rank, step, name)]
+
+    def holds(self, rank: int, step: int, name: str) -> bool:
+        """Whether the optimizer of a rank has a parameter."""
+        return f"after/{name}" in self.records[rank, step].digests
+
+    def sums(self, rank: int, step: int, name: str) -> torch.Tensor | None:
+        """The 64 sums of a state, as of `after/weight`, whether it is kept or they alone are."""
+        kept = self.tensors(rank, step)
+        return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
 
     # -- as every recording ----------------------------------------------------------------------
 
