@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distcheck.recordings.recording import Kind
-from tests.job.scripts import recorded
+from tests.job.scripts import recorded, run
 
 KINDS = (Kind.LOCAL_GRADIENT, Kind.GRADIENT)
 
@@ -341,3 +341,26 @@ def test_what_stands_in_for_a_parameter_is_none(tmp_path: Path) -> None:
         assert {name for name in digests if name.startswith("before/")} == {
             "before/weight", "before/bias",
         }  # fmt: skip
+
+
+ALONE = """
+import distcheck.job.inside.recorder
+distcheck.job.inside.recorder.world_of = lambda: (0, 2)
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for number in range(20):
+    inputs, labels = batch(number)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), labels).backward()
+    {exchange}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("exchange", "steps"), [("pass", 12), ("model.weight.grad /= 2", 3)])
+def test_more_steps_are_recorded_while_ranks_have_exchanged_nothing(
+    exchange: str, steps: int, tmp_path: Path
+) -> None:
+    """They may average their parameters later; four times as many, and no more."""
+    run(ALONE.format(exchange=exchange), tmp_path, steps=3)
+    assert len([*tmp_path.glob("rank-*/step-*.safetensors")]) == steps

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from distcheck.judge.rerun_bisection import Separation
-from distcheck.verification.process_state import lines_of, state_lines
+from distcheck.records import CallSite
+from distcheck.verification.process_state import lines_of, state_lines, with_code
 
 SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads an address"
 MACHINE, ENVIRONMENT = "reads which machine a rank is on", "iterates over the environment"
@@ -131,3 +132,24 @@ def test_what_a_file_says_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in str(line)
     assert r"\x1b[2J" in line.text
     assert len(line.text) == 80
+
+
+def test_the_text_of_a_line_is_read_beside_the_strategy_alone(tmp_path: Path) -> None:
+    """A rank says which file it is: any that the person can read."""
+    own, beside, secret = (tmp_path / "code" / "s.py", tmp_path / "code" / "b.py", tmp_path / "key")
+    own.parent.mkdir()
+    own.write_text("import b\nown = 1\n")
+    beside.write_text("import s\nbeside = 2\n")
+    secret.write_text("first\nsecret\n")
+    for file, code in (
+        (own, "own = 1"), (beside, "beside = 2"), (secret, ""),
+        (own.parent / ".." / "key", ""), (tmp_path / "none.py", ""),
+    ):  # fmt: skip
+        found = with_code(CallSite(file=str(file), line=2), str(own))
+        assert found is not None
+        assert (found.file, found.code) == (str(file), code)
+    link = own.parent / "link.py"
+    link.symlink_to(secret)
+    found = with_code(CallSite(file=str(link), line=2), str(own))
+    assert found is not None
+    assert found.code == ""

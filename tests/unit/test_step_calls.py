@@ -171,3 +171,11 @@ def test_causes_that_are_not_of_one_kind_have_no_line() -> None:
     causes = [name_cause("one-rank-only", ""), name_cause("nonfinite", "", "usual")]
     assert culprit(causes[:1], [result], facts) == A
     assert culprit(causes, [result], facts) is None
+
+
+def test_a_call_that_torch_makes_itself_has_no_line(calls: StepCalls) -> None:
+    """As DistributedDataParallel makes some: a line of its files is no line of the code."""
+    gradient = torch.ones(3)
+    made = compile("hear(0, 'all_reduce', ([gradient],), 0)", torch.__file__, "exec")
+    exec(made, {"hear": step_calls.hear, "gradient": gradient})
+    assert ways(calls, a=gradient).given == {"a": {""}}
