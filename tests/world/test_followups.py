@@ -135,10 +135,12 @@ def test_a_hang_ends_the_other_cases_of_its_world() -> None:
 
 
 RACE = """
+import time
 import torch
 import torch.distributed as dist
 
 def hook(state, bucket):
+    time.sleep(0.1 * dist.get_rank())  # so that rank 0 reads before rank 1 has sent
     dist.all_reduce(bucket.buffer(), async_op=True)
     done = torch.futures.Future()
     done.set_result(bucket.buffer() / dist.get_world_size())
@@ -152,5 +154,5 @@ def test_a_hook_that_does_not_wait_is_named_with_its_line(tmp_path: Path) -> Non
     report = distcheck.verify(f"{tmp_path}/race.py:hook", world=2, workload="mlp", steps=1)
     (cause,) = report.cases[0].diagnosis
     assert cause.cause == "buffer-in-flight"
+    assert "race.py:10" in cause.evidence
     assert "race.py:8" in cause.evidence
-    assert "race.py:6" in cause.evidence
