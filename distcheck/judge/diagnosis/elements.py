@@ -36,20 +36,20 @@ def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
     owns = [measured.left(rank) for rank in range(world)]
     shared = [share * own for share, own in zip(measured.shares, owns, strict=True)]
     total = torch.stack(shared).sum(0) * world
+    reach = gamma(4, unit)
+    any_ranks = [(one, reach * one.abs()) for one in (*owns, *shared)]
     found: dict[str, list[int]] = {}
     for rank in range(world):
-        result = measured.result(rank)
+        result, divided = measured.result(rank), owns[rank] / world
         mean = (result - interval.mean).abs() <= interval.bound
-
-        def are(*wanted: torch.Tensor, actual: torch.Tensor = result) -> torch.Tensor:
-            close = [(actual - w).abs() <= gamma(4, unit) * w.abs() for w in wanted]
-            return torch.stack(close).any(0)
-
+        one_of_them = torch.zeros_like(mean)
+        for one, bound in any_ranks:
+            one_of_them |= (result - one).abs() <= bound
         for kind, same in (
             ("zero", result == 0),
-            ("own / W", are(owns[rank] / world)),
+            ("own / W", (result - divided).abs() <= reach * divided.abs()),
             ("sum", (result - total).abs() <= world * interval.bound),
-            ("any rank's", are(*owns, *shared)),
+            ("any rank's", one_of_them),
         ):
             found.setdefault(kind, []).append(int((mean | same).sum()))
     return tuple((kind, tuple(counts)) for kind, counts in found.items())

@@ -108,26 +108,39 @@ def _mixed(
     sum of d_k over those ranks: least squares says which, and the sum is then tried as it is.
     """
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
-    world = len(expectation.shares.weights)
+    world = one.world
     if world < 2 or one.elements > _MOST_SORTED or one.elements <= world:
         return
     shares = [weight / world for weight in expectation.shares.weights]
-    for other in alike[:_MOST_OTHERS]:
-        pairs = [(other.shard(r).reshape(-1), one.shard(r).reshape(-1)) for r in range(world)]
-        gaps = torch.stack([(o - p) * s for (o, p), s in zip(pairs, shares, strict=True)], dim=1)
-        size = sum(s * float(o.norm() + p.norm()) for (o, p), s in zip(pairs, shares, strict=True))
-        for rank in one.wrong:
-            rest = (one.result(rank) - one.interval.mean).reshape(-1)
-            taken = torch.linalg.lstsq(gaps, rest.unsqueeze(1)).solution.round().squeeze(1)
-            ranks = tuple(taken.nonzero().reshape(-1).tolist())
-            if not 0 < len(ranks) < world or not bool((taken[list(ranks)] == 1).all()):
-                continue
-            distance, bound = float((gaps @ taken - rest).norm()), step_gamma * size
-            if distance <= bound:
-                yield Match(
-                    kind="mixed", rank=rank, parameter=one.name, distance=distance, bound=bound,
-                    other=other.name, ranks=ranks,
-                )  # fmt: skip
+    own = torch.stack([one.shard(rank).reshape(-1) for rank in range(world)], dim=1)
+    own_norms = own.norm(dim=0).tolist()
+    rests = torch.stack(
+        [(one.result(rank) - one.interval.mean).reshape(-1) for rank in one.wrong], dim=1
+    )
+    at_once = max(1, _MOST_SORTED // own.numel())
+    for first in range(0, min(len(alike), _MOST_OTHERS), at_once):
+        others = alike[:_MOST_OTHERS][first : first + at_once]
+        theirs = torch.stack(
+            [
+                torch.stack([m.shard(rank).reshape(-1) for rank in range(world)], dim=1)
+                for m in others
+            ]
+        )
+        gaps = (theirs - own) * torch.tensor(shares, dtype=own.dtype, device=own.device)
+        solved = torch.linalg.lstsq(gaps, rests.expand(len(others), *rests.shape)).solution.round()
+        norms = theirs.norm(dim=1).tolist()
+        for other, gap, taken_by, norm in zip(others, gaps, solved, norms, strict=True):
+            size = sum(s * (o + p) for s, o, p in zip(shares, norm, own_norms, strict=True))
+            for rank, taken, rest in zip(one.wrong, taken_by.T, rests.T, strict=True):
+                ranks = tuple(taken.nonzero().reshape(-1).tolist())
+                if not 0 < len(ranks) < world or not bool((taken[list(ranks)] == 1).all()):
+                    continue
+                distance, bound = float((gap @ taken - rest).norm()), step_gamma * size
+                if distance <= bound:
+                    yield Match(
+                        kind="mixed", rank=rank, parameter=one.name, distance=distance,
+                        bound=bound, other=other.name, ranks=ranks,
+                    )  # fmt: skip
 
 
 def permuted(measured: list[Measured]) -> Iterator[Match]:

@@ -3,10 +3,10 @@ asked for. Which questions are asked depends on the answers, so nothing is compu
 for checks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
+
+T = TypeVar("T")
 
 
 class StepExpectation(AtStep):
@@ -57,30 +59,31 @@ class StepExpectation(AtStep):
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
-    """A parameter at one step. Its tensors, in float64, are made when asked for: a large model's
-    would not fit all at once; complex numbers are pairs of real ones. Intervals are kept in `kept`,
-    if there is one.
+    """A parameter at one step. Its tensors, in float64, are made when asked for, and stay if their
+    name is in `keeps` (a large model's would not fit all at once); complex numbers are pairs of
+    real ones.
     """
 
     expectation: StepExpectation
     index: int
     name: str
     elements: int
-    wrong: tuple[int, ...]
-    kept: dict[int, Interval] | None
+    keeps: Container[str]
+    _kept: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
 
     @property
     def interval(self) -> Interval:
         """The mean, and how far a right result may be from it."""
-        if self.kept is not None and self.index in self.kept:
-            return self.kept[self.index]
-        found = self.expectation.interval(self.index)
-        assert found is not None
-        if self.kept is not None:
-            self.kept[self.index] = found
-        return found
+        return self._keep("interval", 0, self._mean)
+
+    @cached_property
+    def wrong(self) -> tuple[int, ...]:
+        """The ranks whose result is further from the mean than that."""
+        mean, bound = self.interval.mean, self.interval.bound
+        ranks = range(self.world)
+        return tuple(r for r in ranks if not bool(((self.result(r) - mean).abs() <= bound).all()))
 
     @property
     def world(self) -> int:
@@ -89,50 +92,68 @@ class Measured:
     @property
     def shares(self) -> list[float]:
         """What each rank's gradient, as backward leaves it, counts for in the mean."""
-        world = len(self.expectation.shares.weights)
         pairs = zip(self.expectation.shares.weights, self.expectation.shares.unscaled, strict=True)
-        return [weight / world / factor for weight, factor in pairs]
+        return [weight / self.world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
         """What backward should have left on a rank."""
+        return self._keep("left", rank, lambda: self._left(rank))
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """The gradient of a rank's mean loss, whatever was done to that loss."""
+        unscaled = self.expectation.shares.unscaled[rank]
+        return self._keep("shard", rank, lambda: self.left(rank) / unscaled)
+
+    def result(self, rank: int) -> torch.Tensor:
+        return self._keep("result", rank, lambda: self._result(rank))
+
+    def by_what_was_left(self) -> "Given":
+        """The same, as `Given`."""
+        return Given(self.expectation, self.index, self.name, self.elements, self.keeps)
+
+    def _keep(self, name: str, rank: int, make: Callable[[], T]) -> T:
+        if name not in self.keeps:
+            return make()
+        if (name, rank) not in self._kept:
+            self._kept[name, rank] = make()
+        found: T = self._kept[name, rank]
+        return found
+
+    def _mean(self) -> Interval:
+        found = self.expectation.interval(self.index)
+        assert found is not None
+        return found
+
+    def _left(self, rank: int) -> torch.Tensor:
         gradient = self.expectation.shards[rank].gradients[self.index]
         if gradient is None:
             return torch.zeros_like(self.interval.mean)
         return wide(gradient)
 
-    def shard(self, rank: int) -> torch.Tensor:
-        """The gradient of a rank's mean loss, whatever was done to that loss."""
-        return self.left(rank) / self.expectation.shares.unscaled[rank]
-
-    def result(self, rank: int) -> torch.Tensor:
-        found = self.expectation.trace.tensor(
-            rank, Kind.GRADIENT, self.expectation.step, self.index
-        )
+    def _result(self, rank: int) -> torch.Tensor:
+        at = self.expectation
+        found = at.trace.tensor(rank, Kind.GRADIENT, at.step, self.index)
         assert found is not None
         return wide(found)
 
 
-@dataclass(frozen=True)
 class Given(Measured):
     """The same, by what backward was seen to leave in place of what it should have left: what an
     exchange made of that is the exchange's doing, whatever went wrong before.
     """
 
-    @cached_property
-    def interval(self) -> Interval:
+    def _mean(self) -> Interval:
         """The mean of what was left."""
-        parts = [self._left_on(rank) for rank in range(len(self.expectation.shares.weights))]
+        parts = [self._left_on(rank) for rank in range(self.world)]
         return interval(parts, self.shares, rescaled=True)
 
-    def left(self, rank: int) -> torch.Tensor:
-        """What backward was seen to leave on a rank."""
+    def _left(self, rank: int) -> torch.Tensor:
         return wide(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:
-        found = self.expectation.trace.tensor(
-            rank, Kind.LOCAL_GRADIENT, self.expectation.step, self.index
-        )
+        at = self.expectation
+        found = at.trace.tensor(rank, Kind.LOCAL_GRADIENT, at.step, self.index)
         if found is not None:
             return found
-        spec = self.expectation.trace.layout.model.parameters[self.index]
+        spec = at.trace.layout.model.parameters[self.index]
         return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))

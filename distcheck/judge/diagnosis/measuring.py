@@ -3,7 +3,6 @@
 All in float64. What an expectation is, the oracles say; nothing here knows what a strategy does.
 """
 
-from dataclasses import replace
 from math import isfinite, sqrt
 
 import torch
@@ -11,9 +10,8 @@ import torch
 from distcheck.judge.diagnosis import backward, elements
 from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.matching import matches_of
-from distcheck.judge.diagnosis.measured import Given, Measured, StepExpectation
+from distcheck.judge.diagnosis.measured import Measured, StepExpectation
 from distcheck.judge.fitting import fit
-from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
@@ -43,7 +41,9 @@ class StepMeasuring:
         own = [unit_roundoff(self._wire)] if self._wire else []
         self._least_units: list[float] = [unit_roundoff("float64"), *own]
         count = sum(spec.elements for spec in self._trace.layout.model.parameters)
-        self._kept: dict[int, Interval] | None = {} if count <= MOST_KEPT else None
+        self._keeps = ["interval"] if count <= MOST_KEPT else []
+        if count * len(self._ranks) <= 4 * MOST_KEPT:  # 3 tensors, of 0.1 GB at most each
+            self._keeps += ["left", "shard", "result"]
 
     def facts(self) -> StepFacts:
         """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
@@ -61,7 +61,7 @@ class StepMeasuring:
         others = backward.others(self._expectation, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: the exchange is measured by what it was given.
-            wrong = [Given(**vars(m)) for m in wrong]
+            wrong = [one.by_what_was_left() for one in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
         matches: tuple[Match, ...] = ()
         if wrong:
@@ -120,11 +120,11 @@ class StepMeasuring:
         missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
-        one = Measured(self._expectation, index, spec.name, count, (), self._kept)
+        one = Measured(self._expectation, index, spec.name, count, self._keeps)
         if missing:
             self._own_elsewhere &= self._is_own_elsewhere(one, missing)
             return None
-        interval, wrong = one.interval, []
+        interval = one.interval
         for rank in ranks:
             result = one.result(rank)
             for places, hidden in (
@@ -139,9 +139,7 @@ class StepMeasuring:
                         before=tuple(r for r in ranks if not bool(one.left(r).isfinite().all())),
                         hidden=hidden,
                     )
-            if not bool(((result - interval.mean).abs() <= interval.bound).all()):
-                wrong.append(rank)
-        return replace(one, wrong=tuple(wrong))
+        return one
 
     def _tells_own_from_mean(self, measured: Measured) -> bool:
         """Whether a rank's own gradient is not the mean as well, as it is where all are zero: there

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from distcheck.contract import Contract
 from distcheck.recordings.traces.header import StepHeader
@@ -25,7 +26,8 @@ def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
 class Shares:
     """One step of the ranks with data, numbered from 0; `ranks` are their numbers in the report.
 
-    `loss_scales` is what a GradScaler has multiplied each rank's loss by.
+    `loss_scales` is what a GradScaler has multiplied each rank's loss by. What follows from these
+    is computed once: a judge asks for it for every parameter and rank.
     """
 
     step: int
@@ -35,33 +37,33 @@ class Shares:
     loss: LossName
     loss_scales: tuple[float, ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(len(header.ids) for header in self.headers)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """What each rank's loss is a mean over: its tokens where the workload counts them, and its
         samples elsewhere.
         """
         return tuple(header.loss_over for header in self.headers)
 
-    @property
+    @cached_property
     def samples(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def weights(self) -> list[float]:
         """The ranks' weights n_r * W / N, by samples or tokens: 1.0 for equal shards."""
         total = max(1, sum(self.counts))
         return [count * len(self.counts) / total for count in self.counts]
 
-    @property
+    @cached_property
     def sample_weights(self) -> list[float]:
         """The same by samples alone, as `Step.weight` has it."""
         return [size * len(self.sizes) / self.samples for size in self.sizes]
 
-    @property
+    @cached_property
     def loss_factors(self) -> list[float]:
         """What the ranks' shard gradients are multiplied by: as the case declares, and as was
         seen of a strategy that promises nothing.
@@ -79,14 +81,14 @@ class Shares:
         counts = self.counts
         return tuple(declared_factor(loss, n, sum(counts), len(counts)) for n in counts)
 
-    @property
+    @cached_property
     def unscaled(self) -> list[float]:
         """What each rank's shard gradients must be divided by to be its mean loss's gradients."""
         found = zip(self.sample_weights, self.loss_factors, self.loss_scales, strict=True)
         by_loss = self.contract.weighting == "loss"
         return [weight * scale if by_loss else factor for weight, factor, scale in found]
 
-    @property
+    @cached_property
     def in_mean(self) -> list[float]:
         """What each rank's shard gradient counts for in the mean over all samples or tokens."""
         world = len(self.weights)
@@ -96,7 +98,7 @@ class Shares:
         pairs = zip(self.weights, self.loss_factors, strict=True)
         return [weight / factor / world if factor else math.nan for weight, factor in pairs]
 
-    @property
+    @cached_property
     def lost(self) -> str:
         """Says which ranks multiplied their loss by what no gradient comes back from; empty where
         none did.
