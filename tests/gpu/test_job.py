@@ -57,14 +57,14 @@ for step in range(6):
 BY_RANK = "each rank's batches by themselves, and the mean of their gradients (on a GPU a kernel,"
 
 
-def judge(folder: Path, how: str, text: str) -> dict[str, Any]:
+def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]:
     (folder / "front.py").write_text(FRONT)
     (folder / "train.py").write_text(text)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, "front.py", how, "--steps", "3", "--json", "r.json", "--", sys.executable,
-         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         "train.py"],
+        [sys.executable, "front.py", how, "--steps", steps, "--json", "r.json", "--",
+         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+         "--master-port", str(free_port()), "train.py"],
         cwd=folder, capture_output=True, text=True, timeout=400,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
@@ -74,19 +74,21 @@ def judge(folder: Path, how: str, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("find", "put", "failed"),
+    ("find", "put", "steps", "failed"),
     [
-        ("world\n", "world\n", set()),
-        ("/= world\n", "/= world * world\n", {"gradients R", "gradients S32"}),
+        pytest.param("world\n", "world\n", 3, set(), marks=pytest.mark.sweep),
+        ("/= world\n", "/= world * world\n", 1, {"gradients R", "gradients S32"}),
     ],
     ids=["right", "divided twice"],
 )
 def test_a_job_is_compared_with_one_process(
-    tmp_path: Path, find: str, put: str, failed: set[str]
+    tmp_path: Path, find: str, put: str, steps: int, failed: set[str]
 ) -> None:
-    case = judge(tmp_path, "on a GPU", SCRIPT.replace(find, put))
+    case = judge(tmp_path, "on a GPU", SCRIPT.replace(find, put), str(steps))
     assert case["device"] == "cuda"
-    assert any(BY_RANK in note and "covers 3 of 3 steps" in note for note in case["notes"])
+    assert any(
+        BY_RANK in note and f"covers {steps} of {steps} step" in note for note in case["notes"]
+    )
     checks = {f"{c['check']} {c['layer']}": c for c in case["checks"]}
     assert {name for name, check in checks.items() if check["verdict"] == "fail"} == failed
     assert {check["verdict"] for check in checks.values()} <= {"pass", "fail"}
@@ -109,7 +111,7 @@ def test_a_copy_that_fails_says_why(tmp_path: Path) -> None:
     text = SCRIPT.replace(
         "    loss.backward()", "    assert world > 1, 'alone'\n    loss.backward()"
     )
-    case = judge(tmp_path, "on a GPU", text)
+    case = judge(tmp_path, "on a GPU", text, "1")
     (reference,) = [c for c in case["checks"] if c["check"] == "reference"]
     said = "as one process the script fails in its first step: AssertionError: alone"
     assert said in reference["reason"]

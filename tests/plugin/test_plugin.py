@@ -308,6 +308,8 @@ def test_the_session_goes_on_after_any_end(run: Run) -> None:
 def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
     ran = run(
         "import os, signal\n"
+        "from distcheck.worlds.local import forking\n"
+        "forking._STOPPED_S = 2.0\n"
         "@pytest.mark.world(2)\n"
         "def test_fresh(world):\n"
         "    if world.rank: os.kill(os.getppid(), signal.SIGSTOP)\n"
