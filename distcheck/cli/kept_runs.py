@@ -2,13 +2,16 @@
 
 import time
 import webbrowser
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from distcheck.cli.rendering import report_command
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
+from distcheck.records import Case
 from distcheck.reports.json_report import read_document
+from distcheck.store import last_failed
 from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
 
@@ -41,6 +44,28 @@ def open_command(run: str | None) -> int:
         shown = False
     say(address if shown else f"no browser started; open {address}")
     return int(ExitCode.PASS)
+
+
+def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
+    """The cases, those first that failed when they were last run here; and with `only` those that
+    are left out, each with the reason. Where none failed, all are run.
+    """
+    failed = last_failed.of_cases(DEFAULT_FOLDER / "runs", cases)
+    if not failed:
+        which = (
+            f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
+        )
+        so = "all are run" if cases[1:] else "it is run"
+        say(f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True)
+        return list(cases), {}
+    first = last_failed.first(cases, failed)
+    which = "are run" if only else "go first"
+    say(
+        f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
+        err=True,
+    )
+    out = last_failed.the_others(cases, failed) if only else {}
+    return [case for case in first if case.id not in out], out
 
 
 def _last_finished() -> Path:

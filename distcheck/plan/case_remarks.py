@@ -256,6 +256,14 @@ def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
     return min(map(min, sizes)) // passes < _LEAST_NORMALISED
 
 
+def not_judged_after_failure(failed: Case) -> str:
+    """Why a case is not judged where a run ends at the first failure."""
+    return (
+        f"not judged: --fail-fast, and {failed.workload} {failed.dtype} of {failed.strategy} with "
+        f"{failed.world} ranks has failed"
+    )
+
+
 def not_run_after_hang(case: Case, hung: Case) -> str:
     """Why a case of a strategy was not run that has hung in another one."""
     return (

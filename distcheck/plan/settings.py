@@ -316,6 +316,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "unknown, and the verdict stays fail.",
         ),
     ] = False
+    fail_fast: Annotated[
+        bool,
+        Setting(
+            heading=RANKS,
+            kind=bool,
+            takes="true or false",
+            help="End the run at the first case that fails. The cases that were not judged are "
+            "unknown, and the verdict stays fail.",
+        ),
+    ] = False
     schedules: Annotated[
         int,
         Setting(
@@ -470,6 +480,7 @@ class KeywordSettings(TypedDict, total=False):
     deadline_s: float
     separate: bool
     after_hang: bool
+    fail_fast: bool
     schedules: int
     switches: int
     schedule: str | None

@@ -40,13 +40,15 @@ class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has beside its cases: searches, and worlds that may be `spare`, because they were
-    not asked for. With `after_hang` the other cases of a strategy that has hung are run, too. What
+    not asked for. With `after_hang` the other cases of a strategy that has hung are run, too; with
+    `fail_fast` none is judged after the first that fails. What
     is left out of a run whose cases are all `required` is unknown.
     """
 
     searches: tuple[SearchBeside, ...] = ()
     spare: tuple[int, ...] = ()
     after_hang: bool = False
+    fail_fast: bool = False
     required: bool = False
 
 
@@ -92,6 +94,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
         searches=tuple(found.values()),
         spare=tuple(sorted(spare)),
         after_hang=any(request.after_hang for request in requests),
+        fail_fast=any(request.fail_fast for request in requests),
     )
 
 

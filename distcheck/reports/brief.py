@@ -251,17 +251,31 @@ def _add_failures(cases: Sequence[CaseReport], lines: _Lines, known: dict[Key, i
     """Each failure once, with the names of the other cases that it is in."""
     alike = failures_alike(cases)
     new = [key for key in alike if key not in known]
-    for key in new[:_MOST_FAILURES]:
+    failed, not_run = list[Key](), dict[str, list[CaseReport]]()
+    for key in new:
+        if why := _why_not_run(alike[key][0]):
+            not_run.setdefault(why, []).extend(alike[key])
+        else:
+            failed.append(key)
+    for key in failed[:_MOST_FAILURES]:
         case, *others = alike[key]
         _add_failure(case, lines)
         if others:
             lines.add("also in", _cases(others), most=2)
-    if len(new) > _MOST_FAILURES:
-        left = [case for key in new[_MOST_FAILURES:] for case in alike[key]]
+    if len(failed) > _MOST_FAILURES:
+        left = [case for key in failed[_MOST_FAILURES:] for case in alike[key]]
         lines.add("others", f"{_cases(left)}: not passed ({_MORE})", most=2)
+    for why, left in not_run.items():
+        lines.add("unknown", f"{_cases(left)}: {why}", most=3)
     for key in alike.keys() & known.keys():
         lines.add("as", f"with {known[key]} ranks: {_cases(alike[key])}", most=2)
     known |= {key: found[0].case.world for key, found in alike.items() if key in new}
+
+
+def _why_not_run(case: CaseReport) -> str:
+    """The one reason why nothing of a case was judged; "" where there is more to say of it."""
+    reasons = {result.reason if result.verdict == "unknown" else "" for result in case.checks}
+    return reasons.pop() if len(reasons) == 1 and not (case.outcomes or case.diagnosis) else ""
 
 
 def _cases(cases: Sequence[CaseReport]) -> str:

@@ -95,6 +95,10 @@ class Book:
             return NOT_FINISHED
         return report.verdict
 
+    def stands(self, case: Case) -> bool:
+        """Whether a finished case has failed, and stays failed whatever else is run."""
+        return followups.stands(self._reports[case.id])
+
     def _save(self, run: CaseRun, report: CaseReport) -> None:
         assert self._keep is not None
         fds = [run.traces[what] for what in ("world", "rerun") if what in run.traces]

@@ -43,8 +43,9 @@ class CaseRun:
     `surroundings` are those of the rerun; `rerun_in` says the same, or why they are not what was
     asked for. `taking_apart` is how a rerun that differed is looked at, `of_rerun` what its own
     steps were judged to be, `separation` what further worlds have shown of it. `seen` is what a
-    closer look at a failed case has measured. `not_run` says why no rank was started, `defect`
-    which one of distcheck's own ended a rank. Only the session changes it while it runs.
+    closer look at a failed case has measured. `not_run` says why no rank was started, or why
+    what ran does not count, `defect` which one of distcheck's own ended a rank. Only the session
+    changes it while it runs.
     """
 
     case: Case

@@ -249,6 +249,13 @@ def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
     )
 
 
+def stands(report: CaseReport) -> bool:
+    """Whether a report has failed for what no other case can excuse: known before these are run."""
+    excused = is_untrained(report) or _is_companion(report.case)
+    odd = any(report.case.workload in names for names in _WITHOUT.values())
+    return report.verdict == "fail" and not excused and not (odd and _crashed(report))
+
+
 def is_untrained(report: CaseReport) -> bool:
     """Whether the code could not train a case that counts only if ranks finish it: it raised, or
     waits for ever, or its calls do not match (which may make gloo kill a rank). A rank that ends in

@@ -96,6 +96,7 @@ class RunOptions:
     whole      the plan that the cases are, or a part of it
     follow_up  whether what fails for a reason that `followups` knows is run again, or does not
                count
+    left_out   cases of that plan that are not run, each with the reason
     beside     searches, which `explore` runs last, and what may be left out
     """
 
@@ -105,6 +106,7 @@ class RunOptions:
     made: Mapping[str, Provenance] = field(default_factory=dict)
     whole: RunPlan | None = None
     follow_up: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
     beside: Beside = NOTHING_BESIDE
     explore: Explorer | None = None
 
@@ -180,14 +182,22 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
             if run.case.id in made:
                 run.notes += _since(made[run.case.id], here[run.case.id], run.case)
         book = Book(pool, runs, here, environment, keep, earlier)
+        out = {**options.left_out, **out}
         book.plan, book.left_out, book.settles = options.whole, out, options.follow_up
         if beside.required:
             book.left_out, book.unknown = {}, _unknown(left, out, origin)
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         session.after_hang = beside.after_hang
+
+        def enter(run: CaseRun) -> str:
+            verdict = book.enter(run)
+            if beside.fail_fast and book.stands(run.case):
+                session.end_after(run.case)
+            return verdict
+
         with reported(book):
-            session.run(runs, on_finished=book.enter)
+            session.run(runs, on_finished=enter)
             if options.follow_up:
                 _follow_up(pool, book, data, session, listener)
             _search_schedules(pool, book, data, listener)

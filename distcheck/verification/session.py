@@ -18,10 +18,10 @@ from distcheck.judge import diagnosis
 from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
-from distcheck.plan.case_remarks import not_run_after_hang
+from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
-from distcheck.records import CheckResult, Outcome
+from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_defects
@@ -70,6 +70,7 @@ class Session:
         self._world: tuple[World, _Awaited] | None = None
         self._judges: list[tuple[World, Judging]] = []
         self.after_hang = False  # whether other cases of a strategy that has hung are run
+        self._last: Case | None = None  # after which nothing is judged any more
         self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
         # Twice the cores, so that the last few share them instead of leaving one idle.
@@ -100,6 +101,8 @@ class Session:
                 self._pool.pump(0.05)
                 self._tick_world()
                 self._tick_judges()
+                if self._last is not None:
+                    self._leave_out_rest(runs, not_judged_after_failure(self._last))
         except BaseException:
             self._end_everything()
             raise
@@ -242,6 +245,24 @@ class Session:
             run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
             self._listener.progress(run.case, "not run, after a hang")
+            self._finish(run)
+
+    def end_after(self, case: Case) -> None:
+        """Nothing is judged any more after this case, which has failed."""
+        self._last = self._last or case
+
+    def _leave_out_rest(self, runs: Sequence[CaseRun], why: str) -> None:
+        """Ends every case that is not finished, with what runs for it."""
+        self._end_everything()
+        self._worlds.clear()
+        self._judgings.clear()
+        self._judges.clear()
+        self._world = None
+        for run in runs:
+            if run.finished:
+                continue
+            run.worlds_left, run.judges_left, run.finished = 0, 0, True
+            run.not_run, run.results, run.outcomes, run.rerun_outcomes = why, [], (), ()
             self._finish(run)
 
     def _plan_step_judges(self, run: CaseRun) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
-from distcheck.verification.followups import follow_ups, leave_out, take_in
+from distcheck.verification.followups import follow_ups, leave_out, stands, take_in
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
 ERROR = "IndexError: slice() of a 0-dim tensor."
@@ -322,3 +322,26 @@ def test_beside_a_failure_it_is_left_out_without_a_word() -> None:
 def test_it_has_no_say_in_whether_float64_counts() -> None:
     reports = [report("cnn"), report("cnn", "float64", **SHORT), absent(**LOUD)]
     assert set(leave_out(reports)[1]) == {"cnn-float64", "absent_on_some-float32"}
+
+
+@pytest.mark.parametrize(
+    ("workload", "dtype", "said", "so"),
+    [
+        ("cnn", "float32", {"verdict": "fail"}, True),
+        ("cnn", "float32", {}, False),
+        ("cnn", "float32", {"verdict": "unknown"}, False),
+        ("cnn", "float32", CRASHES, True),
+        ("lattice", "float32", {"verdict": "fail"}, True),
+        ("lattice", "float32", CRASHES, False),  # perhaps of its scalar alone
+        ("cnn", "float64", SHORT, False),
+    ],
+)
+def test_a_failure_that_nothing_excuses_stands(
+    workload: str, dtype: str, said: dict[str, Any], so: bool
+) -> None:
+    assert stands(report(workload, dtype, **said)) is so
+
+
+def test_a_cell_that_is_not_trained_does_not_stand() -> None:
+    assert not stands(absent(**CRASHES))
+    assert stands(absent(verdict="fail"))

@@ -272,7 +272,7 @@ def test_an_interruption_after_a_hang_keeps_the_two_reasons_apart() -> None:
         environment=ENVIRONMENT, cases=(*hung(4), *hung(3), *unfinished(5)), interrupted=True
     )
     text = " ".join(render_text(report, width=100).split())
-    assert "unknown outcome: not run: the strategy hung in lattice float32" in text
+    assert "unknown cnn float32: not run: the strategy hung in lattice float32" in text
     assert "UNKNOWN interrupted: 5 of 9 cases were not judged: mine.py:sync, world 4" in text
     assert "not judged: interrupted" not in text
     assert text.count("as with 4 ranks: ") == 2

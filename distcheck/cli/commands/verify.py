@@ -29,12 +29,24 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option(
+    "--last-failed",
+    is_flag=True,
+    help="Run only the cases that failed when they were last run here.",
+)
+@click.option(
+    "--failed-first",
+    is_flag=True,
+    help="Run the cases first that failed when they were last run here.",
+)
 @machine_options
 def command(
     save: str | None,
     digests: bool,
     verbose: bool,
     quiet: bool,
+    last_failed: bool,
+    failed_first: bool,
     **asked: Any,
 ) -> int:
     """Judge strategies against single-node training at the same total batch.
@@ -62,16 +74,25 @@ def command(
 
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
     from distcheck.cli.forecast import say_cost
+    from distcheck.cli.kept_runs import by_last_run
     from distcheck.cli.show_and_keep import Showing, verify_command
     from distcheck.verification.run import RunOptions
 
     with errors_annotated(files):
         planned = plan()
+        cases, left_out = planned.cases, dict[str, str]()
+        if last_failed or failed_first:
+            cases, left_out = by_last_run(cases, only=last_failed)
         if asked["thorough"] or planned.beside.searches:
             say_cost(planned, quiet=quiet)
         return verify_command(
-            planned.cases,
-            RunOptions(whole=planned.whole, beside=planned.beside, download=asked["download"]),
+            cases,
+            RunOptions(
+                whole=planned.whole,
+                beside=planned.beside,
+                download=asked["download"],
+                left_out=left_out,
+            ),
             Showing(files=files, verbose=verbose, quiet=quiet),
             save=save,
             digests=digests,

@@ -1,0 +1,50 @@
+"""Which cases failed when they were last run, from reports that are kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distcheck.records import Case
+from distcheck.store import last_failed
+
+
+def case(strategy: str, workload: str, world: int = 4) -> Case:
+    return Case(
+        id=f"{strategy}-{workload}-{world}", strategy=strategy, world=world, workload=workload
+    )
+
+
+A, B = [case("a", "mlp"), case("a", "cnn")], [case("b", "mlp"), case("b", "cnn")]
+
+
+def keep(runs: Path, name: str, *judged: tuple[Case, str]) -> None:
+    folder = runs / name
+    folder.mkdir(parents=True)
+    cases: list[dict[str, Any]] = [
+        {**msgspec.to_builtins(one), "verdict": verdict} for one, verdict in judged
+    ]
+    (folder / "report.json").write_text(json.dumps({"cases": cases, "verdict": "fail"}))
+
+
+def test_the_last_verdict_counts_and_an_unknown_is_none(tmp_path: Path) -> None:
+    keep(tmp_path, "1", (A[0], "fail"), (A[1], "fail"), (B[0], "pass"), (B[1], "fail"))
+    keep(tmp_path, "2", (A[0], "pass"), (A[1], "unknown"), (B[0], "fail"))
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "report.json").write_text('{"cases": [{"verdict": 3')
+    found = last_failed.of_cases(tmp_path, [*A, *B])
+    assert found == {A[1].id, B[0].id, B[1].id}
+    assert not last_failed.of_cases(tmp_path, [case("b", "mlp", world=2)])
+    assert not last_failed.of_cases(tmp_path / "none", A)
+
+
+def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:
+    failed = {B[1].id}
+    assert last_failed.first([*A, *B], failed) == [B[1], B[0], *A]
+    assert last_failed.first([*A, *B], failed | {A[1].id}) == [A[1], A[0], B[1], B[0]]
+
+
+def test_the_others_are_left_out_with_the_reason() -> None:
+    why = "you gave --last-failed, and it did not fail when it was last run"
+    assert last_failed.the_others(A, {A[0].id}) == {A[1].id: why}

@@ -1,0 +1,46 @@
+"""Runs that end at the first failure, and runs of what failed before."""
+
+import json
+from pathlib import Path
+
+from tests.world.command import QUICK, Run, complaints
+from tests.world.command import distcheck as distcheck
+
+
+def verdicts(file: Path) -> list[str]:
+    return [f"{c['strategy']} {c['verdict']}" for c in json.loads(file.read_text())["cases"]]
+
+
+def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None:
+    worlds = ("--world", "3", "--world", "4", "--world", "5")
+    both = ("verify", "--strategy", "bad.py:no_sync", "--strategy", "bad.py:good", *QUICK)
+    first = distcheck(*both, *worlds, "--fail-fast", "--json", "first.json")
+    assert first.returncode == 1
+    judged = verdicts(tmp_path / "first.json")
+    assert judged[0] == "bad.py:no_sync fail"
+    assert judged[-1] == "bad.py:good unknown", "what had begun may have been judged"
+    why = "not judged: --fail-fast, and mlp:small float32 of bad.py:no_sync with 2 ranks has failed"
+    assert why in " ".join(first.stdout.split())
+
+    again = ("verify", "--strategy", "bad.py:good", "--strategy", "bad.py:no_sync", *QUICK)
+    whole = distcheck(*again, "--failed-first", "--json", "whole.json")
+    assert verdicts(tmp_path / "whole.json") == ["bad.py:no_sync fail", "bad.py:good pass"]
+    assert complaints(whole.stderr) == [
+        "distcheck: 1 of 2 cases failed when last run here; they go first"
+    ]
+
+    only = distcheck(*again, "--last-failed", "--json", "only.json")
+    assert verdicts(tmp_path / "only.json") == ["bad.py:no_sync fail"]
+    left_out = json.loads((tmp_path / "only.json").read_text())["left_out"]
+    assert ["you gave --last-failed" in why for why in left_out.values()] == [True]
+    assert only.returncode == 1
+
+
+def test_where_nothing_failed_all_is_run(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:good", *QUICK, "--last-failed")
+    assert ran.returncode == 0
+    (said,) = complaints(ran.stderr)
+    assert said == (
+        "distcheck: this case did not fail when last run here (.distcheck/runs); it is run"
+    )
+    assert "--last-failed" not in ran.stdout
