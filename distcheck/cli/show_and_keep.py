@@ -63,8 +63,8 @@ def verify_command(
     options = replace(options, keep=keep, follow_up=True, explore=explore_beside)
     try:
         pool = front_pool(launch, cases)
-        return _show(
-            lambda pool, listener: run_cases(cases, pool, replace(options, listener=listener)),
+        return show_run(
+            lambda listener: run_cases(cases, pool, replace(options, listener=listener)),
             pool,
             showing,
         )
@@ -80,21 +80,27 @@ def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]
     require_trust(folder, cases, doing="rechecking", trusted=trusted)
-    return _show(
-        lambda pool, listener: recheck(Path(folder), traces, pool=pool, listener=listener),
-        Pool(),
-        showing,
+    pool = Pool()
+    return show_run(
+        lambda listener: recheck(Path(folder), traces, pool=pool, listener=listener), pool, showing
     )
 
 
-def _show(
-    run: Callable[[Pool, LiveProgress], Report],
+def show_run(
+    run: Callable[[LiveProgress], Report],
     pool: Pool,
     showing: Showing,
+    *,
+    progress: type[LiveProgress] = LiveProgress,
+    pool_stays: bool = False,
 ) -> int:
+    """Shows a run on a pool as it goes on, and its report; returns the exit code. The pool is
+    closed, unless it is to stay and nothing interrupted the run.
+    """
+    stays = False
     try:
-        with LiveProgress(Console(stderr=True, quiet=showing.quiet), cost=rough_s) as listener:
-            report = run(pool, listener)
+        with progress(Console(stderr=True, quiet=showing.quiet), cost=rough_s) as listener:
+            report = run(listener)
     except Interrupted as interruption:
         report = interruption.report
         dismiss(pool, int(report.exit_code), "interrupted")
@@ -103,14 +109,17 @@ def _show(
         dismiss(pool, int(report.exit_code), report.given_up)
     except DistcheckError as error:
         dismiss(pool, int(error.exit_code), str(error))
+        stays = pool_stays
         raise
     except BaseException:
         dismiss(pool, int(ExitCode.INTERRUPTED), "interrupted")
         raise
     else:
         dismiss(pool, int(report.exit_code), summarize(report))
+        stays = pool_stays
     finally:
-        pool.close()
+        if not stays:
+            pool.close()
     unwritten = _written(report, showing)
     if report.interrupted:
         judged = sum(not case.unfinished for case in report.cases)

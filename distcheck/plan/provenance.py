@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import xxhash
 
-from distcheck.plan.source_files import digest_with_modules
+from distcheck.plan.source_files import digest_with_modules, modules_beside
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
 from distcheck.training import loading
@@ -58,17 +58,32 @@ def file_digest(what: str, spec: str) -> str:
     """A digest of the file that a name leads to, found without importing it; "none" if it is not
     found. Two machines that load the same bytes have the same digest.
     """
+    file = _file_behind(what, spec)
+    try:
+        return xxhash.xxh3_64_hexdigest(read_source(file)) if file is not None else "none"
+    except OSError:
+        return "none"
+
+
+def code_files(what: str, spec: str) -> set[Path]:
+    """The file behind a strategy or workload, and the modules beside it that it imports."""
+    file = _file_behind(what, spec)
+    if file is None:
+        return set()
+    try:
+        return {file, *(file.parent / inside for inside in modules_beside(file))}
+    except OSError:
+        return {file}
+
+
+def _file_behind(what: str, spec: str) -> Path | None:
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
     if place in registered:
         place = registered[place].module
     elif what == "workload" and place in loading.workload_names():
         place = loading.workload_names()[place]
-    file = Path(place) if loading.is_path(place) else file_of(place)
-    try:
-        return xxhash.xxh3_64_hexdigest(read_source(file)) if file is not None else "none"
-    except OSError:
-        return "none"
+    return Path(place) if loading.is_path(place) else file_of(place)
 
 
 def file_of(module: str) -> Path | None:

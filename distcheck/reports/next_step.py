@@ -9,7 +9,7 @@ from distcheck.records.mesh import MESH
 from distcheck.reports.wording import most_telling_first
 
 _FILES = ("--json", "--junit", "--html", "--save")  # of the run that was; they exist now
-_OF_LAST_RUN = ("--last-failed", "--failed-first")
+_ONLY_THEN = ("--last-failed", "--failed-first", "--watch")
 _USUAL = Case(id="", strategy="", world=1)
 _LARGER_WORLDS = (3, 5)
 
@@ -21,7 +21,7 @@ def next_step(report: Report) -> str:
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and all(c.case.world == 1 and c.verdict == "unknown" for c in failed):
         asked = _typed(report) or _words_of(failed[0].case)
-        return shlex.join([*_without(asked, (*_FILES, *_OF_LAST_RUN, "--world")), "--world", "2"])
+        return shlex.join([*_without(asked, (*_FILES, *_ONLY_THEN, "--world")), "--world", "2"])
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
     case = report.cases[0].case
@@ -33,7 +33,7 @@ def next_step(report: Report) -> str:
             words = [*_words_of(case), "--world", str(case.world)]
         return shlex.join(_without(words, _FILES))
     words = _words_of(case) if words is None else words
-    words = _without(words, (*_FILES, *_OF_LAST_RUN, "--shard"))
+    words = _without(words, (*_FILES, *_ONLY_THEN, "--shard"))
     worlds = {c.case.world for c in report.cases}
     if any(note.startswith(MESH) for c in report.cases for note in c.notes):
         return shlex.join([*_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
@@ -71,7 +71,7 @@ def _words_of(case: Case) -> list[str]:
     return words + case.adapter_words
 
 
-_FLAGS = ("--thorough", *_OF_LAST_RUN)  # among the options that are left out, those without a value
+_FLAGS = ("--thorough", *_ONLY_THEN)  # among the options that are left out, those without a value
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -39,6 +39,11 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     is_flag=True,
     help="Run the cases first that failed when they were last run here.",
 )
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Run again whenever the code of the strategies or workloads changes, until Ctrl-C.",
+)
 @machine_options
 def command(
     save: str | None,
@@ -47,6 +52,7 @@ def command(
     quiet: bool,
     last_failed: bool,
     failed_first: bool,
+    watch: bool,
     **asked: Any,
 ) -> int:
     """Judge strategies against single-node training at the same total batch.
@@ -78,6 +84,16 @@ def command(
     from distcheck.cli.show_and_keep import Showing, verify_command
     from distcheck.verification.run import RunOptions
 
+    showing = Showing(files=files, verbose=verbose, quiet=quiet)
+    if watch:
+        from distcheck.cli.watching import watch_command
+
+        if launch is not None or save is not None or last_failed or failed_first:
+            raise UsageError(
+                "--watch runs on this machine again and again: no launcher, --save, --last-failed "
+                "or --failed-first goes with it; what failed in the run before goes first anyway"
+            )
+        return watch_command(plan, showing, download=asked["download"])
     with errors_annotated(files):
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
@@ -93,7 +109,7 @@ def command(
                 download=asked["download"],
                 left_out=left_out,
             ),
-            Showing(files=files, verbose=verbose, quiet=quiet),
+            showing,
             save=save,
             digests=digests,
             launch=launch,

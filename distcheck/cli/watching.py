@@ -1,0 +1,155 @@
+"""`distcheck verify --watch`: the same run again whenever its code changes.
+
+The helper and the further interpreters stay, with torch imported; ranks are forked anew, and import
+the code as it is now. The cheapest cases go first, and each verdict is said as it comes.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.text import Text
+
+from distcheck.cli.show_and_keep import Showing, show_run
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode
+from distcheck.errors.shown_text import one_line, say, shown
+from distcheck.explore.beside import explore_beside
+from distcheck.plan.costs import rough_s
+from distcheck.plan.matrix import Planned
+from distcheck.plan.provenance import code_files
+from distcheck.records import Case, Report
+from distcheck.reports.live import LiveProgress
+from distcheck.store.run_folder import Store
+from distcheck.verification.run import RunOptions, run_cases
+from distcheck.worlds.pool import Pool
+
+_LOOK_EVERY_MS = 1000  # at files that no notice came of, as on some network disks
+_Contents = dict[Path, bytes | None]
+
+
+class VerdictsAsTheyCome(LiveProgress):
+    """Progress that leaves a line for each case that is judged."""
+
+    def finished(self, case: Case, verdict: str) -> None:
+        """The same, and its time since the run began."""
+        super().finished(case, verdict)
+        if self._console.is_terminal:
+            spent = time.monotonic() - self._begun
+            line = f"{case.workload} {case.dtype}: {verdict}, after {spent:.1f} s"
+            self._console.print(Text(shown(one_line(line))), highlight=False)
+
+
+def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bool) -> int:
+    """Runs until Ctrl-C; returns the exit code of the last run."""
+    if importlib.util.find_spec("watchfiles") is None:
+        raise CannotRunError(
+            "--watch needs watchfiles, which is not installed; run pip install 'distcheck[watch]'"
+        )
+    watching = _Watching(plan, showing, download=download)
+    try:
+        return watching.go_on()
+    except KeyboardInterrupt:
+        return watching.code
+    finally:
+        watching.pool.close()
+
+
+class _Watching:
+    """Runs of the same cases, one after the other, on a pool that stays."""
+
+    def __init__(self, plan: Callable[[], Planned], showing: Showing, *, download: bool) -> None:
+        self._plan, self._showing, self._download = plan, showing, download
+        self._failed: set[str] = set()  # ids of cases, in the last run
+        self.pool, self.code = Pool(), int(ExitCode.PASS)
+
+    def go_on(self) -> int:
+        """Returns where a run was interrupted, with that code."""
+        files = set[Path]()
+        while True:
+            before = _contents(files)
+            try:
+                planned = self._plan()
+                files = _files_of(planned)
+                before = _contents(files)
+                self.code = self._run(planned)
+            except DistcheckError as error:
+                if not files:
+                    raise  # nothing is known that could be watched
+                self.code = int(error.exit_code)
+                say(f"distcheck: {error}", err=True)
+            if self.code == ExitCode.INTERRUPTED:
+                return self.code
+            changed = _wait(files, before)
+            say(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
+
+    def _run(self, planned: Planned) -> int:
+        """One run: what failed in the last one goes first, and what costs least."""
+        if not self.pool.usable:
+            self.pool.close()
+            self.pool = Pool()
+        cases = sorted(planned.cases, key=lambda case: (case.id not in self._failed, rough_s(case)))
+        keep = Store.by_default()
+        options = RunOptions(
+            whole=planned.whole,
+            beside=planned.beside,
+            download=self._download,
+            keep=keep,
+            follow_up=True,
+            explore=explore_beside,
+        )
+
+        def run(listener: LiveProgress) -> Report:
+            report = run_cases(cases, self.pool, replace(options, listener=listener))
+            self._failed = {one.case.id for one in report.cases if one.verdict == "fail"}
+            return report
+
+        try:
+            return show_run(
+                run, self.pool, self._showing, progress=VerdictsAsTheyCome, pool_stays=True
+            )
+        except BaseException:
+            if keep is not None:
+                keep.discard_if_unused()
+            raise
+
+
+def _files_of(planned: Planned) -> set[Path]:
+    files = {Path(planned.file)} if planned.file else set()
+    for case in planned.cases:
+        files |= code_files("strategy", case.strategy) | code_files("workload", case.workload)
+    return files
+
+
+def _contents(files: Iterable[Path]) -> _Contents:
+    found: _Contents = {}
+    for file in files:
+        try:
+            found[file] = file.read_bytes()
+        except OSError:  # an editor is about to put another one in its place
+            found[file] = None
+    return found
+
+
+def _wait(files: set[Path], before: _Contents) -> list[Path]:
+    """Blocks until one of the files has another content; returns those that have."""
+    from watchfiles import watch
+
+    say(f"distcheck: watching {len(files)} files; Ctrl-C ends it", err=True)
+    folders = {file.parent for file in files if file.parent.is_dir()}
+    notices = watch(
+        *sorted(folders),
+        recursive=False,
+        watch_filter=None,
+        debounce=100,
+        step=20,
+        rust_timeout=_LOOK_EVERY_MS,
+        yield_on_timeout=True,
+    )
+    while True:
+        now = _contents(files)
+        changed = [file for file in sorted(files) if now[file] != before[file]]
+        if changed and all(now[file] is not None for file in changed):
+            return changed
+        next(notices)
