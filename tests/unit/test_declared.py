@@ -19,6 +19,7 @@ OF_MODULE = packages_distributions()
 SENTENCES = {
     "hypothesis": ("explore", "distcheck/explore/command.py"),
     "mpi4py": ("mpi", "distcheck/backends/mpi/__init__.py"),
+    "watchfiles": ("watch", "distcheck/cli/watching.py"),
     "torchvision": ("data", "distcheck/workloads/datasets/files.py"),
 }
 # What the package imports only where it is there already, and why it declares nothing.
