@@ -21,7 +21,9 @@ def next_step(report: Report) -> str:
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and all(c.case.world == 1 and c.verdict == "unknown" for c in failed):
         asked = _typed(report) or _words_of(failed[0].case)
-        return shlex.join([*_without(asked, (*_FILES, *_ONLY_THEN, "--world")), "--world", "2"])
+        return shlex.join(
+            [*words_without(asked, (*_FILES, *_ONLY_THEN, "--world")), "--world", "2"]
+        )
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
     case = report.cases[0].case
@@ -31,22 +33,22 @@ def next_step(report: Report) -> str:
     if report.exit_code is ExitCode.INTERRUPTED:
         if words is None:
             words = [*_words_of(case), "--world", str(case.world)]
-        return shlex.join(_without(words, _FILES))
+        return shlex.join(words_without(words, _FILES))
     words = _words_of(case) if words is None else words
-    words = _without(words, (*_FILES, *_ONLY_THEN, "--shard"))
+    words = words_without(words, (*_FILES, *_ONLY_THEN, "--shard"))
     worlds = {c.case.world for c in report.cases}
     if any(note.startswith(MESH) for c in report.cases for note in c.notes):
-        return shlex.join([*_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
+        return shlex.join([*words_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
     if not worlds & set(_LARGER_WORLDS) and max(case.adaptation.without_data, default=0) < 3:
         asked = [word for world in _LARGER_WORLDS for word in ("--world", str(world))]
-        line = shlex.join([*_without(words, ("--world",)), *asked])
+        line = shlex.join([*words_without(words, ("--world",)), *asked])
         return f"{line}    # are unequal shards weighted? other orders"
     if "--world" not in words:
         words = [*words, "--world", str(case.world)]
     if all(c.case.workload != "vgg11" for c in report.cases):
-        words = _without(words, ("--workload", "--thorough", "--without", "--steps"))
+        words = words_without(words, ("--workload", "--thorough", "--without", "--steps"))
         return f"{shlex.join([*words, '--workload', 'vgg11'])}    # BatchNorm, 37 MB of gradients"
-    return shlex.join([*_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
+    return shlex.join([*words_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
 
 
 def _typed(report: Report) -> list[str] | None:
@@ -74,15 +76,17 @@ def _words_of(case: Case) -> list[str]:
 _FLAGS = ("--thorough", *_ONLY_THEN)  # among the options that are left out, those without a value
 
 
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Words of a command line without some options and their values."""
+def words_without(
+    words: Sequence[str], options: Sequence[str], *, flags: Sequence[str] = _FLAGS
+) -> list[str]:
+    """Words of a command line without some options and their values; `flags` have none."""
     kept: list[str] = []
     value_follows = False
     for word in words:
         if value_follows:
             value_follows = False
         elif word in options:
-            value_follows = word not in _FLAGS
+            value_follows = word not in flags
         elif not word.startswith(tuple(f"{option}=" for option in options)):
             kept.append(word)
     return kept

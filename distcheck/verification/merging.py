@@ -44,25 +44,34 @@ class Part:
 def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: bool) -> int:
     """Reads, joins, writes and shows; returns the exit code of the whole."""
     check_outputs(files)
-    parts = [_read(file) for file in dict.fromkeys(files_in)]
+    parts = [read_part(file) for file in dict.fromkeys(files_in)]
     with damage_said(*(part.file for part in parts)):
-        whole = join(parts)
-        lines = summary(whole, quiet=quiet)
-        if "-" not in files.values():
-            for line in lines:
-                say(line)
-            for line in _differences(parts):
-                say(f"distcheck: {line}", err=True)
-        write_document(files, whole)
-    return int(whole["exit_code"])
+        return show_whole(join(parts), parts, files=files, quiet=quiet)
 
 
-def _read(file: str) -> Part:
+def read_part(file: str) -> Part:
+    """The report in a file."""
     return Part(file, read_document(Path(file)))
 
 
-def join(parts: Sequence[Part]) -> dict[str, Any]:
-    """One document of all. Raises UsageError for parts of different plans, or at odds."""
+def show_whole(
+    whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
+) -> int:
+    """Shows what was joined of parts, and writes its files; returns its exit code."""
+    lines = summary(whole, quiet=quiet)
+    if "-" not in files.values():
+        for line in lines:
+            say(line)
+        for line in _differences(parts):
+            say(f"distcheck: {line}", err=True)
+    write_document(files, whole)
+    return int(whole["exit_code"])
+
+
+def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """One document of all; `lost` says by a part's number why it is not there. Raises UsageError
+    for parts of different plans, or at odds.
+    """
     for part in parts:
         check_document(part.document, part.file)
         if not part.document.get("plan") and not part.document.get("made"):
@@ -92,7 +101,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
             holders[name], cases[name] = part, case
     left_out = {n: why for p in parts for n, why in (p.document.get("left_out") or {}).items()}
     found = [
-        cases.get(name) or _missing(entry, plan["shards"] if plan else 1)
+        cases.get(name) or _missing(entry, plan["shards"] if plan else 1, lost or {})
         for name, entry in planned.items()
         if name in cases or name not in left_out
     ]
@@ -208,9 +217,10 @@ def _check_alike(
         )
 
 
-def _missing(entry: Mapping[str, Any], shards: int) -> dict[str, Any]:
+def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> dict[str, Any]:
     """Placeholder for a planned case that is in no part, with the keys that every case has."""
     where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
+    why = f": {lost[entry['shard']]}" if entry["shard"] in lost else ""
     known = {name: entry[name] for name in entry if name != "shard"}
     empty = {
         "strategy_file": "", "strategy_line": 0, "data": "", "data_dir": None, "batch": 0,
@@ -225,7 +235,7 @@ def _missing(entry: Mapping[str, Any], shards: int) -> dict[str, Any]:
         "verdict": "unknown",
         "replay": "",
         "command": "",
-        "notes": [f"planned{where}, but in no report"],
+        "notes": [f"planned{where}, but in no report{why}"],
     }
 
 

@@ -19,6 +19,8 @@ OF_MODULE = packages_distributions()
 SENTENCES = {
     "hypothesis": ("explore", "distcheck/explore/command.py"),
     "mpi4py": ("mpi", "distcheck/backends/mpi/__init__.py"),
+    "ray": ("ray", "distcheck/engines/running.py"),
+    "submitit": ("slurm", "distcheck/engines/running.py"),
     "watchfiles": ("watch", "distcheck/cli/watching.py"),
     "torchvision": ("data", "distcheck/workloads/datasets/files.py"),
 }

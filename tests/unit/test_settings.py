@@ -23,7 +23,7 @@ from distcheck.records import Case
 OF_THE_COMMAND = {
     "config", "shard", "save", "digests", "verbose", "quiet", "nnodes", "machine",
     "master_addr", "master_port", "init_method", "download", "json_file", "html_file",
-    "junit_file", "github", "last_failed", "failed_first", "watch",
+    "junit_file", "github", "last_failed", "failed_first", "watch", "on",
 }  # fmt: skip
 MADE_FROM_OTHERS = {"adaptation", "ranks_here", "cell_worlds", "delays"}
 

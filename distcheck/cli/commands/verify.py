@@ -44,6 +44,11 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     is_flag=True,
     help="Run again whenever the code of the strategies or workloads changes, until Ctrl-C.",
 )
+@click.option(
+    "--on",
+    metavar="ENGINE",
+    help="Run the parts of the matrix as tasks of an engine: ray, ray://HOST:PORT or slurm.",
+)
 @machine_options
 def command(
     save: str | None,
@@ -53,6 +58,7 @@ def command(
     last_failed: bool,
     failed_first: bool,
     watch: bool,
+    on: str | None,
     **asked: Any,
 ) -> int:
     """Judge strategies against single-node training at the same total batch.
@@ -68,13 +74,14 @@ def command(
     KEY or the like, and passwords in addresses. Of other variables they keep only those that bits
     depend on.
     """  # fmt: skip
-    from distcheck.cli.asking import plan_asked
+    from distcheck.cli.asking import check_alone, plan_asked
     from distcheck.errors import UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
+    check_alone(given_options(), launched=launch is not None)
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
@@ -88,12 +95,12 @@ def command(
     if watch:
         from distcheck.cli.watching import watch_command
 
-        if launch is not None or save is not None or last_failed or failed_first:
-            raise UsageError(
-                "--watch runs on this machine again and again: no launcher, --save, --last-failed "
-                "or --failed-first goes with it; what failed in the run before goes first anyway"
-            )
         return watch_command(plan, showing, download=asked["download"])
+    if on is not None:
+        from distcheck.engines.running import run_on
+
+        with errors_annotated(files):
+            return run_on(on, plan, files=files, quiet=quiet)
     with errors_annotated(files):
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()

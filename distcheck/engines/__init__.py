@@ -1,0 +1,9 @@
+"""`distcheck verify --on ENGINE`: the parts of a matrix as tasks of an engine that a team has.
+
+An engine places, queues and retries; distcheck cuts the matrix as `--shard` does, and joins what
+comes back as `merge` does. A task that is lost is unknown, with the engine's reason.
+
+part         what a task does: one part, judged by a distcheck of its own
+running      the front: tasks are started, reports are joined
+on_ray, on_slurm    one file an engine, with `start(address, work) -> Engine`
+"""

@@ -1,0 +1,86 @@
+"""Ray: a part is a task with as many CPUs as it has ranks, or GPUs. A copy of this folder goes to
+each worker.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distcheck.engines.part import Ended, run_part
+from distcheck.engines.running import Lost, Work
+from distcheck.errors import CannotRunError
+
+_LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
+
+
+class OnRay:
+    """Tasks of a Ray cluster."""
+
+    code = "a copy of this folder is sent to each worker; other paths must be there already"
+
+    def __init__(self, ray: Any, work: Sequence[Work]) -> None:
+        self._ray = ray
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus, gpus = (int(max(n.get(name, 0) for n in nodes)) for name in ("CPU", "GPU"))
+        most = max(part.gpus for part in work)
+        if most > gpus:
+            raise CannotRunError(
+                f"a part needs {most} GPUs on one node, and no node of this Ray has more than "
+                f"{gpus}; give a smaller --world"
+            )
+        task = ray.remote(run_part)
+        self._tasks = {
+            # Ranks share cores where no node has so many: an infeasible task waits for ever.
+            task.options(
+                num_cpus=min(part.ranks, cpus), num_gpus=part.gpus, name=f"distcheck {part.name}"
+            ).remote(list(part.words), None): part
+            for part in work
+        }
+
+    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+        """Those that have ended within a second."""
+        done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=1.0)
+        for task in done:
+            part = self._tasks.pop(task)
+            try:
+                yield part, self._ray.get(task)
+            except self._ray.exceptions.RayError as error:
+                yield part, Lost(f"Ray lost its task: {_first_line(error)}")
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for task in self._tasks:
+            self._ray.cancel(task, force=True)
+        self._ray.shutdown()
+
+
+def start(address: str, work: Sequence[Work]) -> OnRay:
+    """Starts tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
+    them.
+    """
+    import ray
+
+    try:
+        ray.init(
+            address=f"ray://{address}" if address else None,
+            runtime_env={"working_dir": os.getcwd(), "excludes": list(_LEFT_BEHIND)},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CannotRunError(
+            f"--on ray: no Ray was reached or started ({_first_line(error)}); give "
+            "--on ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or leave both out "
+            "to start one here"
+        ) from None
+    try:
+        return OnRay(ray, work)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

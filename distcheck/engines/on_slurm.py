@@ -1,0 +1,80 @@
+"""Slurm, by submitit: a part is a job with as many CPUs as it has ranks, or GPUs. Code is found by
+its path, so this folder must be one that the nodes see.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from distcheck.engines.part import Ended, run_part
+from distcheck.engines.running import Lost, Work
+from distcheck.errors import CannotRunError
+
+_LOOK_EVERY_S = 1.0
+_MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT says otherwise
+HERE = "local"  # the address at which parts are processes of this machine, without Slurm
+
+
+class OnSlurm:
+    """Jobs of a cluster."""
+
+    code = "it is found by its path: nodes must see this folder"
+
+    def __init__(self, executor: Any, work: Sequence[Work]) -> None:
+        self._jobs: list[tuple[Any, Work]] = []
+        folder = os.getcwd()
+        ordered = sorted(work, key=lambda part: (part.ranks, part.gpus))
+        for (ranks, gpus), parts in groupby(ordered, key=lambda part: (part.ranks, part.gpus)):
+            executor.update_parameters(
+                name="distcheck", nodes=1, tasks_per_node=1, cpus_per_task=ranks,
+                gpus_per_node=gpus, timeout_min=_MOST_MINUTES,
+            )  # fmt: skip
+            with executor.batch():
+                started = [
+                    (executor.submit(run_part, list(part.words), folder), part) for part in parts
+                ]
+            self._jobs += started
+
+    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+        """Those that have ended, after a second."""
+        time.sleep(_LOOK_EVERY_S)
+        for job, part in list(self._jobs):
+            if not job.done():
+                continue
+            self._jobs.remove((job, part))
+            error = job.exception()
+            if error is None:
+                yield part, job.result()
+            else:
+                state = getattr(job, "state", "")
+                first = next((line for line in str(error).splitlines() if line.strip()), "")
+                yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
+
+    def close(self) -> None:
+        """Ends what still runs, or waits in the queue."""
+        for job, _ in self._jobs:
+            job.cancel()
+
+
+def start(address: str, work: Sequence[Work]) -> OnSlurm:
+    """Submits jobs by sbatch; partition, account and time limit are those of SBATCH_PARTITION,
+    SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
+    """
+    import submitit
+
+    if address not in ("", HERE):
+        raise CannotRunError(
+            f"--on slurm://{address}: Slurm has no address, it is that of sbatch here; give "
+            "--on slurm, and SBATCH_PARTITION for a partition"
+        )
+    if not address and shutil.which("sbatch") is None:
+        raise CannotRunError(
+            "--on slurm needs sbatch, which is not on PATH; run it on a machine that submits jobs"
+        )
+    place = Path(".distcheck", "slurm").absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    return OnSlurm(submitit.AutoExecutor(place, cluster=address or "slurm"), work)

@@ -1,0 +1,170 @@
+"""The front of a matrix that runs on an engine: starts its parts, joins their reports."""
+
+import importlib
+import importlib.util
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from distcheck.engines.part import Ended
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.errors.shown_text import one_line, say
+from distcheck.plan.matrix import Planned
+from distcheck.reports.files import check_outputs
+from distcheck.reports.live import LiveProgress
+from distcheck.reports.next_step import words_without
+from distcheck.store.origin import command_line
+from distcheck.verification.merging import Part, join, read_part, show_whole
+
+# The module that starts tasks, the library that it needs, and how to install that.
+ENGINES = {
+    "ray": ("on_ray", "ray", "pip install 'distcheck[ray]'"),
+    "slurm": ("on_slurm", "submitit", "pip install 'distcheck[slurm]'"),
+}
+_FLAGS = ("-q", "--quiet", "-v", "--verbose")
+_OF_THE_FRONT = ("--on", "--json", "--junit", "--html", "--github", *_FLAGS)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A part of a matrix: its number from 1, what it is of, what it is run with, what it needs."""
+
+    number: int
+    name: str
+    words: tuple[str, ...]
+    ranks: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Why a part has no report."""
+
+    why: str
+
+
+class Engine(Protocol):
+    """What runs parts. `code` says how code under test comes to be there."""
+
+    code: str
+
+    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+        """Waits a moment; those that ended in it."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        ...
+
+
+def run_on(
+    engine: str, plan: Callable[[str | None], Planned], *, files: Mapping[str, str], quiet: bool
+) -> int:
+    """Runs a matrix on an engine and shows the whole; returns its exit code."""
+    name, _, address = engine.partition("://")
+    if name not in ENGINES:
+        raise UsageError(
+            f"--on {engine!r} names no engine; it takes {', '.join(ENGINES)}, or ray://HOST:PORT"
+        )
+    check_outputs(files)
+    module, library, install = ENGINES[name]
+    if importlib.util.find_spec(library) is None:
+        raise CannotRunError(f"--on {name} needs {library}, which is not installed; run {install}")
+    first = plan(None)
+    number = len({case.siblings for case in first.every})
+    planned = plan(f"1/{number}") if number > 1 else first
+    work = _work(planned, number)
+    started: Engine = importlib.import_module(f"distcheck.engines.{module}").start(address, work)
+    with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
+        progress.phase(f"{len(work)} parts on {name}; code: {started.code}")
+        with tempfile.TemporaryDirectory(prefix="distcheck-parts-") as place:
+            parts, lost, interrupted = _collected(started, work, planned, Path(place), progress)
+    if not parts:
+        raise CannotRunError(f"no part came back from {name}: {next(iter(lost.values()))}")
+    code = show_whole(join(parts, lost), parts, files=files, quiet=quiet)
+    for part, why in lost.items():
+        say(f"distcheck: part {part} of {number} is unknown: {one_line(why)}", err=True)
+    return int(ExitCode.INTERRUPTED) if interrupted else code
+
+
+def _work(planned: Planned, parts: int) -> list[Work]:
+    typed = shlex.split(command_line())[2:]
+    words = words_without(typed, _OF_THE_FRONT, flags=_FLAGS)
+    own = {case.id: case for case in planned.every}
+    found: dict[int, Work] = {}
+    for one in planned.whole.cases:
+        case = own[one.id]
+        known = found.get(one.shard)
+        ranks = max(case.world, known.ranks if known else 0)
+        found[one.shard] = Work(
+            number=one.shard,
+            name=f"{case.strategy}, {case.world} ranks",
+            words=(*words, *(("--shard", f"{one.shard}/{parts}") if parts > 1 else ())),
+            ranks=ranks,
+            gpus=ranks if case.device == "cuda" else 0,
+        )
+    return [found[number] for number in sorted(found)]
+
+
+def _collected(
+    engine: Engine,
+    work: Sequence[Work],
+    planned: Planned,
+    place: Path,
+    progress: LiveProgress,
+) -> tuple[list[Part], dict[int, str], bool]:
+    """The reports, as files are read that others wrote; and by the part's number why one is not
+    there. Ends what still runs on Ctrl-C.
+    """
+    parts: list[Part] = []
+    lost: dict[int, str] = {}
+    left = {one.number for one in work}
+    interrupted = False
+    try:
+        while left:
+            for one, end in engine.ended():
+                left.discard(one.number)
+                what = _taken(one, end, planned, place, parts, lost)
+                progress.counted(len(work) - len(left), len(work), f"{one.name}: {what}")
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        engine.close()
+    return parts, lost | dict.fromkeys(sorted(left), "interrupted before it had ended"), interrupted
+
+
+def _taken(
+    one: Work,
+    end: Ended | Lost,
+    planned: Planned,
+    place: Path,
+    parts: list[Part],
+    lost: dict[int, str],
+) -> str:
+    """Takes the end of a part; returns its verdict in a word."""
+    if isinstance(end, Lost):
+        lost[one.number] = end.why
+        return "lost"
+    code, text, said = end
+    if not text:
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
+        lost[one.number] = f"its distcheck ended with code {code} and said: {last}"
+        return "lost"
+    file = place / f"part-{one.number}.json"
+    file.write_text(text)
+    try:
+        part = read_part(str(file))
+        plan = part.document.get("plan") or {}
+        if plan.get("digest") != planned.whole.digest:
+            raise UsageError("it has another plan: other files or versions than here")
+        join([part])
+    except DistcheckError as error:
+        lost[one.number] = str(error)
+        return "lost"
+    parts.append(part)
+    return str(part.document["verdict"])
