@@ -7,6 +7,7 @@ from distcheck.backend_probe.operations import OPERATIONS
 from distcheck.backend_probe.records import Probe
 from distcheck.backend_probe.scene import FORMS
 from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
 
 _LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others are as long
 _LEAST_RANKS = 2
@@ -70,4 +71,7 @@ def _everything() -> Iterator[Probe]:
 def _check(option: str, given: Sequence[str], known: Collection[str]) -> None:
     for name in given:
         if name not in known:
-            raise UsageError(f"unknown {option} {name!r}; known are {', '.join(known)}")
+            raise UsageError(
+                f"unknown {option} {name!r}{did_you_mean(name, known)}; known are "
+                f"{', '.join(known)}"
+            )

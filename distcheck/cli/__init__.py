@@ -58,12 +58,23 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(
-                f"unknown command {args[0]!r}{did_you_mean(args[0], COMMANDS)}; known are "
-                f"{', '.join(COMMANDS)}",
-                ctx,
-            )
+            word = args[0]
+            if word.endswith(".py") or ":" in word:
+                raise click.UsageError(f"{word!r} is no command; {_for_code(word)}", ctx)
+            known = ", ".join(COMMANDS)
+            meant = did_you_mean(word, [*COMMANDS, "--help", "--version"])
+            raise click.UsageError(f"unknown command {word!r}{meant}; known are {known}", ctx)
         return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as click does; an option that is not distcheck's own belongs to a command."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            said = error.format_message().rstrip(".")
+            raise click.UsageError(
+                f"{said}; options follow a command: distcheck verify {error.option_name} ...", ctx
+            ) from None
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
@@ -74,8 +85,20 @@ class _Commands(click.Group):
         return found
 
 
+def _for_code(word: str) -> str:
+    """What judges a piece of code, or a script."""
+    if ":" in word:
+        return f"judge it by distcheck verify --strategy {word}"
+    return (
+        f"judge a function of it by distcheck verify --strategy {word}:NAME, the whole script by "
+        f"distcheck job --world 2 -- python {word}"
+    )
+
+
 @click.group(
     cls=_Commands,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown, "
     "70 internal error.\n\n"
@@ -84,14 +107,19 @@ class _Commands(click.Group):
     'eval "$(_DISTCHECK_COMPLETE=bash_source distcheck)"',
 )
 @click.version_option(__version__)
-def _group() -> None:
+@click.pass_context
+def _group(context: click.Context) -> ExitCode | None:
     """Does this gradient synchronisation train the same model as one machine would?"""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        return ExitCode.USAGE
     try:
         os.getcwd()
     except OSError as error:  # torch cannot be imported there either
         raise CannotRunError(
             "the working directory does not exist any more; change to one that does"
         ) from error
+    return None
 
 
 def _unexpected(error: Exception) -> ExitCode:

@@ -87,10 +87,9 @@ def _basis(estimates: Sequence[Estimate]) -> str:
     known = sum(estimate.recorded for estimate in estimates)
     if known == len(estimates):
         return "estimated from earlier runs here"
-    model = "estimated by a rough model, which may be wrong by several times"
     if not known:
-        return f"by {model}"
-    return f"{known} cases estimated from earlier runs here, the others by {model}"
+        return "a rough estimate"
+    return f"{known} cases estimated from earlier runs here, the others roughly"
 
 
 def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:

@@ -61,9 +61,18 @@ class Command(click.Command):
         given = self._as_named_now(args)
         try:
             return super().parse_args(ctx, list(given))
+        except click.NoSuchOption as error:
+            if error.possibilities:
+                raise
+            said = error.format_message().rstrip(".")
+            raise click.UsageError(f"{said}; {ctx.command_path} --help lists them", ctx) from None
         except click.UsageError as error:
             if type(error) is click.UsageError:
                 self._explain(ctx, given)
+            if type(error) in (click.UsageError, click.MissingParameter):
+                usage = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)]).strip()
+                said = error.format_message().rstrip(".")
+                raise click.UsageError(f"{said}; write {usage}", ctx) from None
             raise
 
     def _as_named_now(self, args: list[str]) -> list[str]:
@@ -79,18 +88,21 @@ class Command(click.Command):
     def _explain(self, ctx: click.Context, given: list[str]) -> None:
         """Raises a clearer error for words that belong to no option."""
         try:
-            _, extra, _ = self.make_parser(ctx).parse_args(given)
+            _, extra, _ = self.make_parser(ctx).parse_args(list(given))
         except click.UsageError:
             return
         spelled = {name: option for option, name in _TAKE_NAMES if option in self._options()}
         word = next((word for word in extra if isinstance(word, str)), "")
         if not word or not spelled or any(isinstance(p, click.Argument) for p in self.params):
             return
-        option, meant = _option_for(word, spelled)
+        before = given[max(given.index(word) - 2, 0) : given.index(word)]
+        repeated = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        if word.isdigit() and before[1:] and before[0] in repeated and before[1].isdigit():
+            advice = f"repeat the option: {' '.join(before)} {before[0]} {word}"
+        else:
+            advice = "give {} {}".format(*_option_for(word, spelled))
         raise click.UsageError(
-            f"unexpected argument {word!r}; {ctx.command_path} takes only options; give {option} "
-            f"{meant}",
-            ctx,
+            f"unexpected argument {word!r}; {ctx.command_path} takes only options; {advice}", ctx
         )
 
     def _options(self) -> set[str]:
@@ -99,7 +111,12 @@ class Command(click.Command):
 
 # Earlier names of options, which are still taken.
 _NAMED_BEFORE = {"--deadline-s": "--deadline", "--worlds": "--world"}
-_TAKE_NAMES = (("--strategy", "strategy"), ("--workload", "workload"), ("--backend", "backend"))
+_TAKE_NAMES = (
+    ("--strategy", "strategy"),
+    ("--workload", "workload"),
+    ("-k", "pattern"),
+    ("--backend", "backend"),
+)
 
 
 def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
@@ -114,6 +131,8 @@ def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
         "workload": loading.workload_names(),
         "backend": backends.backend_names(),
     }
+    if "pattern" in spelled:
+        return spelled["pattern"], word
     for name, option in spelled.items():
         if word in known[name]:
             return option, word

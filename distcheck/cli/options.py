@@ -56,6 +56,28 @@ class Seconds(click.ParamType[float]):
 SECONDS = Seconds()
 
 
+class _WholeNumber(click.types.IntParamType):
+    """A whole number; for an option that may be repeated, the error says so."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Fails with what is accepted."""
+        try:
+            return int(value)
+        except ValueError:
+            said = f"{value!r} is not a whole number{self._repeated(str(value), param)}"
+            self.fail(said, param, ctx)
+
+    @staticmethod
+    def _repeated(value: str, param: click.Parameter | None) -> str:
+        several = re.findall(r"\d+", value)
+        if len(several) < 2 or not isinstance(param, click.Option) or not param.multiple:
+            return ""
+        return "; repeat the option: " + " ".join(f"{param.opts[0]} {one}" for one in several)
+
+
+_TYPES: dict[Any, Any] = {int: _WholeNumber()}
+
+
 def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callable[[F], F]:
     """The option of a setting, as `plan/settings.py` declares it but for what is `changed`. One
     that may be given several times is, where `single`, given once, under its name in Python.
@@ -66,12 +88,13 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
         flag += f"/--no-{flag.removeprefix('--')}"
     said = setting.default or (setting.option if default is True else "")
     asked: dict[str, Any] = {
-        "is_flag": isinstance(default, bool),
-        "type": SECONDS if setting.metavar == _TIME else setting.type,
+        "type": SECONDS if setting.metavar == _TIME else _TYPES.get(setting.type, setting.type),
         "metavar": setting.metavar,
         "help": f"{setting.help} [default: {said}]" if said else setting.help,
         **(completion.of(setting.names, files=setting.is_open) if setting.names else {}),
     }
+    if isinstance(default, bool):
+        asked["is_flag"] = True  # click takes an option without a value where this is False
     if setting.repeated:
         asked["multiple"] = not single
     else:

@@ -95,8 +95,11 @@ def plan_training(
     **options: Any,
 ) -> Case:
     """What is to be trained, as a case. Raises UsageError or CannotRunError."""
-    if epochs < 1 or (steps is not None and steps < 1) or log_every < 0:
-        raise UsageError("--epochs and --steps must be at least 1, --log-every at least 0")
+    for option, value, least in (
+        ("--epochs", epochs, 1), ("--steps", steps, 1), ("--log-every", log_every, 0),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise UsageError(f"{option} {value} is out of range; it takes {least} or more")
     if strategy is None and world not in (None, 1):
         raise UsageError(
             f"--world {world} needs a --strategy; without one, a single process trains"

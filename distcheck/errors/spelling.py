@@ -7,9 +7,10 @@ _ALIKE = 0.6  # of difflib's ratio
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like another one; "" where none is."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)
-    return close[0] if close else ""
+    """The known name that is most like another one, in capitals or not; "" where none is."""
+    lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=_ALIKE)
+    return lower[close[0]] if close else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

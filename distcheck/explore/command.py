@@ -204,7 +204,7 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
         raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = seconds_of(asked["budget"])
     for option, value, least, most in (
-        ("--world", asked["world"], 1, _MOST_WORLD),
+        ("--world", asked["world"], 2, _MOST_WORLD),
         ("--steps", asked["steps"], 1, _MOST_STEPS),
         ("--max-cases", asked["max_cases"], 1, 10**9),
         ("--seed", asked["seed"], 0, 2**63 - 1),

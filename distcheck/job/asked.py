@@ -28,6 +28,11 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept)
+        if self.reference is not None and (self.no_reference or not self.reference.strip()):
+            raise UsageError(
+                "--reference takes a command that trains as one process; give it, or give "
+                "--no-reference"
+            )
         if not 1 <= self.steps <= settings.MOST_STEPS:
             raise UsageError(f"--steps must be between 1 and {settings.MOST_STEPS}")
         if self.from_step < 0:

@@ -52,9 +52,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         threads = {"OMP_NUM_THREADS": "1"} if (asked.nproc or 0) > 1 else {}
         ran = running.run(command, file, deadline_s=asked.deadline_s, defaults=threads)
         if ran.hung:
-            report = _report(made, _hung(asked, ran))
-            _keep(report)
-            return report
+            return _kept(_report(made, _hung(asked, ran)))
         running.check_recorded(recorded, ran, command)
         with live:
             job = reading.read(recorded)
@@ -68,13 +66,14 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
                 reference, missing = _replay(asked, job, copied, folder / "reference")
             live.phase("[3/3] judging")
             report = _report(made, judge(asked, job, ran, reference, missing))
-        _keep(report)
+        report = _kept(report)
         if asked.save is not None:
             try:
                 reading.keep(recorded, Path(asked.save))
                 write_text(str(Path(asked.save, REPORT)), render_json(report))
             except CannotRunError as error:  # the verdict stands all the same
                 return msgspec.structs.replace(report, save_error=str(error))
+            return msgspec.structs.replace(report, saved_to=asked.save)
         return report
 
 
@@ -89,13 +88,17 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
     )
 
 
-def _keep(report: Report) -> None:
-    """Among the runs of this folder, where it can be written; the recording is not kept."""
+def _kept(report: Report) -> Report:
+    """The report with its folder among the runs of this one, where that can be written; the
+    recording is not kept.
+    """
     store = Store.by_default()
     if store is not None:
         with contextlib.suppress(OSError):
             store.write_case(report.cases[0].case)
             store.write_report(render_json(report))
+            return msgspec.structs.replace(report, saved_to=str(store.folder))
+    return report
 
 
 def _hung(asked: JobOptions, ran: Ran) -> CaseReport:

@@ -157,7 +157,7 @@ def _case_of(asked: GuardOptions, world: int, steps: int) -> Case:
     options += ["--every", str(asked.every)] if asked.every != JobSettings().every else []
     options += ["--warn"] if asked.warns else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
-    options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
+    options += ["--world", str(asked.nproc)] if asked.nproc is not None else []
     return Case(
         id="guard",
         strategy=Path(script).name,

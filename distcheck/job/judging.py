@@ -119,7 +119,7 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options += ["--on-cpu"] if asked.on_cpu else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--strict"] if asked.strict else []
-    options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
+    options += ["--world", str(asked.nproc)] if asked.nproc is not None else []
     default = {"backend": "none", "device": "cpu", "dtype": "float32", "batch": 0, "steps": 0}
     return Case(
         id="job",
@@ -159,7 +159,7 @@ def _outcome_check(
         verdict = "unknown"
         reasons.append(
             "the job has one rank, which exchanges nothing; start at least 2: distcheck job "
-            "--nproc 2 -- python train.py"
+            "--world 2 -- python train.py"
         )
     elif len(job.steps) < asked.steps:
         verdict = "unknown"

@@ -65,11 +65,11 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
     program = words[0]
     if nproc is not None:
         if nproc < 1:
-            raise UsageError("--nproc must be at least 1")
+            raise UsageError("--world must be at least 1")
         if not Path(program).name.startswith("python"):
             raise UsageError(
-                f"--nproc starts a Python script by torchrun, and the command is {program!r}; give "
-                "--nproc N -- python train.py, or a command that starts its ranks itself"
+                f"--world starts a Python script by torchrun, and the command is {program!r}; give "
+                "--world N -- python train.py, or a command that starts its ranks itself"
             )
         # A launcher that imports files of the current folder is not what the ranks do.
         torchrun = [program, "-P", "-m", "torch.distributed.run"]
@@ -212,7 +212,8 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
     if ran.code:
         why = f": {ran.raised[0][1]}" if ran.raised else ""
         raise JobEndedError(
-            f"the command ended with exit code {ran.code} before its first optimizer step{why}"
+            f"the command ended with exit code {ran.code} before its first optimizer step"
+            f"{why or '; what it printed above says why'}"
         )
     if not any(folder.glob("python-*")):
         raise DistcheckError(

@@ -46,8 +46,8 @@ def check_request(request: Request) -> None:
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
-            f"no strategy was given; choose from {known}, give path/to/file.py:object, or write a "
-            "matrix under [tool.distcheck] in pyproject.toml"
+            "no strategy was given; give --strategy path/to/file.py:object or --strategy NAME, or "
+            f"write a matrix under [tool.distcheck] in pyproject.toml; NAME is one of {known}"
         )
     for spec in request.strategies:
         loading.check_spelling("strategy", spec, loading.strategy_names())

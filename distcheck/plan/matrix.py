@@ -6,7 +6,7 @@ then what it says of all.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case_ids import name_apart
 from distcheck.records.searches import PlannedSearch
+from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.worlds.launchers.launch import Launch
 
 # A request has one of these; a matrix may have several.
@@ -58,6 +59,9 @@ def plan_run(
     part, parts = part_of(shard)
     matrix = read_configuration(config)
     requests = list(_requests(dict(asked), given, matrix, launch))
+    if "explore_s" in given and not any(request.thorough for request in requests):
+        raise UsageError("--explore-s belongs to --thorough; give --thorough as well")
+    check_data_dir(given, {request.data for request in requests})
     beside = thorough.beside(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
     # Siblings one after the other, wherever they were asked for: they are shown together.
@@ -87,6 +91,13 @@ def plan_run(
         file=matrix.file,
         beside=msgspec.structs.replace(beside, searches=here),
     )
+
+
+def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
+    """Raises UsageError for a folder of files that no data set would be read from."""
+    if "data_dir" in given and not data & {*FILE_DATASETS}:
+        known = " or ".join(f"--data {name}" for name in FILE_DATASETS)
+        raise UsageError(f"--data-dir is for a data set in files; give {known} as well")
 
 
 def part_of(shard: str | None) -> tuple[int, int]:

@@ -85,19 +85,28 @@ def print_end(report: Report, console: Console, *, verbose: bool) -> None:
         print_hanging(text, console, indent=0, style="dim")
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     step = next_step(report)
-    if failed and report.saved_to is not None and not report.interrupted:
+    is_job = bool(report.cases[0].case.job)
+    if failed and report.saved_to is not None and not report.interrupted and not is_job:
         step = f"distcheck replay {shlex.quote(report.saved_to)}"
     causes = dict.fromkeys(one.cause for case in failed for one in case.diagnosis)
     explained = [f"distcheck explain {cause}" for cause in causes if cause != "unexplained"][:1]
-    more = [*explained, *(["distcheck open"] if report.saved_to else []), *[_MORE][verbose:]]
+    more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
     ends = [
-        ("replay" if step.startswith("distcheck replay ") else "next", step),
+        ("replay" if step.startswith("distcheck replay ") else ("next", "again")[is_job], step),
         ("saved", report.saved_to or ""),
         ("more", " | ".join(more) if any(not case.unfinished for case in report.cases) else ""),
     ]
     for label, text in ends:  # not wrapped, so that they can be copied
         if text:
             console.print(Text(f"{label:<{_VERDICT - 1}}{text}"), soft_wrap=True)
+
+
+def _opens(saved_to: str | None) -> list[str]:
+    """The command that shows the report's page; a run that was saved elsewhere is named."""
+    if saved_to is None:
+        return []
+    is_last = saved_to.startswith(".distcheck/")
+    return ["distcheck open" if is_last else f"distcheck open {shlex.quote(saved_to)}"]
 
 
 def headline(cases: Sequence[CaseReport], verdict: VerdictName) -> str:

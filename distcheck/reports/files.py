@@ -165,7 +165,10 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
         if not there:
             Path(path).unlink()
     except OSError as error:
-        raise CannotRunError(f"{option} {path} cannot be written: {error.strerror}") from error
+        why = error.strerror
+        if isinstance(error, FileNotFoundError):
+            why = f"the folder {Path(path).parent} does not exist; make it first"
+        raise CannotRunError(f"{option} {path} cannot be written: {why}") from error
 
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:

@@ -57,7 +57,10 @@ def _typed(report: Report) -> list[str] | None:
     if words[:2] == ["distcheck", "verify"]:
         return words
     if words[:2] == ["distcheck", "record"] and len(words) > 2:
-        return ["distcheck", "verify", *words[3:]]
+        typed = [word for word in words[2:] if word != "--digests"]
+        folder = report.saved_to if report.saved_to in typed else typed[0]
+        typed.remove(folder)
+        return ["distcheck", "verify", *typed]
     return None
 
 

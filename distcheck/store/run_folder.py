@@ -210,6 +210,8 @@ class Store:
         if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
             gone = self.folder if self._made_folder else self.folder / "cases"
             shutil.rmtree(gone, ignore_errors=True)
+            if self.folder.parent == DEFAULT_FOLDER / "runs":
+                _discard_own_folder()
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
@@ -254,6 +256,15 @@ def own_folder(name: str) -> Path:
             "folder"
         ) from error
     return place
+
+
+def _discard_own_folder() -> None:
+    """Removes `.distcheck` where it holds nothing, as before the first run."""
+    with contextlib.suppress(OSError):
+        (DEFAULT_FOLDER / "runs").rmdir()
+        if [path.name for path in DEFAULT_FOLDER.iterdir()] == [".gitignore"]:
+            (DEFAULT_FOLDER / ".gitignore").unlink()
+            DEFAULT_FOLDER.rmdir()
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -312,6 +323,8 @@ def read_case(path: Path, *, jobs: bool = False) -> Case:
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
+        if path.name == "report.json":
+            raise UsageError(f"{path} is a report; give its folder, {path.parent}") from error
         raise UsageError(f"{path} is not a case file: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path} is not a case that can run: {error}") from error

@@ -115,6 +115,10 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
                 f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
                 f"for instance {place}:{scripts.first_definition(Path(place))}"
             )
+    elif not place and attribute:
+        raise UsageError(f"{what} {spec!r} names no file; write path/to/file.py{spec}")
+    elif attribute and Path(place).is_file():
+        raise UsageError(f"{what} file {place} is not Python; give a file whose name ends in .py")
     elif not attribute and place not in set(known):
         raise UsageError(
             f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "

@@ -277,9 +277,8 @@ def _untrained_note(report: CaseReport) -> str:
     ended = _error(report) if first is None or first.cause == "crash" else first.evidence
     name = report.case.workload
     return (
-        f"{name} does not count: the code does not train a model in which some ranks do not use "
-        f"some layers, where gradients are None ({_shortened(ended)}); that is right for models in "
-        f"which every rank uses every layer; --workload {name} asks for it"
+        f"optional check {name} skipped: p.grad is None on some ranks ({_shortened(ended)}); that "
+        f"is right for models in which every rank uses every layer; --workload {name} requires it"
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -238,6 +238,41 @@ def test_names_of_the_module_are_there_when_it_begins(tmp_path: Path) -> None:
     load_strategy(f"{file}:f", said)
     assert vars(sys.modules["begins_with_names"])["LATER"] == 1
     assert sys.modules["begins_with_names"].half == 2
+
+
+def test_a_name_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "reads_names.py"
+    file.write_text("RATE = 1\ndef f(model): return RATE + GIVEN\n")
+    load_strategy(f"{file}:f", adaptation_of(variables={"RATE": 2, "GIVEN": 1}))
+    with pytest.raises(UsageError, match=r"--set RTE: .* uses 'RTE' \(did you mean RATE\?\)"):
+        load_strategy(f"{file}:f", adaptation_of(variables={"RTE": 2, "GIVEN": 1}))
+    file = tmp_path / "imports_names.py"
+    file.write_text("from reads_names import *\ndef f(model): return RATE\n")
+    load_strategy(f"{file}:f", adaptation_of(variables={"OTHER": 2}))
+
+
+def test_a_hook_that_returns_no_future_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would end the process by a signal."""
+    hooks = []
+
+    class Wrapped(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+
+        def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+            hooks.append(hook)
+
+    monkeypatch.setattr(forms.comm_hook, "DistributedDataParallel", Wrapped)
+    (tmp_path / "returns.py").write_text("def f(state, bucket): return bucket\n")
+    strategy = load_strategy(f"{tmp_path}/returns.py:f")
+    assert strategy.wrap is not None
+    strategy.wrap(nn.Linear(1, 1))
+    future = torch.futures.Future[torch.Tensor]()
+    assert hooks[0](None, future) is future
+    with pytest.raises(TypeError, match="the hook returned NoneType; DDP expects a torch.futures"):
+        hooks[0](None, None)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse-gradient"])

@@ -43,6 +43,17 @@ def refusal(*words: str) -> str:
         (("plan", "ddp"), "distcheck plan takes only options; give --strategy ddp"),
         (("explore", "ring"), "give --strategy ring"),
         (("backends", "gloop"), "give --backend gloo"),
+        (("selftest", "no_sync"), "give -k no_sync"),
+        (("help",), "unknown command 'help' (did you mean --help?)"),
+        (("version",), "(did you mean --version?)"),
+        (("my_sync.py:sync",), "judge it by distcheck verify --strategy my_sync.py:sync"),
+        (("train.py",), "the whole script by distcheck job --world 2 -- python train.py"),
+        (("--world", "4", "verify"), "options follow a command: distcheck verify --world ..."),
+        (("explain", "NO-SYNC"), "(did you mean no-sync?)"),
+        (("explain", ""), "unknown cause ''"),
+        (("explore", "--strategy", "ddp", "--world", "1"), "--world 1 is out of range; it takes 2"),
+        (("backends", "--op", "allreduce"), "unknown --op 'allreduce' (did you mean all_reduce?)"),
+        (("replay", "report.json"), "report.json is a report; give its folder, ."),
         (("doctor", "x"), "Got unexpected extra argument (x)"),
         (("verify", "--strategy", "alreduce"), "unknown strategy 'alreduce' (did you mean "
          "allreduce?); known are allreduce,"),
@@ -62,12 +73,37 @@ def refusal(*words: str) -> str:
          "backend simulated (did you mean ring?); known are gloo, ring, tree, "),
         (("verify", "--strategy", "ddp", "--backend", "gloo:ring"), "unknown backend 'gloo:ring'"),
         (("verify", "--stratgy", "ddp"), "--strategy"),
+        (("verify", "--strategy"), "Option '--strategy' requires an argument"),
+        (("verify", "--world"), "Option '--world' requires an argument"),
+        (("verify", "--strategy", "ddp", "--world", "-2"), "--world -2 is out of range"),
+        (("verify", "--world", "2,4"), "'2,4' is not a whole number; repeat the option: --world 2 "
+         "--world 4"),
+        (("verify", "--seed", "2,4"), "'2,4' is not a whole number"),
+        (("verify", "--strategy", "ddp", "--world", "2", "3"), "repeat the option: --world 2 "
+         "--world 3"),
+        (("verify", "-w", "4"), "No such option '-w'; distcheck verify --help lists them"),
+        (("compare",), "Missing argument 'DIR'; write distcheck compare [OPTIONS] DIR [DIR]"),
+        (("compare", "a", "b", "c"), "extra argument (c); write distcheck compare [OPTIONS] DIR "),
+        (("verify", "--strategy", ":f"), "strategy ':f' names no file; write path/to/file.py:f"),
+        (("verify", "--strategy", "text.txt:f"), "text.txt is not Python; give a file whose name "
+         "ends in .py"),
+        (("verify", "--strategy", "ddp", "--explore-s", "5"), "--explore-s belongs to --thorough"),
+        (("verify", "--strategy", "ddp", "--data-dir", "x"), "give --data cifar10 or --data mnist"),
+        (("train", "--data-dir", "x"), "give --data cifar10 or --data mnist"),
+        (("train", "--epochs", "0"), "--epochs 0 is out of range; it takes 1 or more"),
+        (("train", "--log-every", "-1"), "--log-every -1 is out of range; it takes 0 or more"),
+        (("job", "--guard", "--steps", "4", "--", "x"), "--steps is for a recording, and --guard "
+         "makes none"),
+        (("job", "--reference", "", "--", "x"), "--reference takes a command"),
+        (("job", "--reference", "x", "--no-reference", "--", "x"), "or give --no-reference"),
     ],
 )  # fmt: skip
 def test_what_was_probably_meant(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("no Python")
+    Path("report.json").write_text('{"schema": "distcheck.report/1"}')
     monkeypatch.setattr("distcheck.machine.devices.gpu_count", lambda: 0)
     monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI")
     assert said in refusal(*words)

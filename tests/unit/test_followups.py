@@ -303,7 +303,7 @@ def test_a_model_that_the_code_does_not_train_does_not_count(ended: tuple[Outcom
     reports = [report("cnn"), absent(verdict="fail", outcomes=ended)]
     (kept,), out = leave_out(reports)
     assert list(out) == ["absent_on_some-float32"]
-    assert [note for note in kept.notes if "--workload absent_on_some asks for it" in note]
+    assert [note for note in kept.notes if "--workload absent_on_some requires it" in note]
     assert follow_ups(reports) == []
 
 

@@ -147,7 +147,7 @@ def test_shares_of_machines() -> None:
         ({"nnodes": 4, "machine": 0, "master_addr": "a"}, 3, "a machine would have no rank"),
         ({"nnodes": 0, "machine": 0, "master_addr": "a"}, 3, "--nnodes 0 is out of range"),
         ({"nnodes": 2, "machine": 0, "init_method": "env://"}, 4, "it takes tcp://HOST:PORT or"),
-        ({"master_addr": "a"}, 4, "--master-addr is given without --nnodes"),
+        ({"master_addr": "a"}, 4, "--master-addr needs --nnodes"),
     ],
 )
 def test_bad_machines(given: dict[str, object], world: int, said: str) -> None:

@@ -269,7 +269,7 @@ def test_an_edited_device_cannot_run() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategies": []}, "no strategy was given; choose from allreduce"),
+        ({"strategies": []}, "no strategy was given; give --strategy path"),
         ({"worlds": [0]}, "--world 0 is out of range"),
         ({"worlds": [-3]}, "--world -3 is out of range"),
         ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),

@@ -99,10 +99,10 @@ def _without_what_varies(screen: str) -> str:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["verify"], 2, "no strategy was given; choose from allreduce, column_parallel, "),
+        (["verify"], 2, "NAME is one of allreduce, column_parallel, "),
         (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce' (did you mean"),
         (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
-        (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a valid integer"),
+        (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a whole number"),
         (["verify", "--strategy", "ddp", "--world", "0"], 2, "--world 0 is out of range"),
         (["verify", "--strategy", "ddp", "--world", "1000"], 2, "smaller than --world 1000"),
         (["verify", "--strategy", "ddp", "--workload", "vgg"], 2, "unknown workload 'vgg'"),
@@ -141,9 +141,8 @@ def test_bad_input_gets_one_sentence(
     assert sentences(ran)[0].startswith("distcheck: ")
     assert message in ran.stderr
     assert ran.stdout == ""
-    left = {p.name for p in tmp_path.iterdir()} - {"bad.py", "__pycache__", ".distcheck"}
+    left = {p.name for p in tmp_path.iterdir()} - {"bad.py", "__pycache__"}
     assert not left
-    assert not list(tmp_path.glob(".distcheck/runs/*"))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, mes
     assert ran.returncode in (2, 3)
     assert len(sentences(ran)) == 1
     assert message in ran.stderr
-    assert not list(tmp_path.glob(".distcheck/runs/*"))
+    assert not (tmp_path / ".distcheck").exists()
 
 
 @pytest.mark.sweep

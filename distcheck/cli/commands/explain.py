@@ -35,7 +35,7 @@ def command(what: str | None) -> int:
         for line in listed() if what is None else explained(causes()[what]):
             click.echo(line)
         return int(ExitCode.PASS)
-    if not Path(what).exists() and "/" not in what and not what.endswith(".json"):
+    if not what or (not Path(what).exists() and "/" not in what and not what.endswith(".json")):
         raise UsageError(
             f"unknown cause {what!r}{did_you_mean(what, causes())}; distcheck explain lists them. "
             "What a guard has saved is a file, as in distcheck-guard/step-000200.json"

@@ -5,13 +5,14 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.cli.options import SECONDS
+from distcheck.cli.options import SECONDS, given_options
 from distcheck.reports.files import errors_annotated, output_options, taken_from
 
 
 @click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
-@click.option("--nproc", type=int, metavar="N", help="Start N ranks of COMMAND by torchrun.")
+@click.option("--world", "--nproc", "nproc", type=int, metavar="N",
+              help="Start N ranks of COMMAND by torchrun.")  # fmt: skip
 @click.option("--steps", default=8, show_default=True, metavar="N",
               help="Optimizer steps to record.")  # fmt: skip
 @click.option("--from-step", default=0, show_default=True, metavar="N",
@@ -58,7 +59,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
 
     \b
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
-    distcheck job --nproc 4 -- python train.py
+    distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
@@ -100,6 +101,13 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
     guards, every, warns = asked.pop("guard"), asked.pop("every"), asked.pop("warn")
     if guards:
         from distcheck.job import guard_command
+
+        given = given_options() & {*asked} - {"nproc", "save", "accept"}
+        if given:
+            names = [f"--{name.removesuffix('_s').replace('_', '-')}" for name in sorted(given)]
+            raise UsageError(
+                f"{', '.join(names)} is for a recording, and --guard makes none; remove it"
+            )
 
         return guard_command.guard_job(
             guard_command.GuardOptions(

@@ -8,6 +8,7 @@ from distcheck.cli.group import Command
 from distcheck.cli.options import (
     CALL_OPTIONS,
     DOWNLOAD,
+    given_options,
     json_option,
     setting_option,
     setting_options,
@@ -64,8 +65,10 @@ def command(**asked: Any) -> int:
     distcheck train --data cifar10 --data-dir ~/data --strategy ddp --world 4
     """  # fmt: skip
     from distcheck.cli.training_run import plan_training, train_command
+    from distcheck.plan.matrix import check_data_dir
     from distcheck.worlds.launchers import launch_of
 
+    check_data_dir(given_options(), {asked["data"]})
     asked = with_adaptation(asked)
     launch, _ = launch_of({}, (asked["world"],) if asked["world"] else ())
     if launch is not None:

@@ -8,10 +8,13 @@ stand-in that ends the run where it is used, with the `--set` that gives it a va
 import builtins
 import contextlib
 import importlib
+import inspect
+import re
 from types import ModuleType
 from typing import Any
 
 from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
 from distcheck.training.adapters import names
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import Reached, Source, function_of
@@ -33,7 +36,8 @@ class FreeNames:
         self._scene = scene
         self._module = target.module
         self._variables = dict(target.adaptation.variables)
-        for text in self._variables.values():
+        for name, text in self._variables.items():
+            _check_used(name, target)
             scene.check(text)
         names_missing, sources = _missing(function_of(target.value), target.module)
         missing = sorted(names_missing - self._variables.keys())
@@ -96,6 +100,25 @@ class FreeNames:
                 )
             place = getattr(place, part)
         setattr(place, last, value)
+
+
+def _check_used(name: str, target: Target) -> None:
+    """Raises UsageError for a name that is nowhere in the module's source: a slip of the pen, whose
+    value nothing would read. The module itself has the name: it was put there before it began.
+    """
+    first = name.partition(".")[0]
+    if target.module is None:
+        return
+    try:
+        source = inspect.getsource(target.module)
+    except (OSError, TypeError):
+        return
+    if not re.search(rf"\b{re.escape(first)}\b|import \*", source):
+        known = [one for one in vars(target.module) if not one.startswith("_") and one != first]
+        raise UsageError(
+            f"--set {name}: {target.module.__name__} neither defines nor uses "
+            f"{first!r}{did_you_mean(first, known)}; give a name that is in its file"
+        )
 
 
 def _meaning(name: str, sources: list[Source]) -> str:

@@ -73,7 +73,9 @@ def launch_of(
         )
     if given:
         if machines["nnodes"] is None:
-            raise UsageError(f"{OPTIONS[given[0]]} is given without --nnodes")
+            raise UsageError(
+                f"{OPTIONS[given[0]]} needs --nnodes; give the number of machines, --nnodes 2"
+            )
         if len(worlds) > 1:
             raise UsageError("--nnodes takes one --world; the ranks of one world are shared out")
         launch = launch_here(**machines, world=worlds[0] if worlds else _DEFAULT_WORLD)

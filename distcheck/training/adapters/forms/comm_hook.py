@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distcheck.machine.compat import BaseFuture
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, annotation
@@ -36,7 +37,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     @wraps(target.value if inspect.isroutine(target.value) else target.value.__call__)
     def hook(state: Any, bucket: Any) -> Any:
-        return filling.call(*([state, bucket] if state_name else [bucket]))
+        future = filling.call(*([state, bucket] if state_name else [bucket]))
+        if not isinstance(future, BaseFuture):  # torch would end the process, without a traceback
+            raise TypeError(
+                f"the hook returned {type(future).__name__}; DDP expects a torch.futures.Future, "
+                "such as dist.all_reduce(..., async_op=True).get_future()"
+            )
+        return future
 
     del hook.__wrapped__  # type: ignore[attr-defined]
     hook.__annotations__ = {}  # DDP reads them, and would look them up in the wrong module
