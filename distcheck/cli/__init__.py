@@ -60,7 +60,7 @@ class _Commands(click.Group):
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             word = args[0]
             if word.endswith(".py") or ":" in word:
-                raise click.UsageError(f"{word!r} is no command; {_for_code(word)}", ctx)
+                raise click.UsageError(f"{word!r} is not a command; {_for_code(word)}", ctx)
             known = ", ".join(COMMANDS)
             meant = did_you_mean(word, [*COMMANDS, "--help", "--version"])
             raise click.UsageError(f"unknown command {word!r}{meant}; known are {known}", ctx)

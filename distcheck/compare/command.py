@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from distcheck.compare import page
 from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import (
@@ -82,8 +83,12 @@ def compare_command(
         render(comparison, console_for(), quiet=quiet)
     if "json" in files:
         write_text(files["json"], render_json(comparison))
-    if others := {name: path for name, path in files.items() if name != "json"}:
-        words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+    words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+    if "html" in files:
+        write_text(
+            files["html"], page.render(comparison, command=shlex.join(words)), option="--html"
+        )
+    if others := {name: path for name, path in files.items() if name not in ("json", "html")}:
         document = as_report(comparison, known, made=origin, command=shlex.join(words))
         write_document(others, document)
     codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}

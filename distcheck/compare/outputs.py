@@ -23,7 +23,7 @@ class KnownCase:
 def as_report(
     comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
-    """The document that JUnit, HTML and GitHub are written from; `cases` are those of either run,
+    """The document that JUnit and GitHub are written from; `cases` are those of either run,
     `command` makes the comparison again.
     """
     environment = next((saved.environment for saved in cases.values()), {})

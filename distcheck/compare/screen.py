@@ -1,13 +1,15 @@
 """A comparison for a person."""
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
-from distcheck.compare.records import CaseComparison, RunsComparison
+from distcheck.compare.records import CaseComparison, RunsComparison, TraceComparison
 from distcheck.errors.shown_text import shown
 from distcheck.records import Change, Difference
 from distcheck.reports.wording import STYLE, describe_place, show
+from distcheck.reports.wrapping import hanging, print_hanging
+
+_VERDICT = 8  # as wide as the verdict and a blank
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
@@ -15,24 +17,25 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
     first, in full where bits differ.
     """
     comparison = shown(comparison)
-    common = _common(comparison)
+    common = common_changes(comparison)
     if not quiet:
-        console.print(Text(headline(comparison), style="bold"), soft_wrap=True)
-        changes = "; ".join(map(str, common)) or "nothing that is recorded"
-        console.print(Text(f"changed between the runs: {changes}"), style="dim")
+        print_hanging(headline(comparison), console, indent=0, style="bold")
+        changes = "; ".join(map(str, common)) or "no recorded setting"
+        print_hanging(f"changed between the runs: {changes}", console, indent=0, style="dim")
     for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
-        text = Text()
-        text.append(f"{case.verdict.upper():<8}", style=STYLE[case.verdict])
-        text.append(case.id, style="bold")
-        text.append(f": bits {case.bits}; {case.reason}")
-        console.print(text, soft_wrap=True)
+        said = f"{case.id}: bits {case.bits}; {case.reason}"
+        head, *rest = hanging(said, console.width, first=case.verdict.upper(), indent=_VERDICT)
+        text = Text(head)
+        text.stylize(STYLE[case.verdict], 0, _VERDICT)
+        text.stylize("bold", _VERDICT, _VERDICT + len(case.id))
+        for line in (text, *map(Text, rest)):
+            console.print(line, soft_wrap=True)
         if quiet:
             continue
-        for label, sentence in _details(case):
-            console.print(Padding(Text(f"{label:<8}{sentence}"), (0, 0, 0, 8)))
-        for change in case.changes:
-            if change not in common:
-                console.print(Padding(Text(f"changed {change}"), (0, 0, 0, 8)))
+        own = [("changed", str(change)) for change in case.changes if change not in common]
+        for label, sentence in (*_details(case), *own):
+            first = f"{'':<{_VERDICT}}{label}"
+            print_hanging(sentence, console, first=first, indent=2 * _VERDICT)
     if comparison.saved_to is not None and not quiet:
         console.print(Text(f"saved: {comparison.saved_to}"), soft_wrap=True)
 
@@ -40,7 +43,7 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
 def headline(comparison: RunsComparison) -> str:
     """How many of the cases have changed, by how much, and with which versions."""
     cases = comparison.cases
-    versions = [change for change in _common(comparison) if change.kind == "software"]
+    versions = [change for change in common_changes(comparison) if change.kind == "software"]
     said = ", ".join(f"{one.name} {one.then} -> {one.now}" for one in versions)
     changed = [case for case in cases if case.bits == "changed"]
     compared = [case for case in cases if case.bits != "not compared"]
@@ -62,7 +65,7 @@ def headline(comparison: RunsComparison) -> str:
     return ": ".join(filter(None, [said, "; ".join(filter(None, [text, of]))]))
 
 
-def _common(comparison: RunsComparison) -> list[Change]:
+def common_changes(comparison: RunsComparison) -> list[Change]:
     """What has changed around every case."""
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     return [change for change in known[0] if all(change in own for own in known)] if known else []
@@ -72,19 +75,34 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
     found = case.found
     if found.first is None:
         return []
-    lines = [("first", f"{found.kind}: {_change(found.first)}")]
+    old, new = old_and_new(found.first)
+    apart = "" if found.first.ulp is None else f", {found.first.ulp:,} ULP"
+    where = f"{found.kind}: {place_of(found.first)}"
+    lines = [("first", f"{where}: was {old}, is {new}{apart}")]
     if found.beyond is not None:
         lines.append(("beyond", describe_place(found.beyond)))
-    counts = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
-    lines.append(("tensors", ", ".join(counts)))
+    lines.append(("tensors", counted(found)))
     if not found.by_digest:
         drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
         lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
     return lines
 
 
-def _change(place: Difference) -> str:
+def counted(found: TraceComparison) -> str:
+    """How many tensors of each kind changed."""
+    moments = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
+    return ", ".join(moments)
+
+
+def place_of(place: Difference) -> str:
+    """Where a difference is."""
     index = f"[{','.join(map(str, place.index))}]" if place.index else ""
-    where = f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
-    text = f"{where}: was {show(place.expected)}, is {show(place.actual)}"
-    return text if place.ulp is None else f"{text}, {place.ulp:,} ULP"
+    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
+
+
+def old_and_new(place: Difference) -> tuple[str, str]:
+    """Both numbers, with as many digits as tell them apart."""
+    old, new = show(place.expected), show(place.actual)
+    if old == new and place.expected != place.actual:
+        return f"{place.expected:.17g}", f"{place.actual:.17g}"
+    return old, new

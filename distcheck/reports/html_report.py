@@ -62,6 +62,7 @@ def render(document: Document) -> str:
         verdict=document["verdict"],
         headline=_headline(cases),
         grid=_grid(views),
+        code="script" if all(map(_is_job, cases)) else "strategy",
         cases=worst_first,
         causes=causes[:_FIRST_CAUSES],
         more_causes=max(0, len(causes) - _FIRST_CAUSES),
@@ -116,9 +117,8 @@ def _headline(cases: list[Document]) -> str:
     if not failed and not unknown:
         accepting = sum(1 for case in cases if case.get("accepted"))
         with_what = f", {accepting} of them with an accepted deviation" if accepting else ""
-        return (
-            "The one case passed" if one else f"All {len(cases)} cases passed"
-        ) + f"{with_what}."
+        passed = "The one case passed" if one else f"All {len(cases)} cases passed"
+        return f"{'The job passed' if one and _is_job(cases[0]) else passed}{with_what}."
     parts = [f"{len(failed)} of {len(cases)} cases failed"] if failed else []
     parts += [f"{len(unknown)} of {len(cases)} cases are unknown"] if unknown else []
     first = (failed or unknown)[0]
@@ -131,10 +131,17 @@ def _headline(cases: list[Document]) -> str:
     return f"{text}: {reason or 'see below'}."
 
 
+def _is_job(case: Document) -> bool:
+    """Whether it is a whole job, which has a script and none of a case's settings."""
+    return bool(case["workload"] == "job")
+
+
 def _name(case: Document, among: list[Document]) -> str:
     """What a case is called, with its backend where that is not the same in all."""
     several = len({other["backend"] for other in among}) > 1
     where = f", {case['backend']}" if several else ""
+    if _is_job(case):
+        return f"{case['strategy']}, {case['world']} rank{'s' * (case['world'] != 1)}{where}"
     return f"{case['strategy']}, world {case['world']}{where}, {case['workload']} {case['dtype']}"
 
 
@@ -158,6 +165,7 @@ def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured
         "anchor": anchor,
         "case": case,
         "name": name,
+        "is_job": _is_job(case),
         "opened": opened,
         "first": (first := _first(failed)),
         "first_name": named(first["check"], first["layer"]) if first else "",

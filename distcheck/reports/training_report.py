@@ -18,15 +18,27 @@ def render(runs: Sequence[TrainedRun], *, version: str) -> str:
     rows = [_row(number, run) for number, run in enumerate(runs, 1)]
     cases = [msgspec.to_builtins(run.case) for run in runs]
     apart = [name for name in _SHARED if len({case[name] for case in cases}) > 1]
-    pictures = (
-        curves.draw("loss", "loss", "step", [_of_steps(run) for run in runs]),
-        curves.draw("accuracy", "accuracy", "epoch", [_accuracy(run) for run in runs]),
-        curves.draw("seconds", "seconds per step", "step", [_seconds(run) for run in runs]),
+    names = [_name_of(row, rows) for row in rows]
+    pictures = tuple(
+        curves.draw(name, what, unit, [of(run) for run in runs], runs=names, shares=of is _accuracy)
+        for name, what, unit, of in (
+            ("loss", "loss", "step", _of_steps),
+            ("accuracy", "accuracy", "epoch", _accuracy),
+            ("seconds", "seconds per step", "step", _seconds),
+        )
     )
     values: dict[str, Any] = {"rows": rows, "apart": apart, "version": version}
     shared = ", ".join(f"{n} {cases[0][n]}" for n in _SHARED if n not in apart)
     values |= {"headline": f"{len(runs)} run{'s' * (len(runs) != 1)}: {shared}"}
     return page("training.html.jinja", **shown(values), pictures=[p for p in pictures if p])
+
+
+def _name_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """How a run trained; with its number where several trained alike."""
+    alike = [one for one in rows if (one["how"], one["world"]) == (row["how"], row["world"])]
+    ranks = f", {row['world']} ranks" if row["world"] > 1 else ""
+    number = f" ({row['number']})" if len(alike) > 1 else ""
+    return f"{row['how']}{ranks}{number}"
 
 
 def _row(number: int, run: TrainedRun) -> dict[str, Any]:

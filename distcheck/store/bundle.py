@@ -84,7 +84,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     Raises UsageError for a folder that is not a run, CannotRunError where it cannot be written.
     """
     if target.exists() and not zipfile.is_zipfile(target):
-        raise UsageError(f"{target} is there and is no zip; give the bundle another name")
+        raise UsageError(f"{target} exists and is not a zip; give the bundle another name")
     files = sorted(run.glob("cases/*.json"))
     if not files:
         raise UsageError(f"{run} holds no cases; give a run that distcheck verify has saved")

@@ -271,7 +271,7 @@ def test_a_hook_that_returns_no_future_is_named(
     strategy.wrap(nn.Linear(1, 1))
     future = torch.futures.Future[torch.Tensor]()
     assert hooks[0](None, future) is future
-    with pytest.raises(TypeError, match="the hook returned NoneType; DDP expects a torch.futures"):
+    with pytest.raises(TypeError, match=r"the hook returned NoneType; DDP expects a torch.futures"):
         hooks[0](None, None)
 
 

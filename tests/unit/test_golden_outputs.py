@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
+from distcheck.compare import page as compare_page
 from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import CaseComparison, Moment, RunsComparison, TraceComparison
 from distcheck.compare.screen import headline, render
@@ -19,6 +20,7 @@ from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.reports import github, html_report, junit
 from distcheck.training.building import load_initial
+from tests.stored import compare
 
 BEYOND = Difference(
     parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,
@@ -124,3 +126,36 @@ def test_a_model_begins_with_what_was_recorded(tmp_path: Path) -> None:
         load_initial(nn.Bilinear(2, 2, 2), str(file))
     with pytest.raises(UsageError, match="does not go with the model: FileNotFoundError"):
         load_initial(model, str(tmp_path / "none"))
+
+
+def test_the_page_has_old_and_new_side_by_side() -> None:
+    """Numbers with as many digits as tell them apart, and nothing of a name that is markup."""
+    near = msgspec.structs.replace(BEYOND, expected=0.1, actual=0.1 + 2**-56, ulp=1)
+    found = TraceComparison(
+        first=near, kind="gradients", drift=(1e-9,),
+        moments=(Moment(kind="gradients", tensors=8, changed=1),),
+    )  # fmt: skip
+    same, changed = (
+        CaseComparison(id=f"<b>{bits}</b>", verdict="pass", bits=bits, reason="so", found=of,
+                       changes=(TORCH,))
+        for bits, of in (("same", TraceComparison()), ("changed", found))
+    )  # fmt: skip
+    comparison = RunsComparison(then="golden", now="later", cases=(same, changed))
+    page = compare_page.render(comparison, command="distcheck compare golden").replace("<wbr>", "")
+    assert "<b>" not in page
+    assert "1 of 2 cases changed" in page
+    words = ("old: golden", "new: later", "2.11.0", "2.15.0", "b&gt;changed",
+             "0.10000000000000001", "0.10000000000000002", "1 ULP", "b&gt;same")  # fmt: skip
+    page = page[page.index("old: golden") :]
+    places = [page.index(word) for word in words]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_fits(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    render(compared(("fail", "changed", 3), ("pass", "same", 0)), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    compare(f"comparison-{width}.txt", text)
+    assert max(map(len, text.splitlines())) <= width
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []

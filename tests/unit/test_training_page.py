@@ -1,5 +1,6 @@
 """The page of `train --html`: complete, inert, and made of files that anybody may have written."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -42,7 +43,7 @@ def test_it_has_a_row_and_curves_for_every_run() -> None:
     ):  # fmt: skip
         assert words in page, words
     assert page.count('role="img"') == 3
-    assert page.count('<path class="run0"') == page.count("<title>run 1</title>") == 3
+    assert page.count('<path class="run0"') == page.count("<title>one process</title>") == 3
     long = training_report.render(runs("cnn", steps=900), version="0")
     assert "Each point is the mean of 6 steps." in long
     assert len(long) < 150_000
@@ -88,3 +89,10 @@ def test_beside_needs_a_page(tmp_path: Path) -> None:
     ran = CliRunner().invoke(command, words)
     assert isinstance(ran.exception, UsageError)
     assert "give --html FILE" in str(ran.exception)
+
+
+def test_lines_have_names_and_axes_round_numbers() -> None:
+    page = training_report.render(runs("cnn"), version="0").replace("<wbr>", "")
+    assert "one process; cnn, 2 ranks (2)" in page or ">one process</text>" in page
+    shown = re.findall(r">([^<>]*)</text>", page)
+    assert {"0 %", "100 %", "0.5", "1", "2"} <= set(shown)

@@ -409,7 +409,7 @@ def test_a_bundle_is_there_whole_or_not_at_all(
     assert os.listdir(tmp_path) == ["run.zip"]
     assert zipfile.ZipFile(whole).testzip() is None
     (tmp_path / "notes.txt").write_text("of a person")
-    with pytest.raises(UsageError, match="notes.txt is there and is no zip"):
+    with pytest.raises(UsageError, match=r"notes.txt exists and is not a zip"):
         make_bundle(golden / "golden", tmp_path / "notes.txt", traces=True)
 
 

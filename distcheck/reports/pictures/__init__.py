@@ -192,7 +192,7 @@ class NumberAxis:
         between = 0.0 if self._low < 0 < self._high else (self._low + self._high) / 2
         apart = LEAST_APART * (self._high - self._low) / height
         ends = [v for v in (self._low, self._high) if abs(v - between) >= apart]
-        self.marks = (between, *ends)
+        self.marks: tuple[float, ...] = (between, *ends)
 
     def figure(self, value: float) -> str:
         """A number of the axis, with as many digits as tell its ends apart."""
@@ -206,6 +206,19 @@ class NumberAxis:
             return None
         share = (value - self._low) / (self._high - self._low)
         return self._top + self._height * (1 - share)
+
+
+class RoundAxis(NumberAxis):
+    """The same with round numbers at its ends and marks."""
+
+    def __init__(self, values: list[float], top: float, height: float) -> None:
+        super().__init__(values, top, height)
+        rough = (self._high - self._low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        stride = power * next(s for s in (1, 2, 5, 10) if s * power >= rough)
+        first, last = math.floor(self._low / stride), math.ceil(self._high / stride)
+        self._low, self._high = first * stride, last * stride
+        self.marks = tuple(n * stride for n in range(first, last + 1))
 
 
 def point(x: float, y: float | None) -> tuple[float, float] | None:

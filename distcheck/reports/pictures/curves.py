@@ -3,64 +3,87 @@
 from collections.abc import Sequence
 
 from distcheck.reports.pictures import (
+    LEAST_APART,
     Drawing,
-    NumberAxis,
     Picture,
+    RoundAxis,
     Table,
     figure,
-    labels,
     line,
     point,
     ticks,
 )
 
-_LEFT, _TOP, _HEIGHT = 64, 8, 150
+_LEFT, _TOP, _HEIGHT = 64, 8, 220
+_LETTER, _MOST_NAME = 6.4, 24  # pixels of a letter; letters of a name at the end of a line
 _MOST_POINTS = 300  # Chosen: more than two to a pixel would not be seen
 _KINDS = 6  # of lines: solid, and five kinds of dashes
 Curve = Sequence[float | None]
 
 
-def draw(name: str, what: str, unit: str, curves: Sequence[Curve]) -> Picture | None:
-    """The curves of `what` over `unit`, numbered from 1 at their ends; None where all are empty."""
+def draw(
+    name: str, what: str, unit: str, curves: Sequence[Curve], *, runs: Sequence[str], shares: bool
+) -> Picture | None:
+    """The curves of `what` over `unit`, with the names of their runs at their ends; None where all
+    are empty. `shares` are shown in per cent, of 0 to 100.
+    """
     longest = max(map(len, curves), default=0)
     if not longest:
         return None
     stretch = -(-longest // _MOST_POINTS)
     thinned = [_means(curve, stretch) for curve in curves]
-    drawing = Drawing(name, 320 if longest <= 20 else 700)
-    right = drawing.width - 26
+    drawing = Drawing(name, 700)
+    names = [f"{run[: _MOST_NAME - 1]}…" if len(run) > _MOST_NAME else run for run in runs]
+    values = [v for curve in thinned for v in curve if v is not None]
+    scale = RoundAxis([0.0, 1.0] if shares else [0.0, *values], _TOP, _HEIGHT)
+    heights = [[None if v is None else scale(v) for v in curve] for curve in thinned]
+    ends = [next((y for y in reversed(curve) if y is not None), None) for curve in heights]
+    named = _labels(ends, names)
+    right = drawing.width - 8 - _LETTER * max((len(text) for _, text in named), default=0)
     places = -(-longest // stretch)
 
     def x(at: int) -> float:
         return _LEFT + (right - _LEFT) * ((at + 0.5) / places)
 
-    scale = NumberAxis([v for curve in thinned for v in curve if v is not None], _TOP, _HEIGHT)
     for value in scale.marks:
         y = scale(value) or 0.0
         drawing.path("axis", f"M{_LEFT} {y:.1f}H{right}")
-        drawing.text(_LEFT - 6, y + 4, scale.figure(value), kind="faint", end="end")
-    heights = [[None if v is None else scale(v) for v in curve] for curve in thinned]
+        shown = f"{value:.0%}".replace("%", " %") if shares else scale.figure(value)
+        drawing.text(_LEFT - 6, y + 4, shown, kind="faint", end="end")
     for number, curve in enumerate(heights):
         d = line([point(x(i), y) for i, y in enumerate(curve)])
-        drawing.path(f"run{number % _KINDS}", d, title=f"run {number + 1}")
-    ends = [next((y for y in reversed(curve) if y is not None), None) for curve in heights]
-    for number, place in labels(ends):
-        drawing.text(right + 3, place + 4, str(number + 1), kind="faint")
+        drawing.path(f"run{number % _KINDS}", d, title=runs[number])
+    for place, text in named:
+        drawing.text(right + 3, place + 4, text, kind="faint")
     bottom = _TOP + _HEIGHT
-    for i in ticks(places, 8):
+    at = ticks(places, 8)
+    for i in at if stretch > 1 or at.step == 1 else range(at.step - 1, places, at.step):
         drawing.text(x(i), bottom + 14, str(i * stretch + 1), kind="faint", end="middle")
     drawing.text(_LEFT - 6, bottom + 14, unit, kind="faint", end="end")
     title = f"{what.capitalize()} by {unit}"
-    says = "Lines are numbered at the right as the runs are, where there is room."
-    if stretch > 1:
-        says += f" Each point is the mean of {stretch} {unit}s."
+    says = f"Each point is the mean of {stretch} {unit}s." if stretch > 1 else ""
     rows = [
         [str(i * stretch + 1), *("" if i >= len(c) else _number(c[i]) for c in thinned)]
         for i in range(places)
     ]
-    heads = [unit, *(f"run {number + 1}" for number in range(len(curves)))]
+    heads = [unit, *runs]
     svg = drawing.markup(bottom + 20, title=title, says=says)
     return Picture(title, says, svg, Table(heads, rows))
+
+
+def _labels(ends: Sequence[float | None], names: Sequence[str]) -> list[tuple[float, str]]:
+    """Places and texts; lines that end too near to each other share a line of text, as far as there
+    is room.
+    """
+    placed: list[tuple[float, str]] = []
+    for place, name in sorted(
+        (y, name) for y, name in zip(ends, names, strict=True) if y is not None
+    ):
+        if not placed or place - placed[-1][0] >= LEAST_APART:
+            placed.append((place, name))
+        elif len(both := f"{placed[-1][1]}; {name}") <= 2 * _MOST_NAME:
+            placed[-1] = (placed[-1][0], both)
+    return placed
 
 
 def _means(curve: Curve, stretch: int) -> list[float | None]:
