@@ -12,7 +12,7 @@ from distcheck.workloads.cells import CELLS
 from tests.firsts import firsts
 from tests.mutants import Mutant, everything
 from tests.mutants.causes import CAUSES
-from tests.mutants.lines import LINES, NOTHING, SILENT
+from tests.mutants.lines import LINES, SILENT
 
 ALL = everything()
 BLINDS = {"SameDataOnEveryRank"}  # under which a missing sync would not show
@@ -62,8 +62,7 @@ def test_mutant_is_caught(mutant: Mutant, request: pytest.FixtureRequest) -> Non
     assert causes == CAUSES[mutant.name]
     assert not [case for case in report.cases if case.diagnosis and case.verdict != "fail"]
     lines = {case.where.code[:55] for case in report.cases if case.where is not None}
-    if mutant.name in LINES.keys() | SILENT | NOTHING:
-        assert lines == ({LINES[mutant.name]} if mutant.name in LINES else set())
+    assert lines == ({LINES[mutant.name]} if mutant.name in LINES else set())
     if mutant.exit_code == 1:
         firsts = [r.first for r in results if r.verdict == "fail"]
         assert min(first.step for first in firsts if first is not None) == mutant.step
@@ -73,10 +72,9 @@ def test_mutant_is_caught(mutant: Mutant, request: pytest.FixtureRequest) -> Non
 
 def test_most_lines_are_named() -> None:
     """Of mutants whose first wrong gradient went through one line."""
-    named = sum(bool(line) for line in LINES.values())
-    assert named >= 4 * len(SILENT)
-    assert {*LINES} | SILENT | NOTHING <= CAUSES.keys()
-    assert not {*LINES} & (SILENT | NOTHING)
+    assert len(LINES) >= 6 * len(SILENT)
+    assert {*LINES} | SILENT <= CAUSES.keys()
+    assert not {*LINES} & SILENT
 
 
 def test_every_mutant_says_what_it_is_called() -> None:
