@@ -28,9 +28,10 @@ exec(compile(Path(__file__).read_text(), __file__, "exec"))
 '''
 
 
-# A relative link in Markdown. MkDocs serves docs/gate.md as gate/, and a folder under its own name.
+# A relative link in Markdown. MkDocs serves docs/gate.md as gate/, a folder and a picture under their
+# own names.
 RELATIVE_LINK = re.compile(
-    r"\]\((?!https?:|#)(?:docs/)?(?P<page>[^)#]+?)(?:\.md|/)(?P<anchor>#[^)]*)?\)"
+    r"\]\((?!https?:|#)(?:docs/)?(?P<page>[^)#]+?)(?:\.md|/|(?=\.png))(?P<anchor>\.png|#[^)]*)?\)"
 )
 
 
@@ -39,7 +40,8 @@ def with_absolute_links(text: str, base: str) -> str:
 
     def absolute(link: re.Match[str]) -> str:
         page = link["page"].removesuffix("/README")
-        return f"]({base.rstrip('/')}/{page}/{link['anchor'] or ''})"
+        end = link["anchor"] or ""
+        return f"]({base.rstrip('/')}/{page}{'' if end == '.png' else '/'}{end})"
 
     return RELATIVE_LINK.sub(absolute, text)
 

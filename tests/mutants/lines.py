@@ -109,6 +109,8 @@ LINES: dict[str, str] = {
     "adds_in_rank_order": "dist.all_gather(gathered, gradient)",
     "goes_round_the_other_way": "dist.all_gather(gathered, gradient)",
     "gathers_where_it_promised_to_reduce": "dist.all_gather(gathered, gradient)",
+    "means_over_tokens_count_alike": "dist.all_reduce(parameter.grad)",
+    "MeanOverWhatCounts": "dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=s",
 }
 SILENT = {
     "AveragesWithoutTheLastRank",

@@ -70,7 +70,7 @@ def test_its_links_there_name_pages_of_the_site() -> None:
     text, base = described()
     for path, anchor in LINK.findall(prose(text)):
         name = path.removeprefix(f"{base}/").removesuffix("/")
-        places = (f"docs/{name}.md", f"docs/{name}/README.md", f"{name}.md", name)
+        places = (f"docs/{name}.md", f"docs/{name}", f"docs/{name}/README.md", f"{name}.md", name)
         sources = [ROOT / place for place in places]
         source = next((s for s in sources if s.exists()), None)
         assert source is not None, path
