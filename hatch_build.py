@@ -28,7 +28,7 @@ exec(compile(Path(__file__).read_text(), __file__, "exec"))
 '''
 
 
-# A relative link in Markdown. MkDocs serves docs/gate.md as gate/, a folder and a picture under their
+# A relative link in Markdown. MkDocs serves docs/gate.md as gate/, folders and pictures under their
 # own names.
 RELATIVE_LINK = re.compile(
     r"\]\((?!https?:|#)(?:docs/)?(?P<page>[^)#]+?)(?:\.md|/|(?=\.png))(?P<anchor>\.png|#[^)]*)?\)"
