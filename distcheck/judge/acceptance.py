@@ -187,20 +187,20 @@ def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]
     roundings, unit = world + 2, unit_roundoff(accepted.wire)
     share = 100 * roundings * unit / (1 - roundings * unit)
     return (
-        f"widens R to {roundings} roundings to {accepted.wire} with equal shards ({share:.2g} % of "
-        "what an element adds up), and S32 and S64 by the norm of that",
-        ("smaller errors than that in an element", "exact sums (lattice)"),
+        f"widens the rounding bound to {roundings} roundings to {accepted.wire} with equal shards "
+        f"({share:.2g} % of what an element adds up), and those of whole tensors alike",
+        ("smaller errors than that in an element", "exact sums"),
     )
 
 
 def _quantised(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
-        f"widens R by half a quantum ({share:.2g} % of the largest element that any rank holds, "
-        "as all may share one grid), and S32 and S64 by the norm of that",
+        f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element that "
+        "any rank holds, as all may share one grid), and those of whole tensors alike",
         (
             "gradients smaller than half a quantum: there zero passes",
-            "exact sums (lattice, left out)",
+            "exact sums, left out",
         ),
     )
 
@@ -210,12 +210,13 @@ def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
         "the mean gradient"
     )  # fmt: skip
     return (
-        f"has R take, of a matrix, its orthogonal projection on at most {accepted.amount} "
-        f"directions in place of the mean ({carried}); what is not compressed must be the mean",
+        "has the rounding bound take, of a matrix, its orthogonal projection on at most "
+        f"{accepted.amount} directions in place of the mean ({carried}); what is not compressed "
+        "must be the mean",
         (
             "how much of a gradient is kept",
-            "the gradient of the whole batch (S32, S64)",
-            "exact sums (lattice, left out)",
+            "the gradient of the whole batch in float32 and float64",
+            "exact sums, left out",
         ),
     )
 
@@ -225,11 +226,11 @@ def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     between = ", and of parameters between averages" if accepted.amount > 1 else ""
     return (
         f"requires of each rank its own gradients and update, bit-identical, and {steps} the plain "
-        "mean of all ranks' parameters, within R",
+        "mean of all ranks' parameters, within the rounding bound",
         (
             "gradients averaged over the ranks",
             f"agreement of gradients and of the optimizer's state{between}",
-            "the gradient and the loss of the whole batch (S32, S64)",
-            "exact sums (lattice, left out)",
+            "the gradient and the loss of the whole batch in float32 and float64",
+            "exact sums, left out",
         ),
     )

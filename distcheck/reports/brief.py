@@ -54,8 +54,6 @@ def print_group(
     """
     print_headline(cases, verdict, console)
     lines = _Lines(console)
-    for one in dict.fromkeys(one for case in cases for one in case.remarks):
-        lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     for allowance in dict.fromkeys(case.accepted for case in cases if case.accepted is not None):
         lines.add("accepted", describe_accepted(allowance).removeprefix("accepted: "), most=5)
     if verdict == "pass":
@@ -66,6 +64,8 @@ def print_group(
         passed = _passed(cases)
         if passed:
             lines.add("ok", ", ".join(passed), most=2)
+    for one in dict.fromkeys(one for case in cases for one in case.remarks):
+        lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
     shown = notes[:_MOST_NOTES] if alone or verdict != "pass" else []
     for note in shown:

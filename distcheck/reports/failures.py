@@ -1,5 +1,6 @@
 """What a screen says of a case that did not pass: ranks, first place, causes, and its replay."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from distcheck.reports.wrapping import hanging
 _DETAIL_LINES = 14  # of a rank's traceback or stack
 _REPLAY = "replay"
 _INDENT = 4
+_MARKS = re.compile(r"\s*[~^]+\s*")
 
 
 Key = tuple[object, ...]
@@ -115,7 +117,10 @@ def ends_of_ranks(
 
 
 def _cut(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
-    """The first line, the last call, and the end of what a rank left behind."""
+    """The first line, the last call, and the end of what a rank left behind, without the marks that
+    Python puts below a line of code.
+    """
+    detail = [line for line in detail if not _MARKS.fullmatch(line)]
     if len(detail) <= most:
         return detail
     about = [line for line in detail[1:3] if line == last_call]

@@ -181,10 +181,12 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
          "aux counts 4 times, and ce once"),
         ((term("ce", 1 / 4), whole("aux", 2.0)), "accumulation-not-scaled",
          "aux counts 4 times, and ce once"),
-        ((term("ce"), term("aux", 0.1)), "accumulation-not-scaled", "the mean loss counts 4 times"),
-        ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled", "loss counts 4 times"),
+        ((term("ce"), term("aux", 0.1)), "accumulation-not-scaled",
+         "the loss is not divided by the 4 accumulated passes, so that it counts 4 times"),
+        ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled",
+         "the loss is not divided by the 4 accumulated passes"),
         ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "scaled-twice",
-         "the mean loss counts 0.25 times"),
+         "the loss is twice divided by the 4 accumulated"),
     ],
 )  # fmt: skip
 def test_terms_that_are_not_divided_once_are_named(

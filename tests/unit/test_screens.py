@@ -22,6 +22,7 @@ from distcheck.records import (
     Outcome,
     Report,
 )
+from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.json_report import render_json
 from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render, render_text, summarize
@@ -443,3 +444,12 @@ def test_markup_in_names_is_shown_as_it_is() -> None:
         verbose=True,
     )  # fmt: skip
     assert "[red]x[/red]" in text
+
+
+def test_marks_below_a_line_of_code_take_no_room() -> None:
+    text = "\n".join(
+        [*("line",) * 9, "    full = g + r", "           ~~^~~", "RuntimeError: sizes"]
+    )
+    raised = Outcome(rank=0, outcome="raised", step=1, phase="backward", text=text)
+    ((_, shown),) = ends_of_ranks([raised], lines=4)
+    assert shown.splitlines()[-2:] == ["    full = g + r", "RuntimeError: sizes"]

@@ -124,7 +124,9 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
     ran = warm.run("verify", *words, *save, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout
     screen = " ".join(ran.stdout.split())
-    assert "accepted low-precision:fp16 widens R to 4 roundings to float16" in screen
+    assert (
+        "accepted low-precision:fp16 widens the rounding bound to 4 roundings to float16" in screen
+    )
     assert "not checked: smaller errors than that" in screen
     (case,) = (tmp_path / "kept" / "cases").glob("*.json")
     assert json.loads(case.read_text())["accept"] == "low-precision:fp16"
@@ -134,4 +136,4 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
         assert ran.returncode == 0
         (found,) = json.loads(report.read_text())["cases"]
         assert found["accept"] == "low-precision:fp16"
-        assert found["accepted"]["widened"].startswith("widens R to 4 roundings")
+        assert found["accepted"]["widened"].startswith("widens the rounding bound to 4 roundings")

@@ -336,8 +336,8 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                     )
                 else:
                     tally.fail(
-                        f"step {step}: over {passes} backward passes the mean loss counts "
-                        f"{total:.6g} times",
+                        f"step {step}: the loss is {'not' if wrong > 1 else 'twice'} divided by "
+                        f"the {passes} accumulated passes, so that it counts {total:.6g} times",
                         parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
                     )  # fmt: skip
     return tally.result()
