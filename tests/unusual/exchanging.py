@@ -41,6 +41,23 @@ class ConstantTable(_Contrastive):
         self.register_buffer("knots", torch.linspace(0, 1, 5))
 
 
+class NormOfAll(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own, whose statistics are those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, one: Tensor) -> Tensor:
+        count = len(one) * dist.get_world_size()
+        mean = _AllReduce.apply(one.sum(0)) / count
+        variance = _AllReduce.apply((one - mean).square().sum(0)) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.detach(), 0.1)  # type: ignore[union-attr]
+            self.running_var.lerp_(variance.detach() * count / (count - 1), 0.1)  # type: ignore[union-attr]
+        out = (one - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+        return (out.tanh() + 2).log().mean()
+
+
 def gathers_in_a_loop(one: Tensor, labels: Tensor | None = None) -> Tensor:
     """Sums over the ranks by a function of its own; one view, and labels that may be left out."""
     assert labels is not None

@@ -96,6 +96,7 @@ from distcheck.machine.numerics import real_parts, smallest, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import trainable
 from distcheck.training.outputs import calls_of
 from distcheck.training.whole_tensors import dense
@@ -282,7 +283,14 @@ class FullBatchReference(StepReference):
             known = name in places
             return trace.tensor(holder, Kind.BUFFER, step, places[name]) if known else None
 
-        return GhostBatch(self._model, stretches, buffers_of, keep_outputs=keep_outputs)
+        case = self._ingredients.case
+        return GhostBatch(
+            self._model,
+            stretches,
+            buffers_of,
+            keep_outputs=keep_outputs,
+            exchanges_itself=trained_with(case.adaptation.form) == case.workload,
+        )
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
         """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of

@@ -5,6 +5,9 @@ shard, or a micro-batch of one. What is called is the layer's own forward, in th
 and from the buffers that the rank had, so that one in eval mode, or one of a class of its own, is
 the same function here as there. The model's own buffers are left alone.
 
+Where the code under test exchanges by itself, a layer with a forward of its own may normalise over
+all ranks. It is given the whole batch, as the rest of that code is.
+
 A layer may see several rows for a sample, as one does over flattened sequences. They have to come
 sample after sample (`distcheck.verification.inspection` looks whether they do).
 """
@@ -45,11 +48,15 @@ class GhostBatch:
         buffers_of: BuffersOf,
         *,
         keep_outputs: bool = False,
+        exchanges_itself: bool = False,
     ) -> None:
         self._stretches, self._buffers_of, self._keep = stretches, buffers_of, keep_outputs
         self._samples = sum(stretch.samples for stretch in stretches)
-        named = model.named_modules()
-        self._layers = [(name, layer) for name, layer in named if isinstance(layer, BatchNorm)]
+        self._layers = [
+            (name, layer)
+            for name, layer in model.named_modules()
+            if isinstance(layer, BatchNorm) and not (exchanges_itself and _has_own_forward(layer))
+        ]
         self._patched: list[tuple[BatchNorm, Any, Buffers]] = []
         self._outputs: dict[str, list[torch.Tensor]] = {}
         self._alone: int | None = None
@@ -123,6 +130,10 @@ class GhostBatch:
             known = self._buffers_of(rank, f"{name}.{key}" if name else key)
             found[key] = (buffer if known is None else known).clone().to(buffer)
         return found
+
+
+def _has_own_forward(layer: BatchNorm) -> bool:
+    return type(layer).forward is not BatchNorm.forward
 
 
 def _buffers_of(layer: nn.Module) -> Buffers:
