@@ -1,4 +1,4 @@
-"""Modules of a package without what its `__init__` imports besides (clients, viewers, trainers)."""
+"""Modules of a package without what it imports besides (clients, viewers, trainers, codecs)."""
 
 import importlib
 import importlib.util
@@ -21,3 +21,20 @@ def bare(name: str) -> Any:
         empty.__path__ = list(found.submodule_search_locations)
         sys.modules[place] = empty
     return importlib.import_module(name)
+
+
+class _Absent(types.ModuleType):
+    """Has every name, each of them an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__":
+            return []
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def without(*names: str) -> None:
+    """Modules of these names are empty in what is imported from now on."""
+    for name in names:
+        sys.modules.setdefault(name, _Absent(name))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bare import bare
+from gathering import Gather
 
 
 def _of(module: str, name: str, **settings: Any) -> Any:
@@ -56,22 +56,6 @@ def ntxent() -> nn.Module:
     return _of("ntx_ent_loss", "NTXentLoss", gather_distributed=True)
 
 
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks; backward adds up what each of them has of one's own."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 class ntxent_of_gathered(nn.Module):
     """Without the switch, given what was gathered before."""
 
@@ -80,7 +64,7 @@ class ntxent_of_gathered(nn.Module):
         self.made = _of("ntx_ent_loss", "NTXentLoss")
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        found: Tensor = self.made(*(_Gather.apply(view) for view in (one, two)))
+        found: Tensor = self.made(*(Gather.apply(view) for view in (one, two)))
         return found
 
 

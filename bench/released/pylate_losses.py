@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bare import bare
-from lightly_losses import _Gather
-from sentence_losses import _gathers_contiguously
+from bare import bare, without
+from gathering import Gather, gathers_contiguously
 
 
 class _Embeds(nn.Module):
@@ -23,11 +22,21 @@ class _Embeds(nn.Module):
         return {"token_embeddings": features["embedding"].view(-1, 2, 4)}
 
 
+class _AllTokens:
+    """No token is skipped."""
+
+    @staticmethod
+    def skiplist_mask(input_ids: Tensor, skiplist: Any) -> Tensor:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+
+
 class _Contrastive(nn.Module):
     settings: dict[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
+        without("pylate.models", "datasets", "tqdm", "transformers", "sentence_transformers")
+        sys.modules["pylate.models"].ColBERT = _AllTokens  # type: ignore[attr-defined]
         kind = bare("pylate.losses.contrastive").Contrastive
         self.made = kind(_Embeds(), **self.settings)
 
@@ -51,7 +60,7 @@ class gathers(_Contrastive):
 
     def __init__(self) -> None:
         super().__init__()
-        _gathers_contiguously()
+        gathers_contiguously()
 
 
 class gathers_without_factor(gathers):
@@ -65,4 +74,4 @@ class of_gathered(_Contrastive):
     """Without its switch, given what was gathered before."""
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        return super().forward(_Gather.apply(one), _Gather.apply(two))
+        return super().forward(Gather.apply(one), Gather.apply(two))

@@ -4,21 +4,41 @@ What was gathered gets a gradient that lies in memory as it was gathered: torch'
 up others on gloo, which is not what is looked at.
 """
 
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.nn
-from sentence_transformers import losses
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bare import bare, without
+from gathering import gathers_contiguously
+
+_PLACE = "sentence_transformers.sentence_transformer"
 
 
-class _Words(PreTrainedTokenizerBase):
-    def __init__(self) -> None:
-        pass
+class _Words:
+    """A tokenizer, which the losses ask for its words alone."""
 
     def get_vocab(self) -> dict[str, int]:
         return {}
+
+
+def _loss(file: str, name: str) -> Any:
+    """A class of a file of losses; models, and what they need, are left out."""
+    without("transformers", "transformers.utils", f"{_PLACE}.model", f"{_PLACE}.modules")
+    sys.modules["transformers"].PreTrainedTokenizerBase = _Words  # type: ignore[attr-defined]
+    shown = SimpleNamespace(get_logger=logging.getLogger)
+    sys.modules["transformers.utils"].logging = shown  # type: ignore[attr-defined]
+    gathering = bare("sentence_transformers.util.distributed")
+    for shared in ("all_gather_with_grad", "is_dist_initialized", "get_rank"):
+        found = getattr(gathering, shared, None)
+        setattr(sys.modules["sentence_transformers.util"], shared, found)
+    return getattr(bare(f"{_PLACE}.losses.{file}"), name)
 
 
 class _Embeds(nn.Module):
@@ -39,36 +59,12 @@ class _Embeds(nn.Module):
         return {"sentence_embedding": embedding}
 
 
-class _Contiguous(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-def _gathers_contiguously() -> None:
-    """Wraps what torch gathers, once."""
-    gather = torch.distributed.nn.all_gather
-    if getattr(gather, "contiguous", False):
-        return
-
-    def contiguous(rows: Tensor, *more: Any) -> Any:
-        return tuple(_Contiguous.apply(part) for part in gather(rows, *more))
-
-    contiguous.contiguous = True  # type: ignore[attr-defined]
-    torch.distributed.nn.all_gather = contiguous
-
-
 class _Pairs(nn.Module):
-    def __init__(self, name: str, *guides: nn.Module, **settings: Any) -> None:
+    def __init__(self, file: str, name: str, *guides: nn.Module, **settings: Any) -> None:
         super().__init__()
-        _gathers_contiguously()
-        self.made = getattr(losses, name)(
-            _Embeds(), *guides, gather_across_devices=True, **settings
-        )
+        gathers_contiguously()
+        kind = _loss(file, name)
+        self.made = kind(_Embeds(), *guides, gather_across_devices=True, **settings)
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
         features = [{"embedding": one}, {"embedding": two}]
@@ -80,25 +76,22 @@ _ALONE = {"contrast_anchors": False, "contrast_positives": False}
 
 
 def gist() -> nn.Module:
-    return _Pairs("GISTEmbedLoss", _Embeds(3), temperature=1.0, **_ALONE)
+    return _Pairs("gist_embed", "GISTEmbedLoss", _Embeds(3), temperature=1.0, **_ALONE)
 
 
 def gist_positives() -> nn.Module:
-    return _Pairs("GISTEmbedLoss", _Embeds(3), temperature=1.0, contrast_anchors=False)
+    return _Pairs(
+        "gist_embed", "GISTEmbedLoss", _Embeds(3), temperature=1.0, contrast_anchors=False
+    )
 
 
 def gist_anchors() -> nn.Module:
-    return _Pairs("GISTEmbedLoss", _Embeds(3), temperature=1.0)
+    return _Pairs("gist_embed", "GISTEmbedLoss", _Embeds(3), temperature=1.0)
 
 
-def ranking() -> nn.Module:
-    return _Pairs("MultipleNegativesRankingLoss", scale=1.0)
+class gist_without_suppression(_Pairs):
+    """A margin below which nothing is suppressed: the control."""
 
-
-def symmetric_ranking() -> nn.Module:
-    return _Pairs("MultipleNegativesSymmetricRankingLoss", scale=1.0)
-
-
-def all_directions() -> nn.Module:
-    ways = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-    return _Pairs("MultipleNegativesRankingLoss", scale=1.0, directions=ways)
+    def __init__(self) -> None:
+        super().__init__("gist_embed", "GISTEmbedLoss", _Embeds(3), temperature=1.0, margin=-3.0,
+                         margin_strategy="absolute", **_ALONE)  # fmt: skip

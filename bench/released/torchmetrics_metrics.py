@@ -232,11 +232,11 @@ class Pearson_of_columns(_Fed):
         super().__init__(torchmetrics.PearsonCorrCoef(num_outputs=4), _columns)
 
 
-class Spearman_where_some_have_none(_Fed):
+class Cosine_where_some_have_none(_Fed):
     """Ranks may have seen no sample of the one class that is looked at, and so have empty lists."""
 
     def __init__(self) -> None:
-        super().__init__(torchmetrics.SpearmanCorrCoef(), _numbers)
+        super().__init__(torchmetrics.CosineSimilarity(reduction="mean"), _columns)
 
     def update(self, features: Tensor, labels: Tensor) -> None:
         chosen = labels == 5

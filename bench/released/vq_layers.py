@@ -73,3 +73,37 @@ def fsq() -> nn.Module:
 
 def hierarchical() -> nn.Module:
     return _Quantized(lambda: vq.HierarchicalVQ(dim=8, codebook_size=16))
+
+
+class in_place:
+    """A codebook that the layer's own optimizer moves in the forward pass: a metric whose result
+    is the codebook after one pass over all samples of a rank.
+    """
+
+    settings: dict[str, Any] = {
+        "learnable_codebook": True, "ema_update": False,
+        "in_place_codebook_optimizer": lambda ones: torch.optim.SGD(ones, lr=0.5),
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor] = []
+
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        self._seen.append(features)
+
+    def compute(self) -> Tensor:
+        before = torch.get_rng_state()
+        torch.manual_seed(1)
+        layer = vq.VectorQuantize(dim=8, codebook_size=16, threshold_ema_dead_code=0,
+                                  **self.settings)  # fmt: skip
+        torch.set_rng_state(before)
+        with torch.enable_grad():
+            layer(torch.cat(self._seen).unsqueeze(0))
+        codebook: Tensor = layer.codebook.detach()
+        return codebook.flatten()
+
+
+class moved_by_average(in_place):
+    """The codebook that is an average over what was seen."""
+
+    settings = {"decay": 0.8}
