@@ -122,9 +122,10 @@ _PLAIN: dict[Callable[[Tensor, Tensor], tuple[Any, ...]], list[tuple[str, dict[s
     _positive: [("MeanSquaredLogError", {}), ("TweedieDevianceScore", {"power": 1.5})],
     _columns: [("CosineSimilarity", {}), ("regression.JensenShannonDivergence", {})],
     _distributions: [("KLDivergence", {}), ("JensenShannonDivergence", {})],
-    _queries: [(f"retrieval.Retrieval{name}", {}) for name in (
-        "MAP", "MRR", "Precision", "Recall", "NormalizedDCG", "HitRate", "FallOut", "RPrecision",
-        "AUROC",
+    _queries: [(f"retrieval.{name}", {}) for name in (
+        "RetrievalMAP", "RetrievalMRR", "RetrievalPrecision", "RetrievalRecall",
+        "RetrievalNormalizedDCG", "RetrievalHitRate", "RetrievalFallOut", "RetrievalRPrecision",
+        "RetrievalAUROC",
     )],
     _pairs: [(f"clustering.{name}", {}) for name in (
         "MutualInfoScore", "AdjustedMutualInfoScore", "NormalizedMutualInfoScore", "RandScore",
@@ -232,13 +233,34 @@ class Pearson_of_columns(_Fed):
         super().__init__(torchmetrics.PearsonCorrCoef(num_outputs=4), _columns)
 
 
-class Cosine_where_some_have_none(_Fed):
+class _OfOneClass(_Fed):
     """Ranks may have seen no sample of the one class that is looked at, and so have empty lists."""
-
-    def __init__(self) -> None:
-        super().__init__(torchmetrics.CosineSimilarity(reduction="mean"), _columns)
 
     def update(self, features: Tensor, labels: Tensor) -> None:
         chosen = labels == 5
         if chosen.any():
             super().update(features[chosen], labels[chosen])
+
+
+class Cosine_where_some_have_none(_OfOneClass):
+    """Its lists are of rows."""
+
+    def __init__(self) -> None:
+        super().__init__(torchmetrics.CosineSimilarity(reduction="mean"), _columns)
+
+
+class Calibration_where_some_have_none(_OfOneClass):
+    """Its lists are of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(torchmetrics.classification.BinaryCalibrationError(), _binary)
+
+
+class Values_where_some_have_none(_OfOneClass):
+    """Its list is of numbers, in the dtype of an empty list."""
+
+    def __init__(self) -> None:
+        super().__init__(torchmetrics.CatMetric(), _one)
+
+    def compute(self) -> Any:
+        return torch.as_tensor(self._metric.compute()).mean()
