@@ -1,4 +1,4 @@
-"""The steps that opacus' distributed Poisson sampler gives a rank: a metric of how many they are."""
+"""How many steps opacus' distributed Poisson sampler gives a rank, as a metric."""
 
 import sys
 from pathlib import Path
