@@ -11,9 +11,14 @@ from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 # Parameters by the heading of their group in `--help`, beside those of `plan/settings.py`; a short
 # list of options has one group.
 _GROUPS: dict[str, tuple[str, ...]] = {
-    JUDGED: ("orders", "vary", "from_step", "reference", "config", "shard"),
+    JUDGED: (
+        "orders", "vary", "from_step", "reference", "config", "shard", "last_failed",
+        "failed_first",
+    ),
     CALLED: (),
-    RANKS: ("nproc", "keep_going", "download", "budget", "max_cases", "epochs", "rate"),
+    RANKS: (
+        "nproc", "keep_going", "download", "budget", "max_cases", "epochs", "rate", "watch", "on",
+    ),
     "Several machines, without a launcher": (
         "nnodes", "machine", "master_addr", "master_port", "init_method",
     ),

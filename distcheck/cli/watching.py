@@ -20,6 +20,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.provenance import code_files
 from distcheck.records import Case, Report
+from distcheck.records.sources import read_source
 from distcheck.reports.live import LiveProgress
 from distcheck.store.run_folder import Store
 from distcheck.verification.run import RunOptions, run_cases
@@ -126,7 +127,7 @@ def _contents(files: Iterable[Path]) -> _Contents:
     found: _Contents = {}
     for file in files:
         try:
-            found[file] = file.read_bytes()
+            found[file] = read_source(file)
         except OSError:  # an editor is about to put another one in its place
             found[file] = None
     return found

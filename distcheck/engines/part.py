@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from distcheck.records.decoding import read_bounded
 from distcheck.worlds.linux import die_with_parent
 
 Ended = tuple[int, str, str]  # exit code, the report's text or "", the last words of stderr
@@ -32,5 +33,5 @@ def run_part(words: Sequence[str], folder: str | None) -> Ended:
             preexec_fn=lambda: die_with_parent(parent),
             check=False,
         )
-        text = file.read_text() if file.is_file() else ""
+        text = read_bounded(file).decode() if file.is_file() else ""
     return ran.returncode, text, ran.stderr[-_MOST_WORDS:]
