@@ -184,7 +184,44 @@ def unfinished(cases: int) -> list[CaseReport]:
     ]
 
 
+def job() -> CaseReport:
+    """A whole training job whose loss is not divided, with a remark that is no failure."""
+    words = ("--", "torchrun", "--nproc-per-node", "2", "train.py")
+    return CaseReport(
+        case=Case(
+            id="job", strategy="train.py", world=2, workload="job", data="job", batch=32, steps=8,
+            job=words,
+        ),
+        strategy_file="train.py",
+        verdict="fail",
+        outcomes=(),
+        checks=(
+            check("gradients", "R", worst=place(3.46e-10, 7.24e-10)),
+            check("loss scale", "-", "fail", first=place(1.0, 0.0), reason="not divided"),
+        ),
+        diagnosis=(
+            Diagnosis(
+                cause="accumulation-not-scaled",
+                evidence="step 0: the loss is not divided by the 2 accumulated passes, so that it "
+                "counts 2 times",
+                suggestion="divide the loss of every pass by the number of accumulated passes",
+            ),
+        ),
+        remarks=(
+            Diagnosis(
+                cause="same-randomness",
+                evidence="step 0: ranks 0 and 1 draw the same random numbers",
+                suggestion="call torch.manual_seed(seed + rank)",
+            ),
+        ),
+        where=CallSite(file="train.py", line=20, code="loss.backward()"),
+        replay="distcheck job -- torchrun --nproc-per-node 2 train.py",
+        notes=("the reference is the same script as one process",),
+    )  # fmt: skip
+
+
 REPORTS = {
+    "job": Report(environment=ENVIRONMENT, cases=(job(),), saved_to=".distcheck/runs/1"),
     "pass": Report(
         environment=ENVIRONMENT,
         cases=tuple(passed()),
