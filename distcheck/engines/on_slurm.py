@@ -2,6 +2,7 @@
 its path, so this folder must be one that the nodes see.
 """
 
+import logging
 import os
 import shutil
 import time
@@ -66,6 +67,7 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
     """
     import submitit
 
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns where there is no accounting
     if address not in ("", HERE):
         raise CannotRunError(
             f"--on slurm://{address}: Slurm has no address, it is that of sbatch here; give "

@@ -81,7 +81,7 @@ def run_on(
     work = _work(planned, number)
     started: Engine = importlib.import_module(f"distcheck.engines.{module}").start(address, work)
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
-        progress.phase(f"{len(work)} parts on {name}; code: {started.code}")
+        progress.phase(f"{len(work)} part{'s' * (len(work) > 1)} on {name}; code: {started.code}")
         with tempfile.TemporaryDirectory(prefix="distcheck-parts-") as place:
             parts, lost, interrupted = _collected(started, work, planned, Path(place), progress)
     if not parts:
