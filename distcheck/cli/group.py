@@ -12,12 +12,13 @@ from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 # list of options has one group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
-        "orders", "vary", "from_step", "reference", "config", "shard", "last_failed",
-        "failed_first",
+        "orders", "vary", "from_step", "reference", "no_reference", "weights", "strict", "config",
+        "shard", "last_failed", "failed_first",
     ),
     CALLED: (),
     RANKS: (
-        "nproc", "keep_going", "download", "budget", "max_cases", "epochs", "rate", "watch", "on",
+        "nproc", "on_cpu", "keep_going", "download", "budget", "max_cases", "epochs", "rate",
+        "guard", "every", "warn", "watch", "on",
     ),
     "Several machines, without a launcher": (
         "nnodes", "machine", "master_addr", "master_port", "init_method",

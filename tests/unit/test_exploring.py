@@ -326,7 +326,7 @@ BAD = {
     ("--budget", "0s"): "--budget 0s is not a duration",
     ("--budget", "9999h"): "at most 168h",
     ("--max-cases", "0"): "--max-cases 0 is out of range; it takes 1 to",
-    ("--world", "0"): "--world 0 is out of range; it takes 1 to 16",
+    ("--world", "0"): "--world 0 is out of range; it takes 2 to 16",
     ("--world", "17"): "--world 17 is out of range",
     ("--steps", "0"): "--steps 0 is out of range",
     ("--seed", "-1"): "--seed -1 is out of range",

@@ -220,7 +220,7 @@ def test_the_cost_is_printed_first(
         f"distcheck: {len(whole.cases)} cases in worlds 2, 3, 4, 5, 6, {cells} of them cells in "
         "world 4; explore allreduce for 90 s; about "
     )
-    assert "a rough model" in captured.err
+    assert "a rough estimate" in captured.err
     say_cost(whole, quiet=True)
     assert capsys.readouterr().err == ""
     ran = CliRunner().invoke(_group, ["plan", *words, "--json", "plan.json"])

@@ -18,7 +18,9 @@ from distcheck.worlds.launchers import is_elsewhere
     help="What to probe: the name of a backend, or a function that registers one. [default: all "
     "known backends]",
 )
-@setting_option("device", default="", help="cpu or cuda. [default: the backend's own]")
+@setting_option(
+    "device", default="", help="cpu or cuda. [default: the backend's own]", show_default=False
+)
 @click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
 @click.option("--op", "operations", multiple=True, metavar="NAME", help="Only these operations.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Only these dtypes.")

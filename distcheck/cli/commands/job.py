@@ -24,8 +24,9 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--reference", metavar="COMMAND",
               help="What trains as one process, where the job's own script cannot.")  # fmt: skip
 @click.option("--no-reference", is_flag=True, help="Compare with no run as one process.")
-@click.option("--weights", type=click.Choice(["samples", "targets", "equal"]),
-              help="What each rank counts for, where its loss does not say so.")  # fmt: skip
+@click.option("--weights", type=click.Choice(["samples", "targets", "equal"]), metavar="HOW",
+              help="What each rank counts for, where its loss does not say so: samples, targets or "
+              "equal.")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
