@@ -25,7 +25,6 @@ from distcheck.compare.records import (
     CaseComparison,
     CompareRequest,
     RunsComparison,
-    TraceComparison,
 )
 from distcheck.compare.screen import render
 from distcheck.errors import CannotRunError, ExitCode, UsageError
@@ -34,6 +33,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
 from distcheck.recordings.differing import BY_VALUE
 from distcheck.records import Case, VerdictName
+from distcheck.records.parting import TraceComparison
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
@@ -110,12 +110,6 @@ def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
             f"{then} is the recording of a job, which compare does not run again; give the folder "
             "of the second one: distcheck compare A B"
         )
-    for folder in (then, now):
-        if not _is_job(folder):
-            raise UsageError(
-                f"{folder} does not hold the recording of a job, and the other folder does; give "
-                "two folders that distcheck job --save has made"
-            )
     from distcheck.compare.jobs import compare_jobs  # which imports torch
 
     compared, known = compare_jobs(Path(then), Path(now), bits=bits)

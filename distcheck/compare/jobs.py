@@ -3,23 +3,35 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase
-from distcheck.compare.records import CaseComparison, TraceComparison
-from distcheck.compare.traces import Walk
+from distcheck.compare.records import CaseComparison
 from distcheck.errors import UsageError
+from distcheck.judge import fitting
+from distcheck.judge.parting import yardstick
+from distcheck.judge.parting.jobs import JobWalk, walk_jobs, why_not
 from distcheck.plan.provenance import Provenance, changes_for_bits
-from distcheck.recordings.jobs.reading import REPORT, JobRecording, read
+from distcheck.recordings.differing import CHOSEN
+from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
 from distcheck.recordings.recording import Kind
-from distcheck.records import Case
+from distcheck.records import Case, Change, Diagnosis, VerdictName
+from distcheck.records.causes import name_cause
+from distcheck.records.parting import TraceComparison
 from distcheck.reports.documents import read_report
 
 _NAME = "job"
+_LEFT = 1e-3  # chosen: as `job/causes` names a factor
+_GRADIENTS = ("local gradients", "exchanged gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
-    """What two recordings have in common. Raises UsageError for a folder that is damaged."""
-    earlier, later = (read(folder) for folder in (then, now))
+    """What two recordings have in common. Raises UsageError for a folder that is damaged, and for
+    recordings of other models.
+    """
+    earlier, later = (read_kept(folder) for folder in (then, now))
+    yards = [(yardstick.read(folder), 0) for folder in (then, now)]
     reports = [read_report(folder / REPORT) for folder in (then, now)]
     for folder, report in zip((then, now), reports, strict=True):
         if len(report["cases"]) != 1:
@@ -27,15 +39,61 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
                 f"{folder / REPORT} is damaged: a job has one case, and it has "
                 f"{len(report['cases'])}; run distcheck job again"
             )
+    _check_alike(then, earlier, now, later)
     known = [_known(report) for report in reports]
-    found = _compare(earlier, later)
     changed = changes_for_bits(
         Provenance(environment=known[0].environment),
         Provenance(environment=known[1].environment),
         known[1].case,
     )
-    verdicts = (reports[0]["cases"][0]["verdict"], reports[1]["cases"][0]["verdict"])
-    return judged(_NAME, found, changed, verdicts, bits=bits, needs_bound=True), known[1]
+    verdicts = [_own_verdict(report) for report in reports]
+    missing = why_not(earlier, later)
+    if missing:
+        found = TraceComparison(why_not=missing)
+        one = judged(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
+        return one, known[1]
+    walk = walk_jobs(earlier, later, yards)
+    found = walk.result()
+    one = judged(
+        _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
+        remark=_remark(walk, found, earlier, later),
+    )  # fmt: skip
+    causes = _causes(walk, found, earlier, later, changed)
+    if walk.parted is not None and walk.parted.what == "optimizer's settings":
+        reason = f"the {walk.parted.what} are others: what follows is not compared"
+        one = msgspec.structs.replace(one, verdict="fail", reason=reason)
+    return msgspec.structs.replace(one, diagnosis=tuple(causes)), known[1]
+
+
+def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:
+    """Raises UsageError for recordings that no two runs of one training leave."""
+    for folder, job in ((then, earlier), (now, later)):
+        if job.divided_by:
+            raise UsageError(
+                f"{folder}: ranks hold parts of one model ({job.divided_by}), which are not put "
+                "together; record the job with DistributedDataParallel or fully_shard"
+            )
+    if earlier.steps[0] != later.steps[0]:
+        raise UsageError(
+            f"{then} begins with step {earlier.steps[0]}, and {now} with step {later.steps[0]}; "
+            "give both the same --from-step, or record the second one with --continues"
+        )
+    for kind in (Kind.PARAMETER, Kind.BUFFER):
+        one, two = (set(job.names(kind)) for job in (earlier, later))
+        if one != two:
+            raise UsageError(
+                f"{then} and {now} are recordings of two models: only one of both has the "
+                f"{kind.label} {min(one ^ two)}"
+            )
+
+
+def _own_verdict(report: dict[str, Any]) -> VerdictName:
+    """Of a job with one rank, which is never more than unknown, what its other checks say."""
+    case = report["cases"][0]
+    checks = [one["verdict"] for one in case["checks"] if one["check"] != "outcome"]
+    only_one = case["world"] == 1 and case["verdict"] == "unknown" and "fail" not in checks
+    verdict: VerdictName = "pass" if only_one else case["verdict"]
+    return verdict
 
 
 def _known(report: dict[str, Any]) -> KnownCase:
@@ -45,29 +103,94 @@ def _known(report: dict[str, Any]) -> KnownCase:
     return KnownCase(case, report["environment"], entry["strategy_file"])
 
 
-def _compare(then: JobRecording, now: JobRecording) -> TraceComparison:
-    why_not = _unlike(then, now)
-    if why_not:
-        return TraceComparison(why_not=why_not)
-    walk = Walk(then, now)
-    for step in range(then.steps_written()):
-        walk.compare_step(step)
-    return walk.result()
+def _remark(
+    walk: JobWalk, found: TraceComparison, earlier: JobRecording, later: JobRecording
+) -> str:
+    """What was compared, and what was not."""
+    said = []
+    steps = min(len(earlier.steps), len(later.steps))
+    if walk.unmeasured and found.first is not None:
+        said.append(f"how far two right runs may part was not measured: {walk.unmeasured}")
+    if walk.blurred is not None:
+        said.append(
+            f"from step {earlier.steps[walk.blurred]} on nothing is judged, since a run whose "
+            "parameters are moved by one ULP has other gradients by then, too"
+        )
+    if len(earlier.steps) != len(later.steps):
+        said.append(f"only the {steps} steps that both have are compared")
+    local = "gradients before the exchange, which one of both does not show, are not compared"
+    if not any(one.kind == "local gradients" for one in found.moments) and found.moments:
+        said += [local] if earlier.world == later.world else []
+    if earlier.world != later.world:
+        said.append(
+            f"{earlier.world} and {later.world} ranks, each taken as one process: the gradients of "
+            "single ranks are not compared"
+        )
+    return "; ".join(said)
 
 
-def _unlike(then: JobRecording, now: JobRecording) -> str:
-    """Why two recordings are not of one training; empty where they may be."""
-    if then.world != now.world:
-        return f"the earlier job has {then.world} ranks, and the later one {now.world}"
-    if then.divided_by or now.divided_by:
-        return f"ranks hold parts of one model ({then.divided_by or now.divided_by})"
-    if then.steps != now.steps or not then.steps:
-        several = [", ".join(map(str, one.steps)) or "none" for one in (then, now)]
-        return f"the earlier recording has the steps {several[0]}, and the later one {several[1]}"
-    for kind in (Kind.PARAMETER, Kind.BUFFER):
-        one, two = then.names(kind), now.names(kind)
-        if one != two:
-            other = next((n for n in [*one, *two] if (n in one) != (n in two)), "")
-            where = f"only one of both has {other}" if other else "they come in another order"
-            return f"the models have other {kind.label}s: {where}"
-    return ""
+def _causes(
+    walk: JobWalk,
+    found: TraceComparison,
+    earlier: JobRecording,
+    later: JobRecording,
+    changed: list[Change],
+) -> list[Diagnosis]:
+    """What makes the second one another training."""
+    pair = walk.parted
+    if pair is not None and pair.what == "optimizer's settings":
+        first = found.first
+        said = f"step {earlier.steps[pair.step]}: {pair.what} were {pair.one}, and are {pair.two}"
+        if first is not None:
+            said = (
+                f"step {earlier.steps[pair.step]}: the optimizer's settings were {first.expected}, "
+                f"and are {first.actual}"
+            )
+            rate = str(first.expected).startswith("lr ")
+            cause = "learning-rate-differs" if rate else "settings-differ"
+            return [name_cause(cause, said, "compared")]
+    if found.beyond is None:
+        return _of_bits(walk, found, earlier, later, changed)
+    step = found.beyond.step
+    if found.beyond_kind in _GRADIENTS:
+        fitted = fitting.fit(_pairs(earlier, later, step))
+        if fitted is not None and fitted.share < min(_LEFT, 0.1 * abs(fitted.factors[0] - 1)):
+            return [_of_factor(fitted.factors[0], step, earlier, later)]
+    said = f"step {earlier.steps[step]}: {found.beyond_kind}, {found.beyond.parameter} first"
+    return [name_cause("unexplained", said, "compared")]
+
+
+def _of_bits(
+    walk: JobWalk,
+    found: TraceComparison,
+    earlier: JobRecording,
+    later: JobRecording,
+    changed: list[Change],
+) -> list[Diagnosis]:
+    """The same command here twice, with other bits."""
+    alike = earlier.ranks[0].arguments == later.ranks[0].arguments and not changed
+    computed = found.first is not None and walk.parted is None and found.kind not in CHOSEN
+    if not alike or not computed or earlier.world != later.world or found.first is None:
+        return []
+    said = f"the same command twice has other bits, first at step {found.first.step}: {found.kind}"
+    return [name_cause("nondeterministic", f"{said} of {found.first.parameter}")]
+
+
+def _pairs(earlier: JobRecording, later: JobRecording, step: int) -> Any:
+    kind, places = Kind.GRADIENT, (earlier.steps[step], later.steps[step])
+    for name in earlier.names(kind):
+        one = earlier.gradient(kind, 0, places[0], name)
+        two = later.gradient(kind, 0, places[1], name)
+        if one is not None and two is not None and one.numel() == two.numel():
+            yield two, one
+
+
+def _of_factor(factor: float, step: int, earlier: JobRecording, later: JobRecording) -> Diagnosis:
+    said = f"step {earlier.steps[step]}: gradients are {factor:.9g} times those of the earlier job"
+    by = later.world / earlier.world
+    if by != 1 and abs(factor - by) <= _LEFT * by:
+        return name_cause("missing-division", f"{said}: as many times as it has ranks", "job",
+                          world=later.world)  # fmt: skip
+    if by != 1 and abs(factor - 1 / by) <= _LEFT / by:
+        return name_cause("double-division", f"{said}: one over the number of ranks", "job")
+    return name_cause("wrong-divisor", said, "job")

@@ -1,8 +1,9 @@
 """The verdict over what two recordings have in common, and the sentence that goes with it."""
 
-from distcheck.compare.records import CaseComparison, TraceComparison
+from distcheck.compare.records import CaseComparison
 from distcheck.recordings.differing import CHOSEN
 from distcheck.records import Change, VerdictName
+from distcheck.records.parting import TraceComparison
 
 
 def judge(
@@ -33,18 +34,23 @@ def judge(
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
         return "unknown", f"bits may differ between machines: {machine[0]}"
-    if found.not_judged:
-        held = "it is not known whether the first step that differs is within the bound"
-    elif found.judged:
-        held = "within the bound at the first step that differs"
-    else:
-        held = "no bound is derived for the first difference"
-    reason = f"{held}; both runs are correct by their own verdicts"
+    reason = f"{_held(found)}; both runs are correct by their own verdicts"
     if bits:
         return "fail", reason
     if needs_bound and not found.judged:
         return "unknown", reason
     return ("unknown" if found.not_judged else "pass"), reason
+
+
+def _held(found: TraceComparison) -> str:
+    """What differs, next to its bound."""
+    if found.not_judged:
+        return "it is not known whether the first step that differs is within the bound"
+    if found.judged and found.yardstick:
+        return "within the bound at every step that was judged"
+    if found.judged:
+        return "within the bound at the first step that differs"
+    return "no bound is derived for the first difference"
 
 
 def judged(

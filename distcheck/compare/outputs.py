@@ -55,6 +55,7 @@ def _case(found: CaseComparison, saved: KnownCase, *, replay: str) -> CaseReport
         verdict=found.verdict,
         outcomes=(),
         checks=(check,),
+        diagnosis=found.diagnosis,
         replay=replay,
         notes=tuple(f"changed between the runs: {change}" for change in found.changes),
     )

@@ -4,7 +4,14 @@ from typing import Any
 
 from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.compare.screen import common_changes, counted, headline, old_and_new, place_of
+from distcheck.compare.screen import (
+    common_changes,
+    counted,
+    headline,
+    of_jobs,
+    old_and_new,
+    place_of,
+)
 from distcheck.errors.shown_text import shown
 from distcheck.reports.html_report import page
 
@@ -34,7 +41,13 @@ def render(comparison: RunsComparison, *, command: str) -> str:
 
 def _row(case: CaseComparison) -> dict[str, Any]:
     first = case.found.first
-    row = {"id": case.id, "verdict": case.verdict, "bits": case.bits, "reason": case.reason}
+    row: dict[str, Any] = {
+        "id": case.id,
+        "verdict": case.verdict,
+        "bits": case.bits,
+        "reason": case.reason,
+    }
+    row["lines"] = of_jobs(case)
     if first is None:
         return row | {"place": "", "old": "", "new": "", "apart": "", "tensors": ""}
     old, new = old_and_new(first)

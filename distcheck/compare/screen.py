@@ -3,9 +3,10 @@
 from rich.console import Console
 from rich.text import Text
 
-from distcheck.compare.records import CaseComparison, RunsComparison, TraceComparison
+from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
 from distcheck.records import Change, Difference
+from distcheck.records.parting import TraceComparison
 from distcheck.reports.wording import STYLE, describe_place, show
 from distcheck.reports.wrapping import hanging, print_hanging
 
@@ -50,6 +51,8 @@ def headline(comparison: RunsComparison) -> str:
     of = f"{len(compared)} of {len(cases)} cases compared" if len(compared) < len(cases) else ""
     if not compared:
         return "nothing was compared"
+    if len(cases) == 1 and cases[0].found.yardstick:
+        return ": ".join(filter(None, [said, _of_jobs(cases[0])]))
     if changed:
         firsts = [c.found.first for c in changed if c.found.first is not None]
         worst = max(firsts, key=lambda one: one.ulp or 0, default=None)
@@ -63,6 +66,23 @@ def headline(comparison: RunsComparison) -> str:
     else:
         text = f"{len(compared)} case{'s' * (len(compared) != 1)}, no bit changed"
     return ": ".join(filter(None, [said, "; ".join(filter(None, [text, of]))]))
+
+
+def _of_jobs(case: CaseComparison) -> str:
+    """Where two jobs part first, and whether that is more than rounding."""
+    found = case.found
+    if found.first is None:
+        return f"no bit changed in {len(found.drift)} steps"
+    place = found.beyond or found.first
+    kind = found.beyond_kind or found.kind
+    where = f"step {place.step}, {kind} ({place.parameter})"
+    if found.beyond is not None:
+        return f"the jobs part by more than rounding: {where}"
+    if case.verdict == "pass":
+        shares = [d / y for d, y in zip(found.drift, found.yardstick, strict=False) if y]
+        most = f", drift at most {max(shares):.2g} times that of one ULP" if shares else ""
+        return f"the jobs part by rounding alone, first at {where}{most}"
+    return f"the jobs part at {where}"
 
 
 def common_changes(comparison: RunsComparison) -> list[Change]:
@@ -80,11 +100,23 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
     where = f"{found.kind}: {place_of(found.first)}"
     lines = [("first", f"{where}: was {old}, is {new}{apart}")]
     if found.beyond is not None:
-        lines.append(("beyond", describe_place(found.beyond)))
+        said = f"{found.beyond_kind}: " if found.beyond_kind else ""
+        lines.append(("beyond", said + describe_place(found.beyond)))
     lines.append(("tensors", counted(found)))
     if not found.by_digest:
         drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
         lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
+    return lines + of_jobs(case)
+
+
+def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
+    """What is known of two jobs beside that: their yardstick, and causes."""
+    lines = []
+    if case.found.yardstick:
+        moved = ", ".join(f"{distance:.1e}" for distance in case.found.yardstick)
+        lines.append(("one ULP", f"{moved} (the same of a run whose parameters are moved by it)"))
+    for one in case.diagnosis:
+        lines += [("cause", f"{one.cause}: {one.evidence}"), ("try", one.suggestion)]
     return lines
 
 

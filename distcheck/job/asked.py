@@ -18,6 +18,7 @@ class JobOptions:
     budget: int = 4 << 30
     keep_going: bool = False
     save: str | None = None
+    continues: str | None = None
     no_reference: bool = False
     reference: str | None = None
     weights: str | None = None
@@ -25,6 +26,11 @@ class JobOptions:
     accept: tuple[str, ...] = ()
     strict: bool = False
     deadline_s: float = 300.0
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether the job is to be compared with one process."""
+        return not (self.no_reference or self.from_step or self.continues)
 
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job import leftovers, replaying, running, settings
+from distcheck.job import continuing, leftovers, moved_runs, replaying, running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.copying import Copy, copy_project
@@ -16,6 +16,8 @@ from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
+from distcheck.judge.parting.yardstick import Yardstick
+from distcheck.judge.parting.yardstick import write as write_yardstick
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
@@ -39,13 +41,15 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
         raise UsageError(f"--save {asked.save} is there already; give the name of a new folder")
+    earlier = continuing.read(Path(asked.continues)) if asked.continues is not None else None
     with leftovers.folder() as folder:
         made = origin_here()
         recorded, copy = folder / "recording", folder / "copy"
         recorded.mkdir()
         missing = _why_none(asked)
-        copied = Copy(Path.cwd(), copy, missing) if missing else copy_project(copy)
-        missing = copied.missing
+        needs_copy = asked.save is not None or not missing
+        copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
+        missing = missing or copied.missing
         file = settings.write(_settings_of(asked), recorded)
         live.phase(f"[1/3] recording {asked.steps} steps of the job")
         # What torchrun sets where several ranks share a machine; it says so in four lines.
@@ -60,16 +64,25 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
             if own_steps is None:
                 job = dataclasses.replace(job, steps=job.steps[: asked.steps])
             missing = missing or ("" if own_steps is None else own_steps.reason)
-            reference = None
+            reference, yardstick = None, Yardstick()
+            if asked.save is not None:
+                live.phase("[1/3] running it twice more, its parameters moved by one ULP")
+                yardstick = moved_runs.measured(
+                    job, _settings_of(asked), command, copied, folder / "moved",
+                    deadline_s=asked.deadline_s,
+                )  # fmt: skip
             if not missing:
                 live.phase("[2/3] replaying them as one process")
                 reference, missing = _replay(asked, job, copied, folder / "reference")
             live.phase("[3/3] judging")
-            report = _report(made, judge(asked, job, ran, reference, missing))
+            case = judge(asked, job, ran, reference, missing)
+            case = case if earlier is None else continuing.judged(case, earlier, job)
+            report = _report(made, case)
         report = _kept(report)
         if asked.save is not None:
             try:
-                reading.keep(recorded, Path(asked.save))
+                reading.keep(job, Path(asked.save))
+                write_yardstick(yardstick, Path(asked.save))
                 write_text(str(Path(asked.save, REPORT)), render_json(report))
             except CannotRunError as error:  # the verdict stands all the same
                 return msgspec.structs.replace(report, save_error=str(error))
@@ -122,11 +135,14 @@ def _settings_of(asked: JobOptions) -> JobSettings:
         from_step=asked.from_step,
         budget=asked.budget,
         keep_going=asked.keep_going,
+        kept=asked.save is not None or asked.continues is not None,
         on_cpu=asked.on_cpu,
     )
 
 
 def _why_none(asked: JobOptions) -> str:
+    if asked.continues is not None:
+        return "it is compared with the job that it continues"
     if asked.no_reference:
         return "--no-reference was given"
     return "it starts at step 0, and --from-step was given" if asked.from_step else ""

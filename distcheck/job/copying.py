@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distcheck.recordings.jobs.reading import MANIFEST
+
 MOST_BYTES = 1 << 30
 MOST_FILES = 20_000
 _LEFT_OUT = (".git", "__pycache__", ".distcheck", "node_modules", ".venv", "venv")
@@ -70,7 +72,7 @@ def _size(project: Path, own: Path) -> int | None:
 
 def _files(folder: Path, own: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if n not in _LEFT_OUT and Path(parent, n) != own]
+        folders[:] = [n for n in folders if not _is_left_out(Path(parent, n), own)]
         links = [Path(parent, n) for n in folders if Path(parent, n).is_symlink()]
         for link in links:
             if _is_copied(link, folder):
@@ -86,9 +88,12 @@ def _is_copied(link: Path, project: Path) -> bool:
 
 def _ignored(own: Path, folder: str, names: list[str]) -> set[str]:
     paths = {name: Path(folder, name) for name in names}
-    return {
-        name for name, path in paths.items() if name in _LEFT_OUT or path == own or path.is_socket()
-    }
+    return {name for name, path in paths.items() if _is_left_out(path, own) or path.is_socket()}
+
+
+def _is_left_out(path: Path, own: Path) -> bool:
+    """Whether it is left out of the copy, as recordings of distcheck are, which are large."""
+    return path.name in _LEFT_OUT or path == own or (path / MANIFEST).exists()
 
 
 def _copy_what_links_lead_to(project: Path, copy: Path) -> None:

@@ -36,12 +36,8 @@ def judge(
     not_finite = [*finite(job)]
     if not_finite and not_finite[0].first is not None:  # what follows from it is not judged
         results += not_finite
-        earlier = tuple(step for step in job.steps if step < not_finite[0].first.step)
-        job = dataclasses.replace(job, steps=earlier)
-        kept = () if reference is None else reference.replayed.steps
-        seen = tuple(one for one in kept if one.step in earlier)
+        job, reference = _until(not_finite[0].first.step, job, reference)
         missing = missing or "nothing is judged after numbers that are not finite"
-        reference = None if reference is None or not seen else reference.until(seen)
     own_steps = averaging(job)
     if own_steps is not None:  # its steps need not be those of one process
         reference, missing = None, own_steps.reason
@@ -61,7 +57,7 @@ def judge(
         if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif not (own_steps or not_finite or asked.no_reference or asked.from_step or job.divided_by):
+    elif not (own_steps or not_finite or job.divided_by) and asked.wants_reference:
         results += [_no_reference(missing)] if job.world > 1 else []
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]
@@ -96,6 +92,17 @@ def judge(
     )
 
 
+def _until(
+    step: int, job: JobRecording, reference: Reference | None
+) -> tuple[JobRecording, Reference | None]:
+    """Both, before a step."""
+    steps = tuple(one for one in job.steps if one < step)
+    kept = () if reference is None else reference.replayed.steps
+    seen = tuple(one for one in kept if one.step in steps)
+    job = dataclasses.replace(job, steps=steps)
+    return job, None if reference is None or not seen else reference.until(seen)
+
+
 def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
@@ -116,6 +123,7 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options += ["--weights", asked.weights] if asked.weights else []
     options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
+    options += ["--continues", asked.continues] if asked.continues else []
     options += ["--on-cpu"] if asked.on_cpu else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--strict"] if asked.strict else []
@@ -155,6 +163,8 @@ def _outcome_check(
             "compared: right where Join or the like looks after the last ones; give --steps "
             f"{min(job.uneven.values())}"
         )
+    elif asked.continues is not None:
+        pass  # as far as both recordings go
     elif job.world == 1:
         verdict = "unknown"
         reasons.append(

@@ -92,6 +92,9 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     steps, from_step  optimizer steps to record, and how many come before them
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
+    kept              whether the recording is compared with another job's: then the optimizer's
+                      state and averages of the model are noted as well
+    draw              seeds the moves of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
     spawns            in a replay: how many ranks the script starts itself; 0 where it does not
     project           in a replay: the copy of the project
@@ -110,6 +113,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     from_step: int = 0
     budget: int = 4 << 30
     keep_going: bool = False
+    kept: bool = False
+    draw: int = 0
     recording: str = ""
     in_processes: bool = False
     spawns: int = 0

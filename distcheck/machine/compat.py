@@ -69,6 +69,14 @@ WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
+def fsdp2_dtype(module: nn.Module) -> torch.dtype | None:
+    """What a module that fully_shard was given computes in, where that is not its own dtype."""
+    state = getattr(module, "_get_fsdp_state", None)
+    policy = None if state is None else getattr(state(), "_mp_policy", None)
+    dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
+    return dtype
+
+
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
     """The hooks on a module or a tensor, each with its kind."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS

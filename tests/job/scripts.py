@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
 from distcheck.job.inside import hooks
+from distcheck.job.inside.moving import Moving
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
+from tests.launchers.processes import free_port
 
 HEAD = """
 import sys, torch
@@ -39,13 +42,23 @@ def run(
     """What a script printed, its steps recorded into the folder if it is watched; `defect`: the
     recorder is to fail.
     """
-    printed, raised = folder / f"printed-{watched}", folder / "raised"
+    settings = JobSettings(steps=steps, keep_going=True) if watched else None
+    return _forked(HEAD + script, folder, settings, defect=defect)
+
+
+def _forked(
+    script: str, folder: Path, settings: JobSettings | None, *, defect: bool = False,
+    arguments: Sequence[str] = (), there: Path | None = None,
+) -> str:  # fmt: skip
+    printed, raised = folder / f"printed-{settings is not None}", folder / "raised"
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 1)
-            _run(script, folder, steps=steps if watched else 0)
+            os.chdir(there or Path.cwd())
+            sys.argv = ["train.py", *arguments]
+            _run(script, folder, settings)
             code = 0
         except BaseException:
             raised.write_text(traceback.format_exc())
@@ -58,15 +71,28 @@ def run(
     return printed.read_text()
 
 
-def _run(script: str, folder: Path, *, steps: int) -> None:
+def _run(script: str, folder: Path, settings: JobSettings | None) -> None:
     sys.stdout = os.fdopen(1, "w")
     torch.set_num_threads(1)  # threads of this process are not in a fork
-    if steps:
-        recorder = Recorder(JobSettings(steps=steps, keep_going=True), folder)
+    if settings is not None:
+        recorder = (Moving if settings.draw else Recorder)(settings, folder)
         defect = folder / "defect"
         hooks.install(recorder, lambda: defect.write_text(traceback.format_exc()) and None)
-    exec(compile(HEAD + script, "train.py", "exec"), {"__name__": "__main__"})
+    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
     sys.stdout.flush()
+
+
+def recorded_file(
+    script: str, folder: Path, there: Path, *arguments: str, steps: int = 8, draw: int = 0
+) -> JobRecording:
+    """The recording of a whole script as the only rank, as one that is kept; it runs `there`."""
+    for made in (folder, there):
+        made.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    settings = JobSettings(steps=steps, kept=True, draw=draw, keep_going=True)
+    _forked(script, folder, settings, arguments=arguments, there=there)
+    return reading.read(folder)
 
 
 def recorded(script: str, folder: Path, **about: Any) -> JobRecording:

@@ -9,8 +9,9 @@ import torch
 from distcheck.job import causes, checks, judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
-from distcheck.job.checks.reference import tolerance, with_reference
+from distcheck.job.checks.reference import with_reference
 from distcheck.job.running import Ran
+from distcheck.judge.parting.yardstick import tolerance
 from distcheck.recordings.jobs.records import Clip, LossCall
 from distcheck.records import CheckResult
 from tests.job.recordings import (
@@ -326,7 +327,7 @@ def test_what_the_optimizer_was_given_is_compared_where_it_clips(
 
 
 def test_a_tolerance_grows_with_what_was_measured_alone() -> None:
-    given = {"world": 4, "dtype": torch.float32}
+    given = {"world": 4, "unit": 2.0**-24}
     narrow = tolerance(0.0, 1.0, 1.0, **given)  # type: ignore[arg-type]
     assert narrow < 5e-7
     assert tolerance(1e-3, 1.0, 1.0, **given) - narrow == pytest.approx(8e-3)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from distcheck.compare.command import compare_command
 from distcheck.compare.jobs import compare_jobs
 from distcheck.compare.records import CaseComparison
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.judge.parting import yardstick
+from distcheck.judge.parting.yardstick import Moved, Yardstick
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
+from distcheck.recordings.jobs.records import Manifest, write_json
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
 from distcheck.records.ends import RankEnd
 from distcheck.reports.json_report import render_json
-from tests.job.recordings import Facts, make, replaced
+from tests.job.recordings import Facts, gradients, make, mean, replaced
 
 
 def kept(
@@ -26,7 +30,9 @@ def kept(
 ) -> Path:  # fmt: skip
     """A recording with its report, as `--save` leaves it."""
     folder.mkdir()
-    make(folder, change, **about)
+    job = make(folder, change, **about)
+    whole = Manifest(world=job.world, steps=job.steps, form=reading.FORM)
+    write_json(folder / reading.MANIFEST, whole)
     case = Case(id="job", strategy="train.py", world=2, workload="job", data="job", job=("--", "x"))
     counted = Compared(tensors=2, elements=24, ranks=2, steps=3)
     checks = tuple(
@@ -90,14 +96,18 @@ def test_where_two_jobs_part(
 ) -> None:
     one = compared(tmp_path, change)
     assert one.found.first is not None
-    assert (one.bits, one.verdict) == ("changed", "unknown")
+    assert (one.bits, one.verdict) == ("changed", "fail" if change is other_rate else "unknown")
+    assert [cause.cause for cause in one.diagnosis] == (
+        ["learning-rate-differs"] if change is other_rate
+        else [] if change is other_rows else ["nondeterministic"]
+    )  # fmt: skip
     assert (one.found.kind, one.found.first.step, one.found.first.rank) == (kind, step, rank)
 
 
 def test_only_what_differs_of_the_settings_is_shown(tmp_path: Path) -> None:
     first = compared(tmp_path, other_rate).found.first
     assert first is not None
-    assert (first.expected, first.actual) == ("lr 0.5", "lr 0.25, momentum 0")
+    assert (first.expected, first.actual) == ("lr 0.5", "lr 0.25")
 
 
 def test_the_same_job_twice_has_the_same_bits(tmp_path: Path) -> None:
@@ -114,14 +124,105 @@ def test_beyond_the_budget_digests_are_compared(tmp_path: Path) -> None:
     assert str(one.found.first.actual).startswith("digest ")
 
 
-@pytest.mark.parametrize(
-    ("about", "said"),
-    [({"world": 3}, "has 2 ranks, and the later one 3"), ({"steps": 2}, "has the steps 0, 1, 2")],
-)
-def test_other_trainings_are_not_compared(tmp_path: Path, about: dict[str, int], said: str) -> None:
-    one = compared(tmp_path, lambda facts: None, **about)
+def test_only_steps_that_both_have_are_compared(tmp_path: Path) -> None:
+    one = compared(tmp_path, lambda facts: None, steps=2)
+    assert (one.bits, len(one.found.drift)) == ("same", 2)
+    assert "only the 2 steps that both have are compared" in one.reason
+
+
+def alone(facts: Facts) -> None:
+    """One rank that has the samples of two."""
+    several = [gradients(rank, facts.step) for rank in range(2)]
+    facts.local = facts.raw = mean(several)
+    rows = tuple(f"{rank}-{facts.step}-{i}" for rank in range(2) for i in range(4))
+    facts.rows = rows[1:] + rows[:1]
+    facts.passes = [facts.a_pass(0)]
+
+
+def test_one_rank_and_two_are_compared_as_one_process(tmp_path: Path) -> None:
+    one = compared(tmp_path, alone, world=1)
+    kinds = {moment.kind for moment in one.found.moments}
+    assert (one.bits, "local gradients" in kinds, "gradients" in kinds) == ("same", False, True)
+    assert "2 and 1 ranks, each taken as one process" in one.reason
+
+
+def test_a_sum_of_the_ranks_is_named(tmp_path: Path) -> None:
+    def sums(facts: Facts) -> None:
+        facts.raw = {name: 2 * grad for name, grad in facts.raw.items()}
+
+    then = measured(kept(tmp_path / "then", alone, verdict="pass", world=1))
+    now = measured(kept(tmp_path / "now", sums, verdict="pass"))
+    one = compare_jobs(then, now, bits=False)[0]
+    assert (one.verdict, [cause.cause for cause in one.diagnosis]) == ("fail", ["missing-division"])
+    assert one.found.beyond is not None
+    assert (one.found.beyond.step, one.found.beyond_kind) == (0, "exchanged gradients")
+
+
+def test_random_numbers_of_other_worlds_are_others(tmp_path: Path) -> None:
+    def draws(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(0, draws=True)]
+
+    one = compared(tmp_path, draws, world=3)
     assert (one.verdict, one.bits) == ("unknown", "not compared")
-    assert said in one.reason
+    assert "those of another world draw others" in one.reason
+
+
+def measured(folder: Path, share: float = 1e-6) -> Path:
+    """A recording whose moved runs were off by a share of everything."""
+    job = reading.read(folder)
+    steps = []
+    for step in job.steps:
+        found = {"loss": Moved(2 * share, 2.0)}
+        for kind, stem in yardstick.STEM_OF.items():
+            for name in job.names(kind):
+                size = yardstick.norm_of(yardstick.held(job, kind, 0, step, name))  # type: ignore[arg-type]
+                found[f"{stem}/{name}"] = Moved(share * size, size)
+        steps.append(found)
+    yardstick.write(Yardstick(steps=tuple(steps)), folder)
+    return folder
+
+
+def drifting(by: float) -> Callable[[Facts], None]:
+    def change(facts: Facts) -> None:
+        if facts.step == 1:
+            facts.raw = {name: (1 + by) * one for name, one in facts.raw.items()}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("by", "share", "verdict"),
+    [(1e-6, 1e-6, "pass"), (1e-4, 1e-6, "fail"), (1e-4, 1e-4, "pass"), (1e-4, 0.5, "unknown")],
+)
+def test_what_moved_runs_are_off_by_is_the_yardstick(
+    tmp_path: Path, by: float, share: float, verdict: str
+) -> None:
+    """A difference is within the bound or beyond it by what was measured; where moved runs have
+    gradients of their own, nothing could fail, and nothing is said.
+    """
+    then = measured(kept(tmp_path / "then", verdict="pass"), share)
+    now = measured(kept(tmp_path / "now", drifting(by), verdict="pass"), share)
+    one = compare_jobs(then, now, bits=False)[0]
+    assert one.verdict == verdict
+    assert len(one.found.yardstick) == (2 if verdict == "fail" else 3)
+    if verdict == "fail":
+        assert one.found.beyond is not None
+        assert (one.found.beyond.step, one.found.beyond_kind) == (1, "exchanged gradients")
+    if verdict == "unknown":
+        assert "has other gradients by then, too" in one.reason
+
+
+def test_an_exchange_that_is_scaled_back_is_right(tmp_path: Path) -> None:
+    """What the optimizer is given decides, as against a reference."""
+
+    def scaled(facts: Facts) -> None:
+        facts.at_step = facts.raw
+        facts.raw = {name: 2 * one for name, one in facts.raw.items()}
+
+    then = measured(kept(tmp_path / "then", verdict="pass"))
+    now = measured(kept(tmp_path / "now", scaled, verdict="pass"))
+    one = compare_jobs(then, now, bits=False)[0]
+    assert (one.verdict, one.found.kind) == ("pass", "exchanged gradients")
 
 
 def test_changed_bits_without_a_bound_are_no_pass(tmp_path: Path) -> None:
@@ -178,13 +279,24 @@ def test_what_cannot_be_compared_gets_a_sentence(
 
 
 def test_a_parameter_of_another_dtype_is_said_to_be(tmp_path: Path) -> None:
+    """What is the same but for its dtype is no other start."""
+
     def doubles(facts: Facts) -> None:
         facts.before = {name: one.double() for name, one in facts.before.items()}
 
-    first = compared(tmp_path, doubles).found.first
-    assert first is not None
-    assert str(first.expected).startswith("torch.float32 (")
-    assert str(first.actual).startswith("torch.float64 (")
+    one = compared(tmp_path, doubles)
+    assert one.found.first is not None
+    assert one.found.kind == "initial state, in another dtype"
+    assert str(one.found.first.expected).startswith("torch.float32 (")
+    assert str(one.found.first.actual).startswith("torch.float64 (")
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    then, now = kept(tmp_path / "then"), kept(tmp_path / "now")
+    for file in now.glob("rank-*/step-*.json"):
+        file.write_text(file.read_text().replace("bias", "other"))
+    with pytest.raises(UsageError, match="of two models: only one of both has the parameter bias"):
+        compare_jobs(then, now, bits=False)
 
 
 def no_cases(folder: Path) -> None:
@@ -192,6 +304,23 @@ def no_cases(folder: Path) -> None:
     document = json.loads(report.read_text())
     document["cases"], document["totals"]["unknown"] = [], 0
     report.write_text(json.dumps(document))
+
+
+def last_step(folder: Path) -> None:
+    for file in folder.glob("rank-*/step-000002.*"):
+        file.unlink()
+
+
+def one_rank(folder: Path) -> None:
+    shutil.rmtree(folder / "rank-0001")
+
+
+def other_version(folder: Path) -> None:
+    (folder / reading.MANIFEST).unlink()
+
+
+def less_than_none(folder: Path) -> None:
+    (folder / yardstick.FILE).write_text('{"steps": [{"loss": [-1, 2]}]}')
 
 
 def other_digest(folder: Path) -> None:
@@ -202,12 +331,22 @@ def other_digest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", [no_cases, other_digest, lambda folder: (folder / REPORT).unlink()]
+    "harm",
+    [
+        no_cases,
+        other_digest,
+        lambda folder: (folder / REPORT).unlink(),
+        last_step,
+        one_rank,
+        other_version,
+        less_than_none,
+    ],
 )
 def test_an_edited_recording_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     then, now = (kept(tmp_path / name) for name in ("then", "now"))
     harm(now)
-    with pytest.raises(UsageError, match=f"{now}.* (is damaged|cannot be read)"):
+    said = "is damaged|cannot be read|is cut short|holds the ranks 0|by another version"
+    with pytest.raises(UsageError, match=f"{now}.* ({said})"):
         compare_jobs(then, now, bits=False)
 
 
@@ -215,8 +354,9 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     """And not a pipe of the running job, nor over a folder that is there."""
     folder = kept(tmp_path / "then")
     os.mkfifo(folder / "ask-1")
-    reading.keep(folder, tmp_path / "again")
-    assert reading.read(tmp_path / "again").steps == (0, 1, 2)
+    job = reading.read(folder)
+    reading.keep(job, tmp_path / "again")
+    assert reading.read_kept(tmp_path / "again").steps == (0, 1, 2)
     assert not (tmp_path / "again" / "ask-1").exists()
     with pytest.raises(CannotRunError, match="cannot be kept in"):
-        reading.keep(folder, tmp_path / "again")
+        reading.keep(job, tmp_path / "again")

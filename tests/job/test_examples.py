@@ -21,6 +21,7 @@ from tests.launchers.processes import free_port
 
 FRAMEWORKS = {
     "with_accelerate": "accelerate",
+    "resuming_accelerate": "accelerate",
     "with_fabric": "lightning_fabric",
     "with_trainer": "transformers",
 }

@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[2]
 OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
 OF_ENDS = ROOT / "distcheck/judge/diagnosis/outcomes.py"
 OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS]
+OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
 OF_VERIFY = [*(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py"]
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
 SHOWN_IN = (
     "tests/mutants/causes.py", "tests/mutants/subtle/causes.py", "examples/jobs/planted.toml",
+    "examples/jobs/resuming.toml",
     "tests/wrong_programs/*.py", "tests/job/test_*.py", "tests/launchers/test_deaths.py",
 )  # fmt: skip
 
@@ -84,7 +86,8 @@ def test_only_the_table_makes_a_diagnosis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "files"), [("verify", OF_VERIFY), ("job", OF_JOB), ("guard", OF_GUARD)]
+    ("command", "files"),
+    [("verify", OF_VERIFY), ("job", OF_JOB), ("guard", OF_GUARD), ("compare", OF_COMPARE)],
 )
 def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) -> None:
     only_simulated = {"unmatched-message"} if command == "job" else set()
@@ -94,7 +97,7 @@ def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) ->
 
 def test_every_variant_is_used() -> None:
     written = set().union(
-        *(strings(ast.parse(p.read_text())) for p in [*OF_VERIFY, *OF_JOB, *OF_GUARD])
+        *(strings(ast.parse(p.read_text())) for p in [*OF_VERIFY, *OF_JOB, *OF_GUARD, *OF_COMPARE])
     )
     variants = {v for cause in causes().values() for v in cause.suggestions} | set(shared())
     assert variants - {"usual"} <= written

@@ -133,6 +133,24 @@ def test_fsdp_marks_its_tensors() -> None:
     assert marked == _common_utils.FSDP_FLATTENED
 
 
+def test_fsdp2_says_what_it_computes_in() -> None:
+    """Of a group of one process, in a process of its own."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard\n"
+        "from distcheck.machine import compat\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "mesh = dist.device_mesh.init_device_mesh('cpu', (1,))\n"
+        "policies = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy()\n"
+        "for policy in policies:\n"
+        "    one = fully_shard(torch.nn.Linear(2, 2), mesh=mesh, mp_policy=policy)\n"
+        "    print(compat.fsdp2_dtype(one))\n"
+        "print(compat.fsdp2_dtype(torch.nn.Linear(2, 2)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["torch.bfloat16", "None", "None"], ran.stderr
+
+
 def test_many_tensors_are_copied_at_once() -> None:
     to = [torch.zeros(2), torch.zeros(3)]
     compat.copy_each(to, [torch.ones(2), torch.full((3,), 2.0)])

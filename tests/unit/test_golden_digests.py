@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distcheck.compare.judging import judge as _judge
-from distcheck.compare.records import CompareRequest, TraceComparison
+from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
 from distcheck.recordings.recording import Kind
@@ -17,6 +17,7 @@ from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, TensorSpec
+from distcheck.records.parting import TraceComparison
 
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")

@@ -14,10 +14,11 @@ from torch import nn
 
 from distcheck.compare import page as compare_page
 from distcheck.compare.outputs import KnownCase, as_report
-from distcheck.compare.records import CaseComparison, Moment, RunsComparison, TraceComparison
+from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.compare.screen import headline, render
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
+from distcheck.records.parting import Moment, TraceComparison
 from distcheck.reports import github, html_report, junit
 from distcheck.training.building import load_initial
 from tests.stored import compare

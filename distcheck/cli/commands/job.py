@@ -27,6 +27,9 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--weights", type=click.Choice(["samples", "targets", "equal"]), metavar="HOW",
               help="What each rank counts for, where its loss does not say so: samples, targets or "
               "equal.")  # fmt: skip
+@click.option("--continues", metavar="DIR", type=click.Path(),
+              help="A recording (--save) of the same job, uninterrupted: does this one resume as "
+              "if it had not stopped?")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
@@ -50,9 +53,9 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--warn", is_flag=True,
               help="With --guard: let the job go on when ranks differ.")  # fmt: skip
 @output_options
-@click.option(
-    "--save", metavar="DIR", type=click.Path(), help="Keep the recording in a new folder."
-)
+@click.option("--save", metavar="DIR", type=click.Path(),
+              help="Keep the recording in a new folder, for compare and --continues; the command "
+              "runs twice more, to measure how far two right runs may part.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
@@ -62,6 +65,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
     distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
+    distcheck job --continues whole -- torchrun --nproc-per-node 4 train.py --resume ckpt.pt
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs as it is given, and the first optimizer steps of every rank are recorded:

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.job.checks import terms
-from distcheck.job.checks.reference import SPREADS, norm_of
 from distcheck.job.fitting import fit
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import by_norm
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.parting.yardstick import SPREADS, norm_of
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult

@@ -26,23 +26,13 @@ from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import Comparison, Place, by_norm, within
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.parting.yardstick import SPREADS, norm_of, tolerance
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
-
-SPREADS = 8.0  # chosen: see above
-
-
-def tolerance(
-    spread: float, norm: float, whole_norm: float, *, world: int, dtype: torch.dtype
-) -> float:
-    """How far a right gradient may be from the reference's, as an L2 norm."""
-    unit = unit_roundoff(dtype)
-    measured = 0.0 if math.isnan(spread) else SPREADS * spread
-    return measured + gamma(world + 1, unit) * norm + unit * whole_norm
 
 
 def with_reference(
@@ -121,7 +111,11 @@ def _bounds(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dic
     total = math.hypot(*(norm_of(t) for t in raw.values()))
     return {
         name: tolerance(
-            float(found[f"spread/{name}"]), norm_of(t), total, world=job.world, dtype=t.dtype
+            float(found[f"spread/{name}"]),
+            norm_of(t),
+            total,
+            world=job.world,
+            unit=unit_roundoff(t.dtype),
         )
         if total
         else 0.0
@@ -175,11 +169,6 @@ def clips_beside(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, No
     own = [(one.most, one.norm) for one in record.clips if one.most is not None]
     pairs = [(most, norm) for most, norm in own if norm is not None]
     return [*zip(pairs, seen.clips, strict=True)] if len(pairs) == len(seen.clips) else []
-
-
-def norm_of(tensor: torch.Tensor) -> float:
-    """The L2 norm."""
-    return float(tensor.double().norm())
 
 
 def contents(reference: Reference) -> Iterator[CheckResult]:

@@ -54,6 +54,7 @@ def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
     _hook_scalers()
     _hook_optimizers()
     _hook_collectives()
+    _after(torch.autocast, "__enter__", "autocasts")
 
 
 def listen(listener: Deaf | None) -> None:

@@ -14,6 +14,7 @@ from distcheck.job.inside import hooks
 from distcheck.job.inside.answering import Answering
 from distcheck.job.inside.loaders import InWorker
 from distcheck.job.inside.marking import is_of_a_rank
+from distcheck.job.inside.moving import Moving
 from distcheck.job.inside.rank import world_of
 from distcheck.job.inside.recorder import Recorder
 
@@ -54,7 +55,7 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
         Guarded(settings, folder).install()
         return
     if settings.mode == "record":
-        recorder = Recorder(settings, folder)
+        recorder = (Moving if settings.draw else Recorder)(settings, folder)
         hooks.install(recorder, give_up)
         hooks.beat = Answering(folder, lambda: recorder.steps_over).beat
         os.register_at_fork(after_in_child=lambda: _in_child(folder))

@@ -81,6 +81,9 @@ class Deaf:
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
         """It has made the step, or has skipped it."""
 
+    def autocasts(self, context: Any) -> None:
+        """Autocast begins, or ends for a while."""
+
     def makes(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer gets parameters."""
 

@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +114,30 @@ def _steps_per_rank() -> bool:
 
 
 def averages(parameters: Parameters) -> dict[str, str]:
-    """Digests of models that are made as one that trains and do not train, as averages of it are:
-    by the order in which they were made.
+    """Digests of models that look like averages of one that trains, by the order in which they were
+    made.
     """
+    found = averaged(parameters)
+    return {f"{type(one).__name__} {place}": state_digest(one) for place, one in enumerate(found)}
+
+
+def state_digest(module: torch.nn.Module) -> str:
+    """A digest of a module's parameters."""
+    held = [tensors.digest_of(tensors.whole(p)) for p in module.parameters()]
+    return records.digest("".join(held).encode())
+
+
+def averaged(parameters: Parameters) -> list[torch.nn.Module]:
+    """Models that are made as one that trains and do not train, as averages of it are."""
     trained = {id(one) for root in parameters.roots for one in root.parameters()}
     shapes = {_shapes(root) for root in parameters.roots}
-    found: dict[str, str] = {}
+    found = []
     for one in gc.get_objects():
         # Not isinstance: an object that stands in for another may do something when it is asked.
         if issubclass(type(one), torch.nn.Module) and _shapes(one) in shapes:
             if any(id(parameter) in trained for parameter in one.parameters()):
                 continue  # it trains, or is around one that does
-            held = [tensors.digest_of(tensors.whole(p)) for p in one.parameters()]
-            found[f"{type(one).__name__} {len(found)}"] = records.digest("".join(held).encode())
+            found.append(one)
     return found
 
 
@@ -179,6 +190,20 @@ def targets_of(name: str, target: Any, ignored: int) -> int:
     if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
         return int((target != ignored).sum())
     return target.numel()
+
+
+def clip_of(
+    kind: str, most: float, norm: Any, *, passes: int, scaled: bool, names: Sequence[str]
+) -> records.Clip:
+    """What a call of clipping was given, and has found."""
+    return records.Clip(
+        kind=kind,
+        most=float(most) if float(most) < float("inf") else None,
+        norm=float(norm) if isinstance(norm, torch.Tensor | float) else None,
+        passes=passes,
+        scaled=scaled,
+        names=tuple(names),
+    )
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:

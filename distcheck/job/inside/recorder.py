@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.contributions import Contributions
+from distcheck.job.inside.held import Held
 from distcheck.job.inside.lines import LinesHeard
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
@@ -15,6 +16,7 @@ from distcheck.job.inside.losses import LossesHeard
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import (
     averages,
+    clip_of,
     ddp_in,
     end,
     exchange_seconds,
@@ -71,6 +73,7 @@ class Recorder(Deaf):
         self._scale: float | None = None
         self._not_finite: list[str] = []
         self._made = -1  # steps that were over when a scaler was asked for one
+        self._held = Held(self.parameters, self._added, notes=self._settings.kept)
 
     @property
     def _active(self) -> bool:
@@ -131,6 +134,10 @@ class Recorder(Deaf):
         number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
         file.add(f"random/{number}", random)
         file.add(f"origin/{number}", origin)
+
+    def autocasts(self, context: Any) -> None:
+        """Notes the dtype."""
+        self._held.autocasts()
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
         """Notes whether the forward pass drew random numbers, and hears of a backward pass through
@@ -232,15 +239,9 @@ class Recorder(Deaf):
         self._lines.note("clip")
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         names = self.parameters.names_of(given)
-        clip = Clip(
-            kind=kind,
-            most=float(most) if float(most) < float("inf") else None,
-            norm=float(norm) if isinstance(norm, torch.Tensor | float) else None,
-            passes=len(self._passes),
-            scaled=self._is_scaled,
-            names=() if len(names) == len(self.parameters.by_name) else tuple(names),
-        )
-        self._clips.append(clip)
+        names = [] if len(names) == len(self.parameters.by_name) else names
+        passes, scaled = len(self._passes), self._is_scaled
+        self._clips.append(clip_of(kind, most, norm, passes=passes, scaled=scaled, names=names))
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -280,6 +281,7 @@ class Recorder(Deaf):
         self._at_step = self.parameters.gradients(names)
         self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
         self._evaluations += 1
+        self._held.note_optimizer(optimizer, file)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters after the step, and writes it."""
@@ -343,6 +345,7 @@ class Recorder(Deaf):
             skipped=skipped,
             batchnorm=normalises(self.parameters),
             averages=averages(self.parameters) if self.steps_over in self._ends else {},
+            **self._held.about,
         )
         self._of_step[number] = self._added.backward
         self.steps_over += 1
@@ -372,6 +375,7 @@ class Recorder(Deaf):
             introduce(self._folder, self._rank, self._world, self.parameters)
         self._file = StepFile(records.rank_folder(self._folder, self._rank), self.steps_over)
         self._take_state(self._file, list(self.parameters.by_name))
+        self._held.begin()
         return self._file
 
     def _take_state(self, file: StepFile, names: list[str]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distcheck.job.inside import tensors
+from distcheck.machine.numerics import spacing
 
 Tensors = dict[str, torch.Tensor]
 # What a copy writes beside its gradients.
@@ -51,13 +52,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every element one ULP up or down, by chance."""
+def moved(
+    tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
+) -> torch.Tensor:
+    """Every element one ULP up or down, by chance; one of another dtype if it is coarser."""
     if not tensor.is_floating_point():
         return tensor
     up = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.bool)
-    end = torch.where(up, float("inf"), float("-inf")).to(tensor.dtype)
-    return torch.nextafter(tensor, end)
+    if of is None or spacing(of) <= spacing(tensor.dtype):
+        end = torch.where(up, float("inf"), float("-inf")).to(tensor.dtype)
+        return torch.nextafter(tensor, end)
+    ulp = torch.ldexp(tensor.new_full((), spacing(of)), torch.frexp(tensor).exponent - 1)
+    return torch.where(up, tensor + ulp, tensor - ulp)
 
 
 def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors | None:

@@ -84,6 +84,13 @@ class StepFile:
         else:
             self._kept[f"sums/{name}"] = sketches.sketch(plain)
 
+    def add_held(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
+        """Notes what an optimizer holds."""
+        plain = tensors.whole(tensor)
+        self._digests[name] = tensors.digest_of(plain)
+        if keep:
+            self._kept[name] = plain.clone()
+
     def add_gradients(self, kind: str, found: dict[str, torch.Tensor], by: float) -> None:
         """Keeps gradients, multiplied `by` a power of two that undoes a scale."""
         for name, gradient in found.items():

@@ -15,13 +15,16 @@ from safetensors.torch import load
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
 from distcheck.recordings.jobs.records import (
+    Manifest,
     RankRecord,
     StepRecord,
     digest,
     rank_folder,
+    read_manifest,
     read_rank,
     read_samples,
     read_step,
+    write_json,
 )
 from distcheck.recordings.jobs.sketches import sketch
 from distcheck.recordings.recording import Entry, EntryState, Kind
@@ -29,10 +32,14 @@ from distcheck.records.decoding import read_bounded
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
 REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
+MANIFEST, FORM = "recording.json", 2
 MOST_BYTES = 64 << 30  # of one step of one rank
 
 
 STEMS = {Kind.LOCAL_GRADIENT: "local", Kind.EXCHANGED: "raw", Kind.GRADIENT: "step"}
+_OF_STATE = {
+    Kind.PARAMETER: ["before/", "after/"], Kind.BUFFER: ["buffer/"], Kind.OPTIMIZER: ["optim/"],
+}  # fmt: skip
 _NOT_RECORDED = Entry(EntryState.UNWRITTEN, b"")
 
 
@@ -134,8 +141,8 @@ class JobRecording:
     def names(self, kind: Kind) -> list[str]:
         """The tensors of a kind at any step."""
         if kind not in self._names:
-            stems = ["before/", "after/"] if kind is not Kind.BUFFER else ["buffer/"]
-            known = kind in STEMS or kind in (Kind.PARAMETER, Kind.BUFFER)
+            stems = _OF_STATE.get(kind, ["before/", "after/"])
+            known = kind in STEMS or kind in _OF_STATE
             found = (_called(stem, self.records[0, step]) for step in self.steps for stem in stems)
             self._names[kind] = list(dict.fromkeys(chain(*found))) if known else []
         return self._names[kind]
@@ -186,7 +193,7 @@ class JobRecording:
         name = self.names(kind)[index]
         if kind is Kind.PARAMETER and slot:
             return self.steps[slot - 1], f"after/{name}"
-        stem = STEMS.get(kind, "before" if kind is Kind.PARAMETER else "buffer")
+        stem = STEMS.get(kind) or _OF_STATE[kind][0].rstrip("/")
         return (self.steps[slot] if slot < len(self.steps) else None), f"{stem}/{name}"
 
 
@@ -238,16 +245,43 @@ def read(folder: Path) -> JobRecording:
     return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn, read)
 
 
-def keep(folder: Path, kept: Path) -> None:
+def read_kept(folder: Path) -> JobRecording:
+    """A recording that was kept, all of it. Raises UsageError where that is damaged, was cut short,
+    or was written by another version.
+    """
+    if not any(folder.glob("rank-*/rank.json")):
+        raise UsageError(
+            f"{folder} does not hold the recording of a job; give a folder that distcheck job "
+            "--save has made"
+        )
+    file = folder / MANIFEST
+    known = read_manifest(file) if file.exists() else None
+    if known is None or known.form != FORM:
+        raise UsageError(
+            f"{folder} was recorded by another version of distcheck; record the job again"
+        )
+    job = read(folder)
+    if (job.world, job.steps) != (known.world, known.steps) or not job.steps:
+        raise UsageError(
+            f"{folder} is cut short: {len(job.steps)} of its {len(known.steps)} steps are there; "
+            "run distcheck job again"
+        )
+    return job
+
+
+def keep(job: JobRecording, kept: Path) -> None:
     """Copies what `read` reads, and nothing that the running job has beside it. Raises
     CannotRunError where it cannot be written.
     """
+    folder = job.folder
     try:
         kept.mkdir(parents=True)
         for rank in folder.glob("rank-*"):
             shutil.copytree(rank, kept / rank.name, ignore=shutil.ignore_patterns("ended"))
         for note in folder.glob("drawn-*"):
             shutil.copyfile(note, kept / note.name)
+        steps = read(kept).steps
+        write_json(kept / MANIFEST, Manifest(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:
         raise CannotRunError(f"the recording cannot be kept in {kept}: {error}") from error
 

@@ -11,7 +11,9 @@ changed in between), and of the parameters that the optimizer has: `written/` (a
 one is another when the optimizer begins to step), `after/`, `local/` (before the
 exchange, added up over the backward passes that are in `.grad`), `sizes/` (the absolute values of
 those, added up, where a pass before the last may exchange), `raw/` (at the end of the exchange),
-`step/` (what the optimizer sees). `data/<digest>` are batches, inputs and targets; `random/<pass>`
+`step/` (what the optimizer sees); `optim/<parameter>/<key>` is what the optimizer holds when it
+begins to step, in a recording that another job's is compared with (a digest alone, unless small).
+`data/<digest>` are batches, inputs and targets; `random/<pass>`
 and `origin/<pass>` random streams before a forward pass, and when its batch was handed out. Beyond
 the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitude/<name>` for
 `local/`.
@@ -191,6 +193,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lines        where the script calls what is heard: FILE:LINE, by what it is (`LINES`); empty
                  for one that is a package's
     averages     at the first and last step: digests of models that look like one that trains
+    held         the same before the first forward pass, of dictionaries of tensors as well, in a
+                 recording that another job's is compared with
+    computed     the dtype of autocast, if there was one, in a forward pass or around it
+    counters     the numbers that the optimizer counts its steps by, when it begins to step
     not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
     """
 
@@ -219,6 +225,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = True
     batchnorm: bool = False
     averages: dict[str, str] = {}
+    held: tuple[str, ...] = ()
+    computed: str = ""
+    counters: dict[str, float] = {}
     checksum: str = ""
 
     @property
@@ -243,6 +252,14 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     wrapper: str = ""
     divided_by: str = ""
     schedules_by: str = ""  # accelerate, where its schedules step once per rank
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording that is kept must hold; `form` numbers how it is written."""
+
+    world: int
+    steps: tuple[int, ...]
+    form: int = 0
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -275,6 +292,11 @@ def read_rank(file: Path) -> RankRecord:
 def read_samples(file: Path) -> tuple[Sample, ...]:
     """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
     return _read(file, Samples).samples if file.exists() else ()
+
+
+def read_manifest(file: Path) -> Manifest:
+    """What a kept recording must hold. Raises UsageError for a file that is damaged."""
+    return _read(file, Manifest)
 
 
 def _read(file: Path, kind: type[Read]) -> Read:

@@ -20,7 +20,7 @@ _USUAL = "usual"  # the variant where a call names none
 LineKind = Literal[
     "given", "exchanges", "reduces", "backward", "clip", "step", "loader", "collective"
 ]
-By = Literal["verify", "job", "guard"]
+By = Literal["verify", "job", "guard", "compare"]
 
 
 class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
