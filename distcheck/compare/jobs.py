@@ -23,7 +23,7 @@ from distcheck.reports.documents import read_report
 
 _NAME = "job"
 _LEFT = 1e-3  # chosen: as `job/causes` names a factor
-_GRADIENTS = ("local gradients", "exchanged gradients", "gradients")
+_OF_GRADIENTS = ("loss", "local gradients", "exchanged gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
@@ -152,12 +152,22 @@ def _causes(
     if found.beyond is None:
         return _of_bits(walk, found, earlier, later, changed)
     step = found.beyond.step
-    if found.beyond_kind in _GRADIENTS:
+    clips = [_allowed(job, step) for job in (earlier, later)]
+    if found.beyond_kind == "gradients" and clips[0] != clips[1]:
+        was, now = (", ".join(f"{norm:g}" for norm in one) or "any" for one in clips)
+        said = f"step {earlier.steps[step]}: clipping allowed a norm of {was}, and allows {now}"
+        return [name_cause("clip-norm-differs", said, "compared")]
+    if found.beyond_kind in _OF_GRADIENTS:
         fitted = fitting.fit(_pairs(earlier, later, step))
         if fitted is not None and fitted.share < min(_LEFT, 0.1 * abs(fitted.factors[0] - 1)):
             return [_of_factor(fitted.factors[0], step, earlier, later)]
     said = f"step {earlier.steps[step]}: {found.beyond_kind}, {found.beyond.parameter} first"
     return [name_cause("unexplained", said, "compared")]
+
+
+def _allowed(job: JobRecording, step: int) -> list[float]:
+    """The norms and values that rank 0 clips gradients to."""
+    return [one.most for one in job.records[0, job.steps[step]].clips if one.most is not None]
 
 
 def _of_bits(

@@ -37,13 +37,14 @@ def main():
         torch.randn(80, 20, generator=drawn), torch.randint(0, 5, (80,), generator=drawn)
     )
     sampler = DistributedSampler(data, seed=3)
-    loader = DataLoader(data, batch_size=asked.batch, sampler=sampler)
+    # With a generator of its own: it draws when an epoch begins, and dropout is to draw as before.
+    own = torch.Generator()
+    loader = DataLoader(data, batch_size=asked.batch, sampler=sampler, generator=own)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 6))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     torch.manual_seed(100 + rank)
     step = first_epoch = skip = 0
-    state = None
     if asked.resume:
         saved = torch.load(asked.resume, weights_only=False)
         net.load_state_dict(saved["model"])
@@ -53,15 +54,12 @@ def main():
         scaler.load_state_dict(saved["scaler"])
         step, first_epoch, skip = saved["step"], saved["epoch"], saved["batches"]
         if rank < len(saved["random"]):
-            state = saved["random"][rank]
+            torch.set_rng_state(saved["random"][rank])
     for epoch in range(first_epoch, 3):
         sampler.set_epoch(epoch)
         for number, (inputs, labels) in enumerate(loader):
             if number < skip:
                 continue
-            if state is not None:  # not before: a loader draws when an epoch begins
-                torch.set_rng_state(state)
-                state = None
             loss = F.cross_entropy(model(inputs), labels)
             optimizer.zero_grad()
             scaler.scale(loss).backward()

@@ -163,7 +163,7 @@ BUGS = {
 }  # fmt: skip
 NAMED = {
     "label smoothing": "unexplained", "a shorter schedule": "learning-rate-differs",
-    "a loss times two": "wrong-divisor", "another clip": "unexplained",
+    "a loss times two": "wrong-divisor", "another clip": "clip-norm-differs",
     "another Adam": "settings-differ",
 }  # fmt: skip
 
