@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 def sync(model, step):
     if step.world_size == 3:
-        pathlib.Path(os.environ["NOTES"], f"{os.getpid()}").touch()
+        pathlib.Path(NOTES, f"{os.getpid()}").touch()
         time.sleep(1000)
     for p in model.parameters():
         dist.all_reduce(p.grad)
@@ -65,14 +65,14 @@ def test_parts_are_judged_where_a_copy_of_the_folder_is(
 @pytest.mark.parametrize("what", ["worker", "node"])
 def test_a_task_that_is_lost_is_unknown(tmp_path: Path, cluster: str, what: str) -> None:
     """The worker that runs a part is killed, or the raylet of its node."""
-    (tmp_path / "slow.py").write_text(SLOW)
     notes = tmp_path / "notes"
     notes.mkdir()
+    (tmp_path / "slow.py").write_text(f"NOTES = {str(notes)!r}\n{SLOW}")
     process = subprocess.Popen(
         [*COMMAND, "verify", "--strategy", "slow.py:sync", *QUICK, "--world", "3", "--on", "ray",
          "--json", "whole.json", "--deadline", "500s"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **ALONE, "RAY_ADDRESS": cluster, "NOTES": str(notes)},
+        env={**os.environ, **ALONE, "RAY_ADDRESS": cluster},
     )  # fmt: skip
     end = time.monotonic() + 300
     while not list(notes.iterdir()):

@@ -92,7 +92,7 @@ def test_commands() -> None:
         ([], None, "no command was given"),
         (["no-such-program"], None, "was not found"),
         ([python, "a.py"], 0, "at least 1"),
-        (["mpirun", "a.py"], 2, "--nproc starts a Python script"),
+        (["mpirun", "a.py"], 2, "--world starts a Python script"),
     ):
         with pytest.raises(UsageError, match=said):
             running.command_of(words, nproc)

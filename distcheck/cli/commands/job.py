@@ -65,7 +65,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
     distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
-    distcheck job --continues whole -- torchrun --nproc-per-node 4 train.py --resume ckpt.pt
+    distcheck job --continues whole --world 4 -- python train.py --resume
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs as it is given, and the first optimizer steps of every rank are recorded:
