@@ -48,7 +48,7 @@ def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bo
         raise CannotRunError(
             "--watch needs watchfiles, which is not installed; run pip install 'distcheck[watch]'"
         )
-    watching = _Watching(plan, showing, download=download)
+    watching = _Rounds(plan, showing, download=download)
     try:
         return watching.go_on()
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bo
         watching.pool.close()
 
 
-class _Watching:
+class _Rounds:
     """Runs of the same cases, one after the other, on a pool that stays."""
 
     def __init__(self, plan: Callable[[], Planned], showing: Showing, *, download: bool) -> None:

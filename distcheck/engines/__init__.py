@@ -5,5 +5,5 @@ comes back as `merge` does. A task that is lost is unknown, with the engine's re
 
 part         what a task does: one part, judged by a distcheck of its own
 running      the front: tasks are started, reports are joined
-on_ray, on_slurm    one file an engine, with `start(address, work) -> Engine`
+on_ray, on_slurm    one file an engine, with `start(address, work) -> Tasks`
 """

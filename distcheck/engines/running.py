@@ -48,7 +48,7 @@ class Lost:
     why: str
 
 
-class Engine(Protocol):
+class Tasks(Protocol):
     """What runs parts. `code` says how code under test comes to be there."""
 
     code: str
@@ -79,7 +79,7 @@ def run_on(
     number = len({case.siblings for case in first.every})
     planned = plan(f"1/{number}") if number > 1 else first
     work = _work(planned, number)
-    started: Engine = importlib.import_module(f"distcheck.engines.{module}").start(address, work)
+    started: Tasks = importlib.import_module(f"distcheck.engines.{module}").start(address, work)
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
         progress.phase(f"{len(work)} part{'s' * (len(work) > 1)} on {name}; code: {started.code}")
         with tempfile.TemporaryDirectory(prefix="distcheck-parts-") as place:
@@ -112,7 +112,7 @@ def _work(planned: Planned, parts: int) -> list[Work]:
 
 
 def _collected(
-    engine: Engine,
+    engine: Tasks,
     work: Sequence[Work],
     planned: Planned,
     place: Path,

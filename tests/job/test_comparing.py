@@ -17,7 +17,7 @@ from distcheck.judge.parting import yardstick
 from distcheck.judge.parting.yardstick import Moved, Yardstick
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
-from distcheck.recordings.jobs.records import Manifest, write_json
+from distcheck.recordings.jobs.records import KeptRecording, write_json
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
 from distcheck.records.ends import RankEnd
 from distcheck.reports.json_report import render_json
@@ -31,7 +31,7 @@ def kept(
     """A recording with its report, as `--save` leaves it."""
     folder.mkdir()
     job = make(folder, change, **about)
-    whole = Manifest(world=job.world, steps=job.steps, form=reading.FORM)
+    whole = KeptRecording(world=job.world, steps=job.steps, form=reading.FORM)
     write_json(folder / reading.MANIFEST, whole)
     case = Case(id="job", strategy="train.py", world=2, workload="job", data="job", job=("--", "x"))
     counted = Compared(tensors=2, elements=24, ranks=2, steps=3)

@@ -19,7 +19,7 @@ from distcheck.recordings.jobs import records
 SMALL = 64  # elements; what an optimizer holds of a parameter is kept whole up to here
 
 
-class Held:
+class HeldState:
     """What is held in one step, for its record; `notes`: all of it, or the dtype of autocast
     alone.
     """

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.contributions import Contributions
-from distcheck.job.inside.held import Held
+from distcheck.job.inside.held import HeldState
 from distcheck.job.inside.lines import LinesHeard
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
@@ -73,7 +73,7 @@ class Recorder(Deaf):
         self._scale: float | None = None
         self._not_finite: list[str] = []
         self._made = -1  # steps that were over when a scaler was asked for one
-        self._held = Held(self.parameters, self._added, notes=self._settings.kept)
+        self._held = HeldState(self.parameters, self._added, notes=self._settings.kept)
 
     @property
     def _active(self) -> bool:

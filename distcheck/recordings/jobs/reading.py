@@ -15,7 +15,7 @@ from safetensors.torch import load
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
 from distcheck.recordings.jobs.records import (
-    Manifest,
+    KeptRecording,
     RankRecord,
     StepRecord,
     digest,
@@ -281,7 +281,7 @@ def keep(job: JobRecording, kept: Path) -> None:
         for note in folder.glob("drawn-*"):
             shutil.copyfile(note, kept / note.name)
         steps = read(kept).steps
-        write_json(kept / MANIFEST, Manifest(world=job.world, steps=steps, form=FORM))
+        write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:
         raise CannotRunError(f"the recording cannot be kept in {kept}: {error}") from error
 

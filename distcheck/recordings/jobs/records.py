@@ -254,7 +254,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     schedules_by: str = ""  # accelerate, where its schedules step once per rank
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording that is kept must hold; `form` numbers how it is written."""
 
     world: int
@@ -294,9 +294,9 @@ def read_samples(file: Path) -> tuple[Sample, ...]:
     return _read(file, Samples).samples if file.exists() else ()
 
 
-def read_manifest(file: Path) -> Manifest:
+def read_manifest(file: Path) -> KeptRecording:
     """What a kept recording must hold. Raises UsageError for a file that is damaged."""
-    return _read(file, Manifest)
+    return _read(file, KeptRecording)
 
 
 def _read(file: Path, kind: type[Read]) -> Read:
