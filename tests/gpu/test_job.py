@@ -106,6 +106,7 @@ def test_examples_with_copies_that_are_processes(tmp_path: Path, example: str) -
     assert case["verdict"] == "pass", case
 
 
+@pytest.mark.sweep
 def test_a_copy_that_fails_says_why(tmp_path: Path) -> None:
     """The process that starts the copies goes on; each copy fails in its first step."""
     text = SCRIPT.replace(
