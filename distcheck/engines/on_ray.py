@@ -2,6 +2,7 @@
 each worker.
 """
 
+import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -59,8 +60,7 @@ def start(address: str, work: Sequence[Work]) -> OnRay:
     """Starts tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
     them.
     """
-    import ray
-
+    ray = importlib.import_module("ray")
     try:
         ray.init(
             address=f"ray://{address}" if address else None,

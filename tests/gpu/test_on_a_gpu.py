@@ -50,6 +50,7 @@ def test_without_a_gpu_it_is_said_of_each_part(tmp_path: Path) -> None:
     assert "nccl, 2 ranks, ddp " in table
 
 
+@pytest.mark.sweep
 def test_a_rehearsal_on_the_cpu_has_figures(tmp_path: Path) -> None:
     words = ("--device", "cpu", "--small", "--only", "gloo, 4 ranks, ddp", "--only", "mutants, 1")
     table, document = run(tmp_path, *words)

@@ -19,6 +19,7 @@ OTHERS = [name for name in CELLS if name != "tied_weights"]
 WITHOUT = [word for name in OTHERS for word in ("--without", name)]
 
 
+@pytest.mark.sweep
 def test_what_only_a_search_finds_fails_the_run(distcheck: Run, tmp_path: Path) -> None:
     strategy = f"{PLANTED}:only_at_three"
     words = ("--world", "2", "--workload", "mlp", "--dtype", "float32", "--no-separate")
