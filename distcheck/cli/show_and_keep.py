@@ -54,19 +54,23 @@ def verify_command(
     save: str | None,
     digests: bool = False,
     launch: Launch | None = None,
+    pool: Pool | None = None,
+    progress: type[LiveProgress] = LiveProgress,
 ) -> int:
     """Runs cases, and searches beside them, and shows the report; returns the exit code.
-    `digests`: what is saved holds digests in place of tensors.
+    `digests`: what is saved holds digests in place of tensors. A `pool` that is given stays.
     """
     check_outputs(showing.files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
     options = replace(options, keep=keep, follow_up=True, explore=explore_beside)
     try:
-        pool = front_pool(launch, cases)
+        used = pool or front_pool(launch, cases)
         return show_run(
-            lambda listener: run_cases(cases, pool, replace(options, listener=listener)),
-            pool,
+            lambda listener: run_cases(cases, used, replace(options, listener=listener)),
+            used,
             showing,
+            progress=progress,
+            pool_stays=pool is not None,
         )
     except BaseException:
         if keep is not None:

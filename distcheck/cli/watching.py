@@ -7,26 +7,26 @@ the code as it is now. The cheapest cases go first, and each verdict is said as 
 import importlib.util
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from distcheck.cli.show_and_keep import Showing, show_run
+from distcheck.cli.show_and_keep import Showing, verify_command
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import one_line, say, shown
-from distcheck.explore.beside import explore_beside
 from distcheck.plan.costs import rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.provenance import code_files
-from distcheck.records import Case, Report
+from distcheck.records import Case
 from distcheck.records.sources import read_source
 from distcheck.reports.live import LiveProgress
-from distcheck.store.run_folder import Store
-from distcheck.verification.run import RunOptions, run_cases
+from distcheck.store import last_failed
+from distcheck.store.run_folder import DEFAULT_FOLDER
+from distcheck.verification.run import RunOptions
 from distcheck.worlds.pool import Pool
 
 _LOOK_EVERY_MS = 1000  # at files that no notice came of, as on some network disks
+_SETTLES_S = 0.05  # while a file is written it is empty, or has a part of its content
 _Contents = dict[Path, bytes | None]
 
 
@@ -62,7 +62,6 @@ class _Rounds:
 
     def __init__(self, plan: Callable[[], Planned], showing: Showing, *, download: bool) -> None:
         self._plan, self._showing, self._download = plan, showing, download
-        self._failed: set[str] = set()  # ids of cases, in the last run
         self.pool, self.code = Pool(), int(ExitCode.PASS)
 
     def go_on(self) -> int:
@@ -86,34 +85,19 @@ class _Rounds:
             say(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
 
     def _run(self, planned: Planned) -> int:
-        """One run: what failed in the last one goes first, and what costs least."""
+        """One run: what failed before goes first, then what costs least."""
         if not self.pool.usable:
             self.pool.close()
             self.pool = Pool()
-        cases = sorted(planned.cases, key=lambda case: (case.id not in self._failed, rough_s(case)))
-        keep = Store.by_default()
-        options = RunOptions(
-            whole=planned.whole,
-            beside=planned.beside,
-            download=self._download,
-            keep=keep,
-            follow_up=True,
-            explore=explore_beside,
+        failed = last_failed.of_cases(DEFAULT_FOLDER / "runs", planned.cases)
+        return verify_command(
+            last_failed.first(sorted(planned.cases, key=rough_s), failed),
+            RunOptions(whole=planned.whole, beside=planned.beside, download=self._download),
+            self._showing,
+            save=None,
+            pool=self.pool,
+            progress=VerdictsAsTheyCome,
         )
-
-        def run(listener: LiveProgress) -> Report:
-            report = run_cases(cases, self.pool, replace(options, listener=listener))
-            self._failed = {one.case.id for one in report.cases if one.verdict == "fail"}
-            return report
-
-        try:
-            return show_run(
-                run, self.pool, self._showing, progress=VerdictsAsTheyCome, pool_stays=True
-            )
-        except BaseException:
-            if keep is not None:
-                keep.discard_if_unused()
-            raise
 
 
 def _files_of(planned: Planned) -> set[Path]:
@@ -151,6 +135,9 @@ def _wait(files: set[Path], before: _Contents) -> list[Path]:
     while True:
         now = _contents(files)
         changed = [file for file in sorted(files) if now[file] != before[file]]
-        if changed and all(now[file] is not None for file in changed):
+        if not changed:
+            next(notices)
+            continue
+        time.sleep(_SETTLES_S)
+        if now == _contents(files) and all(now[file] is not None for file in changed):
             return changed
-        next(notices)

@@ -140,7 +140,6 @@ def _causes(
     pair = walk.parted
     if pair is not None and pair.what == "optimizer's settings":
         first = found.first
-        said = f"step {earlier.steps[pair.step]}: {pair.what} were {pair.one}, and are {pair.two}"
         if first is not None:
             said = (
                 f"step {earlier.steps[pair.step]}: the optimizer's settings were {first.expected}, "

@@ -156,7 +156,7 @@ def _taken(
         lost[one.number] = f"its distcheck ended with code {code} and said: {last}"
         return "lost"
     file = place / f"part-{one.number}.json"
-    file.write_text(text)
+    file.write_bytes(text.encode(errors="replace"))
     try:
         part = read_part(str(file))
         plan = part.document.get("plan") or {}
