@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from distcheck.cli import completion
+from distcheck.errors import UsageError
 from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,17 +97,32 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
     if isinstance(default, bool):
         asked["is_flag"] = True  # click takes an option without a value where this is False
     if setting.repeated:
-        asked["multiple"] = not single
+        asked["multiple"] = True
     else:
         asked |= {
             "default": default,
             "show_default": not said and default is not None and default is not False,
         }
     asked |= changed
+    if single and setting.repeated:
+        # Click takes the last of several without a word; elsewhere each of them counts.
+        asked |= {"multiple": True, "callback": _once}
+        if "default" in changed:
+            asked["default"] = [changed["default"]]
     if setting.metavar == _TIME:
         said = f"{asked['default']:g}s"
         asked |= {"show_default": False, "help": f"{setting.help} [default: {said}]"}
     return click.option(flag, setting.parameter if single else name, **asked)
+
+
+def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """The one value of an option that other commands take several times; None without."""
+    if len(set(values)) > 1:
+        given = " and ".join(str(value) for value in values)
+        raise UsageError(
+            f"{param.opts[0]} was given {given}; distcheck {ctx.info_name} takes one at a time"
+        )
+    return values[-1] if values else None
 
 
 def setting_options(*names: str) -> Callable[[F], F]:

@@ -8,10 +8,12 @@ import click
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.reports.document import json_schema
+from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import describe_origin, summary
+from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import render
+from distcheck.reports.terminal import console_for
 
 
 def schema_command() -> int:
@@ -34,7 +36,11 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
         raise UsageError(f"{path} is the report that is read; write to another file")
     check_outputs(files)
     with damage_said(path):
-        for line in () if files else (describe_origin(document), *summary(document)):
-            say(line)
+        if not files:
+            for line in (
+                describe_origin(document),
+                *screen_of(document, width=console_for().width),
+            ):
+                say(line)
         write_document(files, document)
     return int(ExitCode.PASS)

@@ -20,7 +20,7 @@ from distcheck.plan.declined import notes_on
 from distcheck.records import Case
 from distcheck.records.generated_words import PREFIX, parse
 from distcheck.reports import json_report
-from distcheck.reports.failures import describe_failure
+from distcheck.reports.brief import Lines, add_failure
 from distcheck.reports.terminal import console_for
 
 SCHEMA = "distcheck.explore/1"
@@ -94,12 +94,16 @@ def show(story: Story, *, quiet: bool) -> None:
     """Prints it, the verdict first."""
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
-    for label, text in _lines(story) if not quiet else ():
-        for number, line in enumerate(shown(text).splitlines() or [""]):
-            head = f"{' ' * _INDENT}{label if number == 0 else '':<10}"
-            console.print(Text(head + line), soft_wrap=True)
+    if not quiet:
+        lines = Lines(console, indent=_INDENT)
+        if story.search.finding is not None:
+            report = shown(story.search.finding.report)
+            add_failure(report, report.diagnosis, lines)
+        for label, text in _lines(story):
+            lines.add(label, shown(text), most=4)
+        lines.print()
     if story.replay:
-        console.print(Text(f"{' ' * _INDENT}replay    {shown(story.replay)}"), soft_wrap=True)
+        console.print(Text(f"{' ' * _INDENT}replay  {shown(story.replay)}"), soft_wrap=True)
     if quiet:
         return
     if story.search.finding is None:
@@ -151,7 +155,10 @@ def _headline(story: Story) -> Text:
     count, spent = len(search.cases), f"{story.spent_s:.0f} s"
     cases = f"{count} case{'s' * (count != 1)}"
     if search.finding is not None:
-        said = f"found in {cases}, {search.shrunk_in} of them to shrink it; {spent}"
+        causes = dict.fromkeys(one.cause for one in search.finding.report.diagnosis)
+        what = ", ".join([*causes][:3])
+        said = f"{what}{', ' * bool(what)}found in {cases}, {search.shrunk_in} of them to shrink it"
+        said += f"; {spent}"
     elif search.once:
         said = f"a failure that did not repeat, in {cases}; {spent}"
     elif not count:
@@ -209,7 +216,6 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
     for late in case.delays:
         before = f"collective {late.collective}" if late.collective else "backward"
         yield "late", f"rank {late.rank} by {late.ms} ms before {before} of every step"
-    yield from describe_failure(finding.report)
     if finding.replays and finding.failed < finding.replays:
         yield (
             "flaky",

@@ -96,9 +96,11 @@ class Runner:
         return self.replay(case, 1)[0]
 
     def replay(self, case: Case, times: int) -> list[CaseReport]:
-        """The case in fresh ranks, several times."""
+        """The case in fresh ranks, several times: each a run by itself, since what follows a hang
+        in one run is left out.
+        """
         alike = [msgspec.structs.replace(case, id=f"{case.id}-{n}") for n in range(times)]
-        reports = run_cases(alike, self._pool).cases
+        reports = [report for one in alike for report in run_cases([one], self._pool).cases]
         return [msgspec.structs.replace(report, case=case) for report in reports]
 
     def train(self, case: Case) -> None:

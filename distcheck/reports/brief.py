@@ -6,12 +6,13 @@ At most some twelve lines for the cases of one strategy in one world; `terminal`
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.records import CaseReport, CheckResult, Difference, Report, VerdictName
+from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -29,7 +30,7 @@ from distcheck.reports.wording import (
     most_telling_first,
     show,
 )
-from distcheck.reports.wrapping import hanging, print_hanging
+from distcheck.reports.wrapping import fitting, hanging, print_hanging
 
 _VERDICT = 8  # columns
 _INDENT = 6
@@ -46,21 +47,20 @@ def print_group(
     console: Console,
     *,
     alone: bool,
-    known: dict[Key, int],
+    said: "Said",
 ) -> None:
     """Prints the cases of one strategy in one world: all that there is to say where it is `alone`
-    or has not passed, and otherwise one line. `known` are failures of other worlds, each with its
-    world, that need not be said again.
+    or has not passed, and otherwise one line. What is `said` of other worlds is not said again.
     """
     print_headline(cases, verdict, console)
-    lines = _Lines(console)
+    lines = Lines(console)
     for allowance in dict.fromkeys(case.accepted for case in cases if case.accepted is not None):
         lines.add("accepted", describe_accepted(allowance).removeprefix("accepted: "), most=5)
     if verdict == "pass":
         if alone:
             _add_pass(cases, lines)
     else:
-        _add_failures([case for case in cases if case.verdict != "pass"], lines, known)
+        _add_failures([case for case in cases if case.verdict != "pass"], lines, said)
         passed = _passed(cases)
         if passed:
             lines.add("ok", ", ".join(passed), most=2)
@@ -142,11 +142,41 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
         console.print(line, soft_wrap=True)
 
 
-class _Lines:
+@dataclass
+class Said:
+    """What a screen has said: failures and a strategy's causes, each with its world."""
+
+    failures: dict[Key, int] = field(default_factory=dict)
+    causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
+        """A case's causes, each once: those that are new, and those that were said of its strategy.
+        What nothing explains is new each time.
+        """
+        once = {one.cause: one for one in reversed(case.diagnosis)}
+        new, old = list[Diagnosis](), list[Diagnosis]()
+        for cause in dict.fromkeys(one.cause for one in case.diagnosis):
+            was_said = cause != "unexplained" and self._key(case, cause) in self.causes
+            (old if was_said else new).append(once[cause])
+        return new, old
+
+    def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
+        """These causes of a case were said."""
+        self.causes |= {self._key(case, one.cause): case.case.world for one in causes}
+
+    def world_of(self, case: CaseReport, one: Diagnosis) -> int:
+        """The world in which a cause was said first of this case's strategy."""
+        return self.causes[self._key(case, one.cause)]
+
+    def _key(self, case: CaseReport, cause: str) -> tuple[str, str, str]:
+        return case.case.strategy, case.case.backend, cause
+
+
+class Lines:
     """Labelled lines, printed with the texts below each other."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, indent: int = _INDENT) -> None:
+        self._console, self._indent = console, indent
         self._found: list[tuple[str, str, int]] = []
 
     def add(self, label: str, text: str, *, most: int = 1) -> None:
@@ -157,30 +187,18 @@ class _Lines:
             self._found.append((label, text, most))
 
     def print(self) -> None:
+        """Prints them all."""
         width = max((len(label) for label, *_ in self._found), default=0)
-        indent = _INDENT + width + 2
+        indent = self._indent + width + 2
         for label, text, most in self._found:
-            first = f"{'':<{_INDENT}}{label}"
+            first = f"{'':<{self._indent}}{label}"
             for line in fitting(text, self._console.width, first=first, indent=indent, most=most):
                 whole = Text(line)
-                whole.stylize("bold", 0, _INDENT + width)
+                whole.stylize("bold", 0, self._indent + width)
                 self._console.print(whole, soft_wrap=True)
 
 
-def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
-    """A text in at most so many lines: whole, or without its last clauses, or cut."""
-    lines = hanging(text, width, first=first, indent=indent)
-    clauses = text.split("; ")
-    while len(lines) > most and len(clauses) > 1:
-        clauses.pop()
-        lines = hanging("; ".join(clauses), width, first=first, indent=indent)
-    if len(lines) > most:
-        lines = lines[:most]
-        lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} ..."
-    return lines
-
-
-def _add_pass(cases: Sequence[CaseReport], lines: _Lines) -> None:
+def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     """What the checks have found equal, how close, and what they would have shown."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
@@ -256,29 +274,40 @@ def _passed(cases: Sequence[CaseReport]) -> list[str]:
     return [name for name in _names(results) if name not in wrong]
 
 
-def _add_failures(cases: Sequence[CaseReport], lines: _Lines, known: dict[Key, int]) -> None:
+def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None:
     """Each failure once, with the names of the other cases that it is in."""
     alike = failures_alike(cases)
-    new = [key for key in alike if key not in known]
-    failed, not_run = list[Key](), dict[str, list[CaseReport]]()
+    new = [key for key in alike if key not in said.failures]
+    failed, not_run = list[CaseReport](), dict[str, list[CaseReport]]()
+    shown = 0
     for key in new:
-        if why := _why_not_run(alike[key][0]):
-            not_run.setdefault(why, []).extend(alike[key])
-        else:
-            failed.append(key)
-    for key in failed[:_MOST_FAILURES]:
         case, *others = alike[key]
-        _add_failure(case, lines)
-        if others:
-            lines.add("also in", _cases(others), most=2)
-    if len(failed) > _MOST_FAILURES:
-        left = [case for key in failed[_MOST_FAILURES:] for case in alike[key]]
-        lines.add("others", f"{_cases(left)}: not passed ({_MORE})", most=2)
+        if why := _why_not_run(case):
+            not_run.setdefault(why, []).extend(alike[key])
+            continue
+        causes, known = said.parted(case)
+        if known and not causes:
+            names = ", ".join(one.cause for one in known)
+            lines.add("also in", f"{_cases(alike[key])}: {names}", most=2)
+        elif shown == _MOST_FAILURES:
+            failed += alike[key]
+        else:
+            shown += 1
+            add_failure(case, causes, lines)
+            for world in dict.fromkeys(said.world_of(case, one) for one in known):
+                names = [one.cause for one in known if said.world_of(case, one) == world]
+                of = f"with {world} ranks: " * (world != case.case.world)
+                lines.add("as", f"{of}{', '.join(names)}", most=2)
+            said.add(case, causes)
+            if others:
+                lines.add("also in", _cases(others), most=2)
+    if failed:
+        lines.add("others", f"{_cases(failed)}: not passed ({_MORE})", most=2)
     for why, left in not_run.items():
         lines.add("unknown", f"{_cases(left)}: {why}", most=3)
-    for key in alike.keys() & known.keys():
-        lines.add("as", f"with {known[key]} ranks: {_cases(alike[key])}", most=2)
-    known |= {key: found[0].case.world for key, found in alike.items() if key in new}
+    for key in alike.keys() & said.failures.keys():
+        lines.add("as", f"with {said.failures[key]} ranks: {_cases(alike[key])}", most=2)
+    said.failures |= {key: found[0].case.world for key, found in alike.items() if key in new}
 
 
 def _why_not_run(case: CaseReport) -> str:
@@ -291,10 +320,11 @@ def _cases(cases: Sequence[CaseReport]) -> str:
     return ", ".join(f"{case.case.workload} {case.case.dtype}" for case in cases)
 
 
-def _add_failure(case: CaseReport, lines: _Lines) -> None:
+def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> None:
+    """What there is to say of a failure, with those of its causes that are new on this screen."""
     for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
-    for one in case.diagnosis[:_MOST_FAILURES]:
+    for one in causes[:_MOST_FAILURES]:
         lines.add("cause", f"{one.evidence}", most=2)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
     if first is not None and first.first is not None:
@@ -304,8 +334,8 @@ def _add_failure(case: CaseReport, lines: _Lines) -> None:
     ):
         lines.add("first", failed[0].reason, most=2)  # as of a guard, which keeps digests
     lines.add("where", describe_site(case.where, case.strategy_file))
-    for one in case.diagnosis[:_MOST_FAILURES]:
-        lines.add("try", one.suggestion, most=3)
+    for one in causes[:_MOST_FAILURES]:
+        lines.add("try", one.suggestion, most=3 if len(causes) == 1 else 2)
     if case.ranks_failed:
         return  # the rest is not judged for that reason
     wanted = ("unknown",) if any(r.verdict == "fail" for r in case.checks) else ("unknown", "fail")

@@ -35,14 +35,14 @@ def failures_alike(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
 
 
 def _key(case: CaseReport) -> Key:
-    """What two failures share of which one need not be said: a strategy's causes; where nothing is
-    explained, everything.
+    """What two failures share of which one need not be said: a strategy's causes, in any order;
+    where nothing is explained, everything.
     """
     about = (case.case.strategy, case.case.backend, case.verdict)
     causes = tuple(found.cause for found in case.diagnosis)
     if not causes or "unexplained" in causes:
         return *about, *describe_failure(case)
-    return *about, *causes
+    return *about, *sorted(causes)
 
 
 def _names(cases: Sequence[CaseReport]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from distcheck.records import CallSite
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
-from distcheck.reports.wording import describe_site, searches_of
+from distcheck.reports.wording import describe_site
 
 Entry = Mapping[str, Any]  # of `cases` in a document
 
@@ -112,34 +112,3 @@ def _earliest(case: Entry) -> Entry | None:
 
 def _label(check: Entry) -> str:
     return named(check["check"], check["layer"])
-
-
-def summary(document: Mapping[str, Any], *, quiet: bool = False) -> list[str]:
-    """A document in a few lines, not wrapped: how many cases have which verdict, and what did not
-    pass. The first line alone if `quiet`.
-    """
-    cases = document["cases"]
-    count = {v: sum(case["verdict"] == v for case in cases) for v in ("fail", "unknown", "pass")}
-    counts = [f"{number} {verdict}" for verdict, number in count.items() if number]
-    left_out = document.get("left_out") or {}
-    counts += [f"{len(left_out)} left out"] if left_out else []
-    parts, plan = len(document.get("parts") or ()), document.get("plan")
-    of = [f"{len(plan['cases'])} planned cells"] if plan else []
-    of += [f"{parts} report{'' if parts == 1 else 's'}"] if parts else []
-    about = f"{', '.join(of)}: {', '.join(counts)}" if of else ", ".join(counts)
-    found = [f"{document['verdict'].upper():<8}{about}"]
-    if quiet:
-        return found
-    found += [f"  {line}" for line in searches_of(document)]
-    for case in cases:
-        if case["verdict"] != "pass":
-            found += _summary_of(case)
-    return found
-
-
-def _summary_of(case: Entry) -> list[str]:
-    finding = finding_of(case)
-    verdict = case["verdict"].upper()
-    found = [f"  {verdict:<8}{case['strategy']}, {name_of(case)}: {finding.headline}"]
-    found += [f"          cause   {cause}" for cause in finding.causes]
-    return found + ([f"          replay  {finding.replay}"] if finding.replay else [])

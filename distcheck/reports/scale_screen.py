@@ -10,7 +10,6 @@ from rich.text import Text
 from distcheck.errors.shown_text import shown
 from distcheck.records import Report
 from distcheck.reports import brief, scale, terminal
-from distcheck.reports.failures import Key
 from distcheck.reports.json_report import as_document
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
@@ -18,7 +17,7 @@ _RANKS = re.compile(r" \(rank [\d, ]+\)")  # of many ranks, a list of them hides
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints the report: the table, a line for each order, and the first failure of each in full.
+    """Prints the report: a line for each order, the table, and the first failure of each in full.
 
     `quiet` leaves the lines of the orders alone; `verbose` adds the report of each world.
     """
@@ -27,29 +26,29 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     if not found or report.interrupted:
         terminal.render(report, console, verbose=verbose, quiet=quiet)
         return
-    if not quiet:
-        _print_head(report, found, console)
-        print_trimmed(Padding(_table(found), (0, 0, 0, 2)), console)
     for curve in found:
         verdict = "FAIL" if curve.first_failure else "PASS"
         if verdict == "PASS" and any(point.verdict != "pass" for point in curve.points):
             verdict = "UNKNOWN"
-        sentence = f"{curve.order} {curve.comes_to}"
+        sentence = f"{report.cases[0].case.strategy}   {curve.order} {curve.comes_to}"
         print_hanging(sentence, console, first=verdict, indent=8)
-    for sentence in () if quiet else _unknown(found):
-        print_hanging(sentence, console, indent=8)
+    if not quiet:
+        for sentence in _unknown(found):
+            print_hanging(sentence, console, indent=8)
+        _print_head(report, found, console)
+        print_trimmed(Padding(_table(found), (0, 0, 0, 2)), console)
     if verbose:
         terminal.render(report, console, verbose=True)
     elif not quiet:
         _print_failures(report, found, console)
         if report.saved_to is not None:
-            console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
+            console.print(Text(f"saved  {report.saved_to}"), soft_wrap=True)
 
 
 def _print_head(report: Report, found: list[scale.Curve], console: Console) -> None:
     case = report.cases[0].case
     sentences = [
-        f"{case.strategy}: {case.workload} {case.dtype}; total batch {case.batch} in every world "
+        f"{case.workload} {case.dtype}; total batch {case.batch} in every world "
         f"and in the single-process reference, {case.steps} steps, seed {case.seed}",
         f"error and bound: of the {scale.described(found[0].layer)}, where the error comes closest "
         "to its bound or exceeds it most",
@@ -93,10 +92,10 @@ def _unknown(found: list[scale.Curve]) -> list[str]:
 def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
     """The first failure of each order, as `verify` shows it."""
     first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
-    known: dict[Key, int] = {}
+    said = brief.Said()
     for one in report.cases:
         order = one.case.backend.partition(":")[2]
         if (order, one.case.world) in first and one.verdict == "fail":
             console.print()
             console.print(Text(f"{order}, world {one.case.world}", style="bold"))
-            brief.print_group([one], one.verdict, console, alone=True, known=known)
+            brief.print_group([one], one.verdict, console, alone=True, said=said)

@@ -19,7 +19,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
-from distcheck.reports.failures import Key, print_failure
+from distcheck.reports.failures import print_failure
 from distcheck.reports.wording import (
     STYLE,
     count,
@@ -93,7 +93,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     groups = [list(group) for _, group in groupby(judged, key=_group_key)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
-    known: dict[Key, int] = {}
+    said = brief.Said()
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
         if quiet:
@@ -102,7 +102,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
             _print_headline(cases, verdict, report, console)
             _print_group(cases, console)
         else:
-            brief.print_group(cases, verdict, console, alone=len(groups) == 1, known=known)
+            brief.print_group(cases, verdict, console, alone=len(groups) == 1, said=said)
     if len(judged) < len(report.cases):
         console.print(_interruption(report), soft_wrap=True)
     if not quiet:

@@ -58,6 +58,19 @@ def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
+    """A text in at most so many lines: whole, or without its last clauses, or cut."""
+    lines = hanging(text, width, first=first, indent=indent)
+    clauses = text.split("; ")
+    while len(lines) > most and len(clauses) > 1:
+        clauses.pop()
+        lines = hanging("; ".join(clauses), width, first=first, indent=indent)
+    if len(lines) > most:
+        lines = lines[:most]
+        lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} ..."
+    return lines
+
+
 def print_hanging(
     text: str, console: Console, *, indent: int, first: str = "", style: str = ""
 ) -> None:

@@ -158,9 +158,30 @@ def read_replay(given: str) -> Replay:
     if len(cases) > 1 and any(case.job for case in cases):
         raise UsageError(f"{path} holds a whole job beside other cases; give one case file")
     found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
+    order = _order_of(path / "report.json")
     return Replay(
-        cases=cases, made={n: before for n, before in found.items() if before is not None}
+        cases=sorted(cases, key=lambda case: order.get(case.id, len(order))),
+        made={n: before for n, before in found.items() if before is not None},
     )
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Order(msgspec.Struct):
+    """As much of a report as says in which order it has its cases."""
+
+    cases: list[_Named]
+
+
+def _order_of(report: Path) -> dict[str, int]:
+    """The place of each case in a run's report; nothing where there is none that can be read."""
+    try:
+        cases = decode_json(read_bounded(report), _Order).cases
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return {case.id: place for place, case in enumerate(cases)}
 
 
 def open_bundle(path: Path) -> Replay:

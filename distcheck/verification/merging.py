@@ -18,10 +18,12 @@ from distcheck.errors.shown_text import say
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.records.searches import Explored
 from distcheck.reports.document import SCHEMA
+from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import ranks_failed, summary
+from distcheck.reports.findings import ranks_failed
 from distcheck.reports.json_report import read_document, totals_of
+from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
@@ -58,7 +60,7 @@ def show_whole(
     whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Shows what was joined of parts, and writes its files; returns its exit code."""
-    lines = summary(whole, quiet=quiet)
+    lines = screen_of(whole, width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
             say(line)

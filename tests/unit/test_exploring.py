@@ -17,11 +17,11 @@ from hypothesis.errors import NoSuchExample
 from distcheck.cli import _group
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.explore import command, delays, models
+from distcheck.explore import command, delays, models, running
 from distcheck.explore.command import seconds_of
 from distcheck.explore.found import KeptCases, as_python
-from distcheck.explore.report import ONE_RANK, Story, _lines
-from distcheck.explore.search import Search
+from distcheck.explore.report import ONE_RANK, Story, _lines, show
+from distcheck.explore.search import Finding, Search
 from distcheck.explore.space import DIMENSIONS, cases
 from distcheck.judge.diagnosis.wording import APART
 from distcheck.judge.oracles.full_batch import relative_tolerance
@@ -42,6 +42,8 @@ from distcheck.training.building import describe_model, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
+from tests import documents
+from tests.stored import compare
 
 
 @given(models())
@@ -443,6 +445,39 @@ def test_cases_of_one_rank_are_no_pass(worlds: tuple[int, ...], code: int) -> No
     )  # fmt: skip
     assert story.exit_code == code
     assert ("unknown", ONE_RANK) in list(_lines(story)) or code == 0
+
+
+def test_a_hang_that_repeats_is_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one run, the cases after a hang are left out: each replay is a run by itself."""
+
+    def run_cases(cases: list[Case], pool: object) -> SimpleNamespace:
+        first = documents.mismatch()
+        found = [
+            msgspec.structs.replace(first, case=case, verdict="unknown" if at else "fail")
+            for at, case in enumerate(cases)
+        ]
+        return SimpleNamespace(cases=found)
+
+    monkeypatch.setattr(running, "run_cases", run_cases)
+    runner: Any = SimpleNamespace(_pool=None)
+    replayed = running.Runner.replay(runner, documents.mismatch().case, 3)
+    assert [report.verdict for report in replayed] == ["fail"] * 3
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_of_what_was_found(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner: Any = SimpleNamespace(left_out={}, distrusts_kept="")
+    search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
+    search.finding, search.shrunk_in = Finding(documents.mismatch(), 3, 3), 4
+    story = Story(
+        strategy="mine.py:sync", seed=0, spent_s=7.2, search=search, earlier=1, unreadable=(),
+        interrupted=False, kept_as=Path(".distcheck/explore/mine/case.json"),
+    )  # fmt: skip
+    monkeypatch.setenv("COLUMNS", str(width))
+    show(story, quiet=False)
+    compare(f"explore-{width}.txt", capsys.readouterr().out)
 
 
 def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

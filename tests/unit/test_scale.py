@@ -17,6 +17,7 @@ from distcheck.records import Case, CaseReport, Difference, Report
 from distcheck.reports import html_report, scale, scale_screen
 from distcheck.reports.json_report import as_document, read_document, render_json
 from tests import documents
+from tests.stored import compare
 from tests.unit.test_html_report import Page
 
 ASKED: dict[str, Any] = {
@@ -114,15 +115,20 @@ def test_what_is_unknown_is_no_pass_and_says_why() -> None:
     assert curve.comes_to == "does not fail, and is unknown in world 8"
     assert (curve.points[1].error, curve.points[1].reason) == (None, "no bound is left")
     text = screen(reports)
-    assert "UNKNOWN tree does not fail" in text
+    assert "UNKNOWN mine.py:sync   tree does not fail" in text
     assert "world 8 (tree): no bound is left" in text
 
 
-def screen(reports: list[CaseReport]) -> str:
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_looks_as_it_did(width: int) -> None:
+    compare(f"scale-{width}.txt", screen(grown(), width=width))
+
+
+def screen(reports: list[CaseReport], *, width: int = 100) -> str:
     stream = io.StringIO()
     scale_screen.render(
         Report(environment=documents.ENVIRONMENT, cases=tuple(reports)),
-        Console(file=stream, width=100, highlight=False, color_system=None),
+        Console(file=stream, width=width, highlight=False, color_system=None),
     )
     return stream.getvalue()
 
@@ -131,8 +137,8 @@ def test_the_screen_has_error_and_bound_of_each_world_and_order() -> None:
     text = screen(grown())
     assert re.search(r"ring +2 +ok +2\.0e-09 +1\.0e-08 +0\.2\n", text)
     assert re.search(r"\n +16 +fail +1\.6e-08 +1\.0e-08 +1\.6\n", text)
-    assert "FAIL    ring first fails in world 16: partial-sync" in text
-    assert "PASS    tree passes in every world from 2 to 16" in text
+    assert "FAIL    mine.py:sync   ring first fails in world 16: partial-sync" in text
+    assert "PASS    mine.py:sync   tree passes in every world from 2 to 16" in text
     assert "ring, world 16" in text
     assert "try " in text
 

@@ -22,8 +22,9 @@ from distcheck.records import (
     Outcome,
     Report,
 )
+from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
-from distcheck.reports.json_report import render_json
+from distcheck.reports.json_report import as_document, render_json
 from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render, render_text, summarize
 from distcheck.reports.wrapping import wrap
@@ -220,7 +221,45 @@ def job() -> CaseReport:
     )  # fmt: skip
 
 
+def two_causes(workload: str, *causes: str, world: int = 4) -> CaseReport:
+    """A case with these causes, in this order."""
+    report = mismatch()
+    found = {
+        "missing-division": Diagnosis(
+            cause="missing-division",
+            evidence="step 0, table (1 of 6 parameters): every rank holds 4 times the mean over "
+            "all samples; gradients were correct after backward",
+            suggestion="divide by the number of ranks once, after the sum or before it; reducing "
+            "twice and dividing once gives the same symptom",
+        ),
+        "partial-sync": Diagnosis(
+            cause="partial-sync",
+            evidence="step 0, 5.bias (1 of 6 parameters): ranks hold their own gradients there",
+            suggestion="look at what selects the parameters, slices or chunks to exchange",
+        ),
+        "unweighted-mean": Diagnosis(
+            cause="unweighted-mean",
+            evidence="step 0, all 6 parameters: all ranks are weighted equally",
+            suggestion="multiply each rank's gradient by samples * W / total before the mean",
+        ),
+    }
+    own = msgspec.structs.replace(report.case, workload=workload, world=world)
+    return msgspec.structs.replace(
+        report, case=own, diagnosis=tuple(found[cause] for cause in causes), notes=()
+    )
+
+
 REPORTS = {
+    "two-causes": Report(
+        environment=ENVIRONMENT,
+        cases=(
+            two_causes("lattice", "missing-division", "partial-sync"),
+            two_causes("cnn", "partial-sync", "missing-division"),
+            two_causes("mlp", "partial-sync"),
+            two_causes("lattice", "missing-division", "unweighted-mean", "partial-sync", world=3),
+        ),
+        saved_to="run",
+    ),
     "job": Report(environment=ENVIRONMENT, cases=(job(),), saved_to=".distcheck/runs/1"),
     "pass": Report(
         environment=ENVIRONMENT,
@@ -243,6 +282,15 @@ def test_screens(name: str, width: int) -> None:
     compare(
         f"{name}{'' if width == 100 else f'-{width}'}.txt", render_text(REPORTS[name], width=width)
     )
+
+
+@pytest.mark.parametrize("width", [100, 80])
+@pytest.mark.parametrize("name", ["two-causes", "job", "several"])
+def test_screens_of_documents(name: str, width: int) -> None:
+    """What `merge` and `report` print."""
+    lines = screen_of(as_document(REPORTS[name]), width=width)
+    assert all(len(line) <= width or "replay" in line for line in lines)
+    compare(f"document-{name}-{width}.txt", "\n".join(lines))
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -463,8 +511,9 @@ def test_quiet_keeps_the_cause() -> None:
 def test_one_screen_is_one_screen() -> None:
     for name, report in REPORTS.items():
         for width in (100, 80):
-            groups = 3 if name in ("several", "crash") else 2  # headlines and their lines
-            assert len(render_text(report, width=width).splitlines()) <= 8 * groups, name
+            groups = len({case.case.siblings for case in report.cases})
+            lines = render_text(report, width=width).splitlines()
+            assert len(lines) <= 12 * groups + 3, name  # replay, saved, more
 
 
 @pytest.mark.parametrize("name", REPORTS)

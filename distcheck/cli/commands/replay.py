@@ -18,8 +18,11 @@ from distcheck.reports.files import GITHUB, output_options, taken_from
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
 @trust_option
+@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
-def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked: Any) -> int:
+def command(
+    case_file: str, save: str | None, trust: bool, verbose: bool, quiet: bool, **asked: Any
+) -> int:
     """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
 
     The report says what has changed since: files, versions, machine, settings. A whole job's
@@ -40,7 +43,7 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
         unpacked=replay.unpacked,
     )  # fmt: skip
     if cases[0].job:
-        return _job_again(cases[0].job, asked, save=save, quiet=quiet)
+        return _job_again(cases[0].job, asked, save=save, verbose=verbose, quiet=quiet)
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
@@ -51,14 +54,19 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
     return verify_command(
         cases,
         RunOptions(made=made),
-        Showing(files=taken_from(asked), verbose=True, quiet=quiet),
+        Showing(files=taken_from(asked), verbose=verbose, quiet=quiet),
         save=save,
         launch=launch,
     )
 
 
 def _job_again(
-    words: Sequence[str], outputs: dict[str, Any], *, save: str | None, quiet: bool
+    words: Sequence[str],
+    outputs: dict[str, Any],
+    *,
+    save: str | None,
+    verbose: bool,
+    quiet: bool,
 ) -> int:
     """The words of a job, as `distcheck job` has them."""
     from distcheck.cli.commands import job
@@ -68,5 +76,5 @@ def _job_again(
     asked |= {} if save is None else {"--save": save}
     options = [word for pair in asked.items() for word in pair]
     options += [f"--{GITHUB}"] if annotates else []
-    options += ["--quiet"] if quiet else []
+    options += [*["--verbose"] * verbose, *["--quiet"] * quiet]
     return int(job.command.main([*options, *words], standalone_mode=False))

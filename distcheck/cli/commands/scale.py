@@ -20,11 +20,13 @@ from distcheck.plan.settings import with_adaptation
     "--world",
     "worlds",
     metavar="N,N,...",
+    multiple=True,
     help="Numbers of ranks. [default: 2,8,64,256]",
 )
 @click.option(
     "--orders",
     metavar="NAME,NAME,...",
+    multiple=True,
     help="How collectives add: gloo, ring, tree, recursive-halving, rank. [default: all]",
 )
 @setting_option(
@@ -81,7 +83,11 @@ def command(**asked: Any) -> int:
     verbose, quiet = asked.pop("verbose"), asked.pop("quiet")
     worlds, orders, strategy = asked.pop("worlds"), asked.pop("orders"), asked.pop("strategy")
     asked["strategies"] = (strategy,) if strategy else ()
-    cases = plan_scale(with_adaptation(asked), worlds=worlds, orders=orders)
+    cases = plan_scale(
+        with_adaptation(asked),
+        worlds=",".join(worlds) or None,
+        orders=",".join(orders) or None,
+    )
     spare = tuple({case.world for case in cases})
     return verify_command(
         cases,

@@ -165,7 +165,7 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
     for causes, parameters in sorted(groups.items(), key=lambda item: -shares[item[0]]):
         together = [f for f in explain_all(step, parameters) if f.cause in causes]
         singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
-        part = f" ({100 * shares[causes]:.3g} % of the error)" if len(groups) > 1 else ""
+        part = f" ({percent(shares[causes])} of the error)" if len(groups) > 1 else ""
         found += [_extended(f, after=part) for f in _said_together(together or singly)]
     unexplained = groups.get((), [])
     if found and unexplained:
@@ -173,11 +173,16 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
             name_cause(
                 "unexplained",
                 f"step {step.step}: nothing that is known explains "
-                f"{parameters_text(step, unexplained)} ({100 * shares[()]:.3g} % of the error)",
+                f"{parameters_text(step, unexplained)} ({percent(shares[()])} of the error)",
                 "beside-others",
             )
         )
     return found
+
+
+def percent(share: float) -> str:
+    """A share in words: what is too small to matter has no digits."""
+    return "under 0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 
 
 def error_of(step: StepFacts, parameter: ParameterFacts) -> float:

@@ -68,7 +68,7 @@ def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
         return msgspec.structs.replace(found, evidence=hung.why)
     if hung.proven != "deadlock":
         return found
-    evidence = f"every rank waits for ever: {hung.why}"
+    evidence = f"no rank can go on: {hung.why}"
     if found.cause == "hang":
         return name_cause("hang", evidence, "deadlock")
     return msgspec.structs.replace(found, evidence=evidence)
