@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from distcheck.worlds.jobs import LISTEN, Descriptors, Job
-from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
@@ -66,15 +66,14 @@ def main() -> None:
     """Prints a ratio with its spread for each size and peer."""
     pool = Pool()
     try:
-        world = start_world(
-            pool,
+        ranks = Ranks(
             job=Job("mpi_allreduce:rank", Rendezvous, bytes, (LISTEN,)),
             backend="mpi",
             size=WORLD,
             request=lambda rendezvous: rendezvous,
-            fds={},
             deadline_s=60,
         )
+        world = start_world(pool, ranks)
         run_until_over(pool, world)
         if not world.succeeded:
             raise SystemExit(f"the world failed: {[c.raised for c in world.children]}")

@@ -27,7 +27,7 @@ from distcheck.records import Case
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification.run import run_cases
 from distcheck.worlds import blame
-from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -65,10 +65,11 @@ def train(pool: Pool, case: Case, steps: int) -> Ran:
             case=case, rendezvous=rendezvous, description=b"", epochs=1, steps=steps, log_every=0
         )
 
-    world = start_world(
-        pool, job=TRAIN, backend=case.backend, size=case.world, request=request, fds={},
+    ranks = Ranks(
+        job=TRAIN, backend=case.backend, size=case.world, request=request,
         deadline_s=case.deadline_s,
     )  # fmt: skip
+    world = start_world(pool, ranks)
     said: list[EpochFigures] = []
     core_s, peak = 0.0, 0
 

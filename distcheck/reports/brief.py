@@ -295,9 +295,9 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None
             shown += 1
             add_failure(case, causes, lines)
             for world in dict.fromkeys(said.world_of(case, one) for one in known):
-                names = [one.cause for one in known if said.world_of(case, one) == world]
+                there = [one.cause for one in known if said.world_of(case, one) == world]
                 of = f"with {world} ranks: " * (world != case.case.world)
-                lines.add("as", f"{of}{', '.join(names)}", most=2)
+                lines.add("as", f"{of}{', '.join(there)}", most=2)
             said.add(case, causes)
             if others:
                 lines.add("also in", _cases(others), most=2)

@@ -327,7 +327,7 @@ def test_what_was_found_is_kept_replayed_and_printed(
     document = json.loads((tmp_path / "found.json").read_text())
     assert document["schema"] == "distcheck.explore/1"
     assert document["finding"]["report"]["case"]["world"] == 2
-    (line,) = re.findall(r"^  replay    distcheck (replay .*)$", ran.stdout, re.MULTILINE)
+    (line,) = re.findall(r"^  replay  distcheck (replay .*)$", ran.stdout, re.MULTILINE)
     assert distcheck(*line.split()).returncode == 1
     program = ran.stdout[ran.stdout.index("import distcheck") :]
     monkeypatch.chdir(tmp_path)

@@ -29,4 +29,4 @@ def free_port():
 if __name__ == "__main__":
     size, tests = int(sys.argv[1]), int(sys.argv[2])
     for _ in range(tests):
-        mp.spawn(body, args=(size, free_port()), nprocs=size)
+        mp.spawn(body, args=(size, free_port()), nprocs=size)  # type: ignore[attr-defined]

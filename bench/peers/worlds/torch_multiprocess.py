@@ -23,7 +23,7 @@ class Trivial(MultiProcessTestCase):
         self._spawn_processes()
 
     def body(self):
-        store = dist.FileStore(self.file_name, SIZE)
+        store = dist.FileStore(self.file_name, SIZE)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=SIZE)
         total = torch.ones(1)
         dist.all_reduce(total)
