@@ -1,6 +1,6 @@
 """The line of a script that the causes of a job are about."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,20 +22,28 @@ def culprit(
 ) -> CallSite | None:
     """The only line of the kind that all causes are about, over all recorded steps and ranks; None
     where there are several, or it is a package's. A collective is to blame where what the ranks
-    exchanged is not what they gave.
+    exchanged is not what they gave; where it is, a further division came with the loss.
     """
-    known = (*LINES, _COLLECTIVE)
-    kinds = {next((k for k in causes()[one.cause].lines if k in known), "") for one in found}
+    exchange = "".join(
+        {r.verdict for r in results if (r.check, r.layer) == ("gradients", ROUNDING)}
+    )
+    kinds = {next(_kinds(one.cause, exchange), "") for one in found}
     if len(kinds) != 1:
         return None
     (kind,) = kinds
-    exchanged = any(
-        (r.check, r.layer, r.verdict) == ("gradients", ROUNDING, "fail") for r in results
-    )
     lines = {line for one in job.records.values() for line in _lines(one, kind)}
-    if len(lines) != 1 or (kind == _COLLECTIVE and not exchanged):
+    if len(lines) != 1:
         return None
     return _from_here(with_code(site_at(*lines), str(Path(script).absolute())))
+
+
+def _kinds(cause: str, exchange: str) -> Iterator[str]:
+    """The kinds of line that a cause is about, where the exchange has this verdict."""
+    kinds = causes()[cause].lines
+    for kind in kinds:
+        needed = "fail" if kind == _COLLECTIVE else "pass" if _COLLECTIVE in kinds else exchange
+        if kind in (*LINES, _COLLECTIVE) and exchange == needed:
+            yield kind
 
 
 def _lines(step: StepRecord, kind: str) -> Iterable[str]:

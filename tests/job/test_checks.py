@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from distcheck.job import causes, checks, judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import with_reference
+from distcheck.job.lines import culprit
 from distcheck.job.running import Ran
 from distcheck.judge.parting.yardstick import tolerance
-from distcheck.recordings.jobs.records import Clip, LossCall
-from distcheck.records import CheckResult
+from distcheck.recordings.jobs.records import Clip, CollectiveCall, LossCall
+from distcheck.records import CheckResult, Diagnosis, VerdictName
+from distcheck.records.layers import ROUNDING
 from tests.job.recordings import (
     LR,
     SHAPES,
@@ -582,3 +586,29 @@ def test_passes_that_cancel_round_by_their_own_sizes(
     results = checks.without_reference(make(tmp_path, cancel, budget=budget))
     found = next(r for r in results if r.check == "gradients")
     assert (found.verdict, found.compared.ranks) == (verdict, 2)
+
+
+@pytest.mark.parametrize(
+    ("cause", "exchange", "line"),
+    [
+        ("double-division", "pass", 8),
+        ("double-division", "fail", 5),
+        ("missing-division", "pass", None),
+        ("dropped-rank", "pass", None),
+        ("double-division", "unknown", None),
+    ],
+    ids=str,
+)
+def test_a_division_too_many_is_of_the_loss_where_the_exchange_is_right(
+    cause: str, exchange: VerdictName, line: int | None
+) -> None:
+    """A sum passes as well as a mean, so that a factor too many may be of either line."""
+    step = SimpleNamespace(
+        calls=[CollectiveCall("all_reduce", "train.py:5", elements=9, after_backward=True)],
+        lines={"backward": ("train.py:8",)},
+    )
+    job: Any = SimpleNamespace(records={(0, 0): step})
+    result = CheckResult(check="gradients", layer=ROUNDING, verdict=exchange)
+    found = [Diagnosis(cause=cause, evidence="", suggestion="")]
+    site = culprit(job, "train.py", found, [result])
+    assert (site and site.line) == line
