@@ -2,13 +2,19 @@
 
 In the process that a person starts:
 
-    command     the story: run the command, read what its ranks wrote, judge, report
-    running     starts the command, passes its output on, says why nothing was recorded
-    leftovers   the job's folder, and those that a killed command has left; in_use marks them
-    settings    what the ranks are asked for, as a file
-    checks/     comparisons; pure functions of a recording
-    accepting   deviations that are meant, and what they promise
-    causes      from failed checks to named causes, and against_reference, between_passes
+    command, guard_command   the story: run the command, judge what its ranks wrote, report
+    asked, settings          what a person gives; what the ranks are told, and what they say
+    running, watching, relay starts the command, sees whether it hangs, passes its output on
+    leftovers                the job's folder, and those that a killed command has left (in_use)
+    machines                 recordings of several machines come together on one
+    copying, replaying       a copy of the project, in which the script runs as one process
+    moved_runs               the command once more, with parameters moved by one ULP
+    judging                  from a recording to checks, causes and a report; with
+      checks/                  comparisons: pure functions of a recording; fitting: factors
+      causes                   from failed checks to causes, with against_reference; lines: where
+      accepting                deviations that are meant, and what they promise
+      continuing, resumed      a restart, beside the recording of the whole job
+    guard/                   `distcheck.guard`: ranks of a long run compare what they hold
 
 In the processes of the job, by way of `hook/sitecustomize.py`:
 

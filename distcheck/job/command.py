@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job import continuing, leftovers, moved_runs, replaying, running, settings
+from distcheck.job import continuing, leftovers, machines, moved_runs, replaying, running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks.averaging import averaging
+from distcheck.job.continuing import Earlier
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.judging import case_of_words, judge, script_of
+from distcheck.job.machines import Gathered
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
@@ -26,6 +28,7 @@ from distcheck.records.run_facts import Origin
 from distcheck.reports.files import write_text
 from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
+from distcheck.reports.terminal import summarize
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 
@@ -49,7 +52,6 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         missing = _why_none(asked)
         needs_copy = asked.save is not None or not missing
         copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
-        missing = missing or copied.missing
         file = settings.write(_settings_of(asked), recorded)
         live.phase(f"[1/3] recording {asked.steps} steps of the job")
         # What torchrun sets where several ranks share a machine; it says so in four lines.
@@ -58,26 +60,11 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         if ran.hung:
             return _kept(_report(made, _hung(asked, ran)))
         running.check_recorded(recorded, ran, command)
-        with live:
-            job = reading.read(recorded)
-            own_steps = averaging(job)
-            if own_steps is None:
-                job = dataclasses.replace(job, steps=job.steps[: asked.steps])
-            missing = missing or ("" if own_steps is None else own_steps.reason)
-            reference, yardstick = None, Yardstick()
-            if asked.save is not None:
-                live.phase("[1/3] running it twice more, its parameters moved by one ULP")
-                yardstick = moved_runs.measured(
-                    job, _settings_of(asked), command, copied, folder / "moved",
-                    deadline_s=asked.deadline_s,
-                )  # fmt: skip
-            if not missing:
-                live.phase("[2/3] replaying them as one process")
-                reference, missing = _replay(asked, job, copied, folder / "reference")
-            live.phase("[3/3] judging")
-            case = judge(asked, job, ran, reference, missing)
-            case = case if earlier is None else continuing.judged(case, earlier, job)
-            report = _report(made, case)
+        with machines.gathered(recorded, ran) as whole:
+            with live:
+                report, job, yardstick = _judged(asked, whole, copied, folder, live, earlier)
+                report = msgspec.structs.replace(report, made=made)
+            whole.tell(int(report.exit_code), summarize(report))
         report = _kept(report)
         if asked.save is not None:
             try:
@@ -88,6 +75,39 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
                 return msgspec.structs.replace(report, save_error=str(error))
             return msgspec.structs.replace(report, saved_to=asked.save)
         return report
+
+
+def _judged(
+    asked: JobOptions,
+    whole: Gathered,
+    copied: Copy,
+    folder: Path,
+    live: LiveProgress,
+    earlier: Earlier | None,
+) -> tuple[Report, JobRecording, Yardstick]:
+    """The report of a whole recording; what was judged of it; and how far right runs part."""
+    missing = _why_none(asked) or copied.missing
+    job = reading.read(folder / "recording")
+    own_steps = averaging(job)
+    if own_steps is None:
+        job = dataclasses.replace(job, steps=job.steps[: asked.steps])
+    missing = missing or ("" if own_steps is None else own_steps.reason)
+    reference, yardstick = None, Yardstick()
+    if asked.save is not None and whole.hosts:
+        yardstick = Yardstick(why="the job runs on several machines, and was not run once more")
+    elif asked.save is not None:
+        live.phase("[1/3] running it twice more, its parameters moved by one ULP")
+        yardstick = moved_runs.measured(
+            job, _settings_of(asked), running.command_of(asked.words, asked.nproc), copied,
+            folder / "moved", deadline_s=asked.deadline_s,
+        )  # fmt: skip
+    if not missing:
+        live.phase("[2/3] replaying them as one process")
+        reference, missing = _replay(asked, job, copied, folder / "reference")
+    live.phase("[3/3] judging")
+    case = judge(asked, job, whole.ran, reference, missing)
+    case = case if earlier is None else continuing.judged(case, earlier, job)
+    return _report(None, case), job, yardstick
 
 
 def _report(made: Origin | None, case: CaseReport) -> Report:

@@ -229,7 +229,8 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     text += f" ({replayed.why})" if replayed.why else ""
     if reference.replaced:
         text += f"; its options say one rank in place of {', '.join(reference.replaced)}"
-    text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
+    covered = {one.step for one in replayed.steps} & {*job.steps}
+    text += f"; it covers {len(covered)} of {len(job.steps)} steps"
     ended = len(replayed.steps) < len(job.steps) and "the script makes no more as one process"
     text += f", since {replayed.failure or ended}" if replayed.failure or ended else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"

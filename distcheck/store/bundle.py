@@ -176,7 +176,7 @@ class _Order(msgspec.Struct):
 
 
 def _order_of(report: Path) -> dict[str, int]:
-    """The place of each case in a run's report; nothing where there is none that can be read."""
+    """The place of each case in a run's report; empty where it cannot be read."""
     try:
         cases = decode_json(read_bounded(report), _Order).cases
     except (OSError, msgspec.MsgspecError):

@@ -80,6 +80,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     """  # fmt: skip
     from distcheck.errors import UsageError
     from distcheck.errors.shown_text import say
+    from distcheck.job.machines import JudgedThereError
     from distcheck.reports.files import check_outputs, write_outputs
     from distcheck.reports.terminal import console_for, render
 
@@ -88,7 +89,11 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
         raise UsageError("the command writes to standard output as well; give the report a file")
     check_outputs(files)
     with errors_annotated(files):
-        report, code = _run(words, asked, quiet=quiet)
+        try:
+            report, code = _run(words, asked, quiet=quiet)
+        except JudgedThereError as there:
+            say(f"distcheck: {there}", err=True)
+            return int(there.exit_code)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     if report.save_error:
         say(f"distcheck: {report.save_error}; the verdict above stands", err=True)

@@ -8,5 +8,6 @@ copies             what that process computes beside: forks, processes, folding,
 guarded            a guard on every optimizer, for `distcheck job --guard`
 
 alone, on_cpu      stand-ins: a group of one rank, and a CPU in place of GPUs
-rank, marking, spawned, answering, ending   which process is a rank, and what it says of itself
+rank, marking, spawned, answering, ending, elsewhere
+                   which process is a rank, what it says of itself, and whether all have ended
 """

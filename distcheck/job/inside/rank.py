@@ -13,6 +13,7 @@ import torch
 
 from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
+from distcheck.job.inside.elsewhere import Elsewhere
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine.compat import BatchNorm, ddp_times
@@ -76,11 +77,17 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
     mine.touch()
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]
+    here = [one for one in others if one.exists()]
+    elsewhere = Elsewhere(rank, world) if len(here) < world else None
     while time.monotonic() < until:
-        if all((one / "ended").exists() for one in others):
+        if all((one / "ended").exists() for one in here) and (
+            elsewhere is None or elsewhere.have_ended()
+        ):
             ending.leave()
         time.sleep(0.01)
     mine.unlink()
+    if elsewhere is not None:
+        elsewhere.goes_on()
 
 
 def divided_by(parameters: Parameters) -> str:

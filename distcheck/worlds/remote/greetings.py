@@ -35,10 +35,10 @@ class _Greeting:
 
 
 class Greetings:
-    """Everybody at the door. Close it when all have come."""
+    """Everybody at the door. Close it when all have come. `kind`: what they may say."""
 
-    def __init__(self, server: socket.socket, own_secret: bytes) -> None:
-        self._server, self._secret = server, own_secret
+    def __init__(self, server: socket.socket, own_secret: bytes, kind: Any = wire.FromHost) -> None:
+        self._server, self._secret, self._kind = server, own_secret, kind
         self._waiting: list[_Greeting] = []
         self.refused = 0  # connections without the secret, though they spoke of one
         server.setblocking(False)
@@ -111,7 +111,7 @@ class Greetings:
             return False
         proof = secret.proof_of_front(greeting.sent, greeting.heard, self._secret)
         greeting.connection.sendall(proof)
-        greeting.line = wire.Wire(greeting.connection, wire.FromHost, patience_s=GREETING_S)
+        greeting.line = wire.Wire(greeting.connection, self._kind, patience_s=GREETING_S)
         return True
 
     def _send_away(self, greeting: _Greeting) -> None:

@@ -1,0 +1,198 @@
+"""A job on several machines: recordings come together, and one machine judges."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.errors import CannotRunError
+from distcheck.job import machines
+from distcheck.job.machines import AllSent, JudgedThereError, Piece
+from distcheck.job.running import Ran
+from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
+from distcheck.worlds.remote import meeting, secret, wire
+from tests.job.test_examples import FOLDER
+from tests.launchers.namespaces import hosts
+from tests.launchers.processes import finish, free_port, start
+
+HERE, THERE = (0, 1), (2, 3)
+
+
+def recorded(folder: Path, ranks: tuple[int, ...], port: int) -> Path:
+    """What ranks of a world of four have written on one machine."""
+    folder.mkdir()
+    for rank in ranks:
+        mine = rank_folder(folder, rank)
+        mine.mkdir()
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+        record = RankRecord(
+            rank=rank, world=4, arguments=(), folder="", backend="gloo", device="cpu", torch="",
+            variables=variables,
+        )  # fmt: skip
+        write_json(mine / "rank.json", record)
+        (mine / "step-000000.safetensors").write_bytes(bytes([rank]) * (machines._PIECE + 5))
+        (mine / "ended").touch()
+    (folder / "raised-17").write_text(f"{ranks[0]}\nValueError\n")
+    (folder / f"drawn-{ranks[0]:04d}-torch-ab12").touch()
+    return folder
+
+
+class Other(threading.Thread):
+    """The other machine, with what it came to."""
+
+    def __init__(self, folder: Path, ran: Ran, patience_s: float = 20.0) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.ran, self.patience_s = folder, ran, patience_s
+        self.came_to: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with machines.gathered(self.folder, self.ran, patience_s=self.patience_s):
+                pass
+        except Exception as error:
+            self.came_to = error
+
+    def result(self) -> Exception | None:
+        self.join(30)
+        return self.came_to
+
+
+@pytest.fixture(autouse=True)
+def a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, "a secret of this test")
+
+
+def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> None:
+    port = free_port()
+    here, there = recorded(tmp_path / "a", HERE, port), recorded(tmp_path / "b", THERE, port)
+    other = Other(there, Ran(7, ()))
+    with machines.gathered(here, Ran(0, ()), patience_s=20.0) as whole:
+        for rank in THERE:
+            mine, theirs = rank_folder(here, rank), rank_folder(there, rank)
+            for name in ("rank.json", "step-000000.safetensors"):
+                assert (mine / name).read_bytes() == (theirs / name).read_bytes()
+            assert not (mine / "ended").exists()
+        assert (here / "drawn-0002-torch-ab12").exists()
+        assert (whole.ran.code, {rank for rank, _ in whole.ran.raised}) == (7, {0, 2})
+        whole.tell(1, "FAIL train.py: no-sync")
+    said = other.result()
+    assert isinstance(said, JudgedThereError)
+    assert (said.exit_code, str(said)) == (1, "judged on 127.0.0.1: FAIL train.py: no-sync")
+
+
+def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
+    port = free_port()
+    here, there = recorded(tmp_path / "a", HERE, port), recorded(tmp_path / "b", THERE, port)
+    other = Other(there, Ran(0, ()))
+    with (
+        pytest.raises(CannotRunError),
+        machines.gathered(here, Ran(0, ()), patience_s=20.0),
+    ):
+        raise CannotRunError("the recording is damaged")
+    said = other.result()
+    assert isinstance(said, JudgedThereError)
+    assert (said.exit_code, str(said)) == (3, "judged on 127.0.0.1: the recording is damaged")
+
+
+def test_one_machine_is_asked_nothing(tmp_path: Path) -> None:
+    """All ranks are here, or a launcher has said that all of them started here."""
+    folder = recorded(tmp_path / "a", (0, 1, 2, 3), 1)
+    with machines.gathered(folder, Ran(0, ())) as whole:
+        assert whole.hosts == ()
+    one = recorded(tmp_path / "b", (0,), 1)
+    record = RankRecord(rank=0, world=4, arguments=(), folder="", backend="", device="", torch="")
+    write_json(rank_folder(one, 0) / "rank.json", record)
+    with machines.gathered(one, Ran(0, ())) as whole:
+        assert whole.hosts == ()
+
+
+def test_a_machine_that_does_not_come_is_named_by_its_ranks(tmp_path: Path) -> None:
+    here = recorded(tmp_path / "a", HERE, free_port())
+    with (
+        pytest.raises(CannotRunError, match="ranks 2, 3 were recorded on machines of which"),
+        machines.gathered(here, Ran(0, ()), patience_s=0.5),
+    ):
+        pass
+
+
+def test_without_the_secret_nothing_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    here = recorded(tmp_path / "a", HERE, port)
+    coming = threading.Event()
+
+    def stranger() -> None:
+        coming.wait(10)
+        with pytest.raises(CannotRunError):
+            meeting.connect(lambda: ("127.0.0.1", port), b"another secret altogether", deadline_s=1)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    coming.set()
+    with (
+        pytest.raises(CannotRunError, match="came without this run's secret"),
+        machines.gathered(here, Ran(0, ()), patience_s=2.5),
+    ):
+        pass
+    thread.join()
+    assert not rank_folder(here, 2).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../escaped", "/tmp/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"],
+)
+def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) -> None:
+    port = free_port()
+    here = recorded(tmp_path / "a", HERE, port)
+    before = sorted(tmp_path.rglob("*"))
+
+    def hostile() -> None:
+        place = ("127.0.0.1", port)
+        connection = meeting.connect(lambda: place, secret.shared_secret(), deadline_s=10)
+        line = wire.Wire(connection, wire.FromFront, patience_s=10)
+        line.send(wire.Coming(protocol=wire.PROTOCOL, ranks=THERE, world=4, host="evil"))
+        line.send(Piece(name=name, data=b"x"))
+        line.send(AllSent(code=0))
+        said.append(line.next()[0])
+
+    said: list[Any] = []
+    thread = threading.Thread(target=hostile)
+    thread.start()
+    with (
+        pytest.raises(CannotRunError, match=r"evil did not arrive whole \(it sent a file that no"),
+        machines.gathered(here, Ran(0, ()), patience_s=10.0),
+    ):
+        pass
+    thread.join()
+    assert isinstance(said[0], wire.Over)
+    assert said[0].exit_code == 3
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path("/tmp/escaped").exists()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("find", ["", "DistributedSampler(data)"])
+def test_torchrun_on_two_hosts(tmp_path: Path, find: str) -> None:
+    text = (FOLDER / "plain_ddp.py").read_text()
+    text = text.replace(find, "DistributedSampler(data, num_replicas=1, rank=0)") if find else text
+    commands, folders = [], [tmp_path / "a", tmp_path / "b"]
+    with hosts(2) as network:
+        for n, folder in enumerate(folders):
+            folder.mkdir()
+            (folder / "train.py").write_text(text)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            torchrun += ["--nproc-per-node", "2", "--master-addr", network.address(0)]
+            words = [sys.executable, "-m", "distcheck", "job", "--steps", "4", "--"]
+            commands.append(network.on(n, *words, *torchrun, "--node-rank", str(n), "train.py"))
+        ends = finish(
+            [start(c, f, GLOO_SOCKET_IFNAME="eth0") for c, f in zip(commands, folders, strict=True)]
+        )
+    assert [code for code, _, _ in ends] == ([1, 1] if find else [0, 0]), ends
+    found = "FAIL    train.py   4 ranks: same-data" if find else "PASS    train.py   4 ranks"
+    assert found in ends[0][1]
+    assert f"judged on {network.address(0)}: {found[:4]} train.py" in ends[1][2]
