@@ -3,7 +3,7 @@
 In the process that a person starts:
 
     command, guard_command   the story: run the command, judge what its ranks wrote, report
-    asked, settings          what a person gives; what the ranks are told, and what they say
+    asked, settings          what a person gives; settings of the ranks, and their answers
     running, watching, relay starts the command, sees whether it hangs, passes its output on
     leftovers                the job's folder, and those that a killed command has left (in_use)
     machines                 recordings of several machines come together on one
