@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from distcheck.errors import UsageError
 from distcheck.job.guard import comparing, digests, explaining, records
 from distcheck.job.guard.guarding import DivergenceError, Guard, GuardWarning
 from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
-from distcheck.job.guard.state import FIELDS
+from distcheck.job.guard.state import FIELDS, ReplicaState
 
 LATE = 7  # the step in which a mistake is made, long after a start that was right
 
@@ -448,3 +449,36 @@ def test_a_damaged_bundle_is_refused(tmp_path: Path, content: bytes, said: str) 
 def test_bundles_have_names_of_their_own(tmp_path: Path) -> None:
     files = {records.write(bundle(), tmp_path / "new") for _ in range(3)}
     assert len(files) == 3
+
+
+def test_what_is_new_in_the_table_is_found_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of its own is a number of a rank, its line in `ALIKE`, and the names behind it."""
+    monkeypatch.setitem(comparing.ALIKE, "statistics", ("statistics", "statistics"))
+    monkeypatch.setattr(comparing, "NAMED", (*comparing.NAMED, "statistics"))
+    made: Any = Guard.__new__(Guard)
+    own = ReplicaState(statistics={"norm.running_mean": 7})
+    other = {**{name: {} for name in comparing.NAMED}, "statistics": {"norm.running_mean": 9}}
+
+    def gather(mine: bytes) -> list[bytes]:
+        return [mine, msgspec.json.encode(other if b"running_mean" in mine else {})]
+
+    made._peers = SimpleNamespace(ranks=(0, 1), gather_bytes=gather)
+    rows = [{**dict.fromkeys(FIELDS, 0), "rows": set(), "statistics": n} for n in (7, 9)]
+    kinds = comparing.differing(rows, first=False)
+    assert kinds == ["statistics"]
+    ((found,), _) = made._look_closer(kinds, own, rows)
+    assert (found.first, found.groups) == ("norm.running_mean", ((0,), (1,)))
+    difference = Divergence(
+        step=5, agreed_at=2, every=5, ranks=(0, 1), findings=(found,), sums=(), state_compared=0,
+        optimizer="", wrapper="", versions={},
+    )  # fmt: skip
+    assert "step 5: statistics norm.running_mean differs between rank 0 and rank 1" in (
+        difference.text
+    )
+    monkeypatch.setitem(comparing.ALIKE, "statistics", ("statistics", ""))
+    ((found,), _) = made._look_closer(kinds, own, rows)
+    assert found.groups == ((0,), (1,)), "a number alone tells the ranks apart as well"
+    alone = msgspec.structs.replace(difference, findings=(found,))
+    assert alone.text == (
+        "step 5: statistics differ between rank 0 and rank 1; they agreed at step 2"
+    )

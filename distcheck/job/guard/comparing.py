@@ -9,7 +9,7 @@ from distcheck.job.guard.records import ReplicaFinding
 PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
 SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
 NAMES = "names of parameters"
-# By kind: the field that differs, and the dictionary of names behind it.
+# By kind: the number that differs, and the dictionary of names behind it, if there is one.
 ALIKE = {
     INITIAL: ("initial", ""),
     NAMES: ("names", ""),
@@ -18,6 +18,7 @@ ALIKE = {
     STATE: ("state", "state"),
     SETTINGS: ("settings", "settings"),
 }
+NAMED = ("divided", *(names for _, names in ALIKE.values() if names))  # of `ReplicaState`
 Numbers = Mapping[str, Any]
 
 

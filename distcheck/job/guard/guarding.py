@@ -175,7 +175,6 @@ class Guard:
                 own,
                 step=self.steps,
                 watched=self._watched,
-                samples=self._samples,
                 randomness=self._randomness,
                 initial=self._initial,
             )
@@ -249,10 +248,7 @@ class Guard:
 
     def _documents(self, own: ReplicaState) -> list[dict[str, dict[str, Any]]]:
         """Digests by name, of every rank."""
-        mine = {
-            "parameters": own.parameters, "state": own.state, "buffers": own.buffers,
-            "divided": own.divided, "settings": own.settings,
-        }  # fmt: skip
+        mine = {name: getattr(own, name) for name in comparing.NAMED}
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine))
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
@@ -265,14 +261,15 @@ class Guard:
                 kind=kind, first=kind, groups=((ranks[one], ranks[two]),), differing=shared,
                 compared=least,
             )  # fmt: skip
-        field = {comparing.STEPS: "step", comparing.NAMES: "names", comparing.INITIAL: "initial"}
+        field = {
+            comparing.STEPS: "step",
+            **{k: number for k, (number, _) in comparing.ALIKE.items()},
+        }
         alike = {
             comparing.RANDOMNESS: comparing.alike(rows, "cpu_random")
             or comparing.alike(rows, "device_random"),
         }
-        places = alike.get(kind) or comparing.groups_of(
-            [row[field.get(kind, "parameters")] for row in rows]
-        )
+        places = alike.get(kind) or comparing.groups_of([row[field[kind]] for row in rows])
         values = tuple(str(row["step"]) for row in rows) if kind == comparing.STEPS else ()
         groups = tuple(tuple(ranks[place] for place in group) for group in places)
         return ReplicaFinding(kind=kind, first=kind, groups=groups, values=values)

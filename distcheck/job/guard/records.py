@@ -98,10 +98,12 @@ def sentence(found: ReplicaFinding, of: Divergence) -> str:
         return (
             f"step {of.step}: {found.first} differs between {groups}: {', '.join(found.values[:8])}"
         )
-    what = {"parameters": "", "buffers": "buffer ", "optimizer state": "optimizer state "}
+    if not found.names:
+        return f"step {of.step}: {found.kind} differ between {groups}{since}"
+    what = {"parameters": "", "buffers": "buffer "}.get(found.kind, f"{found.kind} ")
     return (
-        f"step {of.step}: {what.get(found.kind, '')}{found.first} differs between {groups} "
-        f"({found.differing} of {found.compared} differ{since})"
+        f"step {of.step}: {what}{found.first} differs between {groups} ({found.differing} of "
+        f"{found.compared} differ{since})"
     )
 
 

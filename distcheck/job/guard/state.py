@@ -13,7 +13,7 @@ from distcheck.job.inside.rank import numbers_of
 # What a rank says of itself in every check, as one number each.
 FIELDS = (
     "failed", "step", "names", "parameters", "part", "divided", "buffers", "statistics",
-    "state_names", "state", "settings", "initial", "count", "cpu_random", "device_random",
+    "state_names", "state", "settings", "initial", "cpu_random", "device_random",
 )  # fmt: skip
 
 
@@ -101,13 +101,12 @@ def _put(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) 
 
 
 def numbers(
-    state: ReplicaState, *, step: int, watched: WatchedModel | None, samples: bool,
-    randomness: bool, initial: int | None = None,
+    state: ReplicaState, *, step: int, watched: WatchedModel | None, randomness: bool,
+    initial: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """What this rank says of itself, by the names of `FIELDS`."""
     of_state = [shape for shape in state.shapes if shape.startswith("state ")]
     drawn = watched.drawn if watched is not None and randomness else [0, 0]
-    has_samples = watched is not None and samples
 
     def of(kind: dict[str, Any]) -> int:
         return combined([part for item in kind.items() for part in item])
@@ -127,7 +126,6 @@ def numbers(
         "initial": (watched.initial or 0 if watched is not None else 0)
         if initial is None
         else initial,
-        "count": watched.count if has_samples and watched is not None else 0,
         "cpu_random": drawn[0],
         "device_random": drawn[1],
     }

@@ -35,7 +35,6 @@ class WatchedModel:
     def forget(self) -> None:
         """A step begins."""
         self.rows: set[int] = set()  # digests of samples, the smallest ones
-        self.count = 0
         self.buffers: dict[str, int] | None = None
         self._streams: list[int] | None = None
         self.drawn = [0, 0]  # the states of streams that the first forward pass drew from
@@ -66,7 +65,6 @@ class WatchedModel:
             self.initial = combined([*whole, *digests(list(whole.values()))])
         given = [t for t in leaves((args, kwargs)) if not t.requires_grad and not is_divided(t)]
         rows = rows_of(given) if given else ()
-        self.count += len(rows)
         self.rows |= {signed(int(row[:16], 16)) for row in rows}
         self.rows = set(sorted(self.rows)[:MOST_ROWS])
         if self.buffers is None and _are_buffers_final(self.model):
