@@ -15,7 +15,7 @@ from distcheck.engines.part import Ended
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.plan.matrix import Planned
-from distcheck.reports.files import check_outputs
+from distcheck.reports.files import FORMATS, GITHUB, check_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.next_step import words_without
 from distcheck.store.origin import command_line
@@ -27,7 +27,7 @@ ENGINES = {
     "slurm": ("on_slurm", "submitit", "pip install 'distcheck[slurm]'"),
 }
 _FLAGS = ("-q", "--quiet", "-v", "--verbose")
-_OF_THE_FRONT = ("--on", "--json", "--junit", "--html", "--github", *_FLAGS)
+_OF_THE_FRONT = ("--on", *(f"--{name}" for name in (*FORMATS, GITHUB)), *_FLAGS)
 
 
 @dataclass(frozen=True)

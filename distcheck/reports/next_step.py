@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from distcheck.errors import ExitCode
 from distcheck.records import Case, Report
 from distcheck.records.mesh import MESH
+from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import most_telling_first
 
-_FILES = ("--json", "--junit", "--html", "--save")  # of the run that was; they exist now
+_FILES = (*(f"--{name}" for name in FORMATS), "--save")  # of the run that was; they exist now
 _ONLY_THEN = ("--last-failed", "--failed-first", "--watch")
 _USUAL = Case(id="", strategy="", world=1)
 _LARGER_WORLDS = (3, 5)

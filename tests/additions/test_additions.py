@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from distcheck.training.adapters.forms import FORMS
+from distcheck.workloads.cells import CELLS
+
 ROOT = Path(__file__).parents[2]
 STRATEGIES = "distcheck.strategies"
 QUICK = ("--world", "2", "--dtype", "float32", "--steps", "1", "--no-separate", "-q")
@@ -451,3 +454,16 @@ def test_each_kind_of_addition_is_made() -> None:
         "strategy", "workload", "check", "oracle layer", "cause", "launcher", "backend",
         "report format", "command", "cell", "form of code",
     }  # fmt: skip
+
+
+def test_pages_have_a_row_for_every_strategy_cell_and_form() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    strategies = project["entry-points"]["distcheck.strategies"]
+    pages = {
+        "strategies/README.md": strategies,
+        "docs/cells.md": CELLS,
+        "docs/forms.md": [form.name for form in FORMS],
+    }
+    for page, names in pages.items():
+        text = (ROOT / page).read_text()
+        assert [name for name in names if f"`{name}`" not in text] == [], page

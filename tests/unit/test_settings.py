@@ -5,6 +5,7 @@ have the promises of `@strategy` and the fields of a contract.
 
 import inspect
 import re
+import shlex
 from typing import Any, get_type_hints
 
 import click
@@ -18,12 +19,13 @@ from distcheck.plan.configuration import TAKES, OfAll, OfStrategy
 from distcheck.plan.request import Request
 from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, KeywordSettings
 from distcheck.records import Case
+from distcheck.reports.files import output_names
 
 # Not of what is compared: where it runs, what is shown and written, and how it is shared out.
 OF_THE_COMMAND = {
     "config", "shard", "save", "digests", "verbose", "quiet", "nnodes", "machine",
-    "master_addr", "master_port", "init_method", "download", "json_file", "html_file",
-    "junit_file", "github", "last_failed", "failed_first", "watch", "on",
+    "master_addr", "master_port", "init_method", "download", "last_failed", "failed_first",
+    "watch", "on", *output_names(),
 }  # fmt: skip
 MADE_FROM_OTHERS = {"adaptation", "ranks_here", "cell_worlds", "delays"}
 
@@ -97,3 +99,24 @@ def test_promises_are_the_fields_of_a_contract() -> None:
     with pytest.raises(ValueError, match="@strategy") as refused:
         distcheck.strategy(micro_batches=0)
     assert all(name in str(refused.value) for name in fields)
+
+
+OTHER = {
+    "dtype": "float64", "steps": 7, "batch": 70, "data": "mnist", "data_dir": "there", "seed": 5,
+    "backend": "simulated", "device": "cuda", "separate": False, "schedules": 3, "switches": 2,
+    "schedule": "first-ready", "loss": "sum/global", "accept": "quantised:8",
+}  # fmt: skip
+HOW_LONG = {"deadline_s"}  # it changes when a case is given up, and not what it is
+
+
+def test_what_a_case_keeps_of_a_setting_is_in_its_replay_line() -> None:
+    """Else a replay without the case file would run something else, without a word."""
+    of_case = SETTINGS.keys() & {field.name for field in msgspec.structs.fields(Case)}
+    assert of_case - HOW_LONG == OTHER.keys()
+    for name, value in OTHER.items():
+        case = msgspec.structs.replace(Case(id="", strategy="s", world=2), **{name: value})
+        option = SETTINGS[name].option
+        option = option.replace("--", "--no-", 1) if value is False else option
+        words = shlex.split(case.command_line)
+        assert option in words, name
+        assert value is False or words[words.index(option) + 1] == str(value), name

@@ -5,6 +5,7 @@ ranks       what must be the same on all ranks, and what must not
 exchange    gradients are the mean of the ranks' gradients; clipping; the scale of the loss
 terms       that scale, of a loss that adds several terms up
 averaging   whether ranks step by their own gradients, and exchange parameters later
+reference   all that needs the script as one process; folded: its passes as one batch
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,6 +1,6 @@
 """The table of forms: how people write code that synchronises, and how each is called.
 
-A row says when the code is called, and with what it works on; `called.py` does that. A row that
+A row says when the code is called, and with what it works on; `../called.py` does that. A row that
 says neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
 
     fits(target) -> bool   whether this code has the form, from its signature and its source
