@@ -516,6 +516,28 @@ def test_ranks_that_average_parameters_are_another_algorithm(
     assert (case.verdict, [one.cause for one in case.diagnosis]) == (verdict, named)
 
 
+@pytest.mark.parametrize(
+    ("joined", "said"),
+    [
+        ((1, 2, 3, 4), "again before each step (local SGD)"),
+        ((2, 4), "again every 2 steps (local SGD)"),
+        ((1, 3, 4), "again before step 1 (local SGD)"),
+        ((3,), "again before step 3 (local SGD)"),
+    ],
+)
+def test_when_ranks_average_parameters_is_said(
+    tmp_path: Path, joined: tuple[int, ...], said: str
+) -> None:
+    def own_steps(facts: Facts) -> None:
+        if facts.step in (0, *joined):
+            facts.before = gradients(7, facts.step)
+        facts.raw = facts.local
+
+    found = averaging.averaging(make(tmp_path, own_steps, steps=5))
+    assert found is not None
+    assert said in found.reason
+
+
 def test_of_sums_alone_nothing_is_said_but_that(tmp_path: Path) -> None:
     """Beyond the budget a multiple of the mean does not show."""
 

@@ -4,6 +4,7 @@ one process. That parameters become the ranks' mean can be seen; that it is mean
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 
@@ -19,8 +20,8 @@ from distcheck.records.layers import ROUNDING
 
 CHECK = "averaging"
 _NOT_JUDGED = (
-    "and have the same parameters again before step {step} (local SGD): another algorithm than the "
-    "mean of gradients, which is not judged; judge the exchange by distcheck verify"
+    "and have the same parameters again {when} (local SGD): another algorithm than the mean of "
+    "gradients, which is not judged; judge the exchange by distcheck verify"
 )
 # Chosen. Of other ranks' parameters only sums are known, not how far their elements cancel.
 _ROOM = 16
@@ -31,17 +32,15 @@ def averaging(job: JobRecording) -> CheckResult | None:
     """Ranks that have parted in a step are alike before a later one. None where that is not so, or
     what they have then is one rank's: the others' steps are lost.
     """
-    tally, seen = Tally(CHECK, ROUNDING), False
-    for step, later in zip(job.steps, job.steps[1:], strict=False):
+    tally = Tally(CHECK, ROUNDING)
+    joined: list[int] = []  # steps before which they are alike again
+    for step, later in pairwise(job.steps):
         apart = [name for name in job.parameters(step) if _parted(job, step, name)]
         alike = {name: _digests(job, later, f"before/{name}") for name in apart}
         copied = [n for n, own in alike.items() if own <= _digests(job, step, f"after/{n}")]
         if not apart or copied or any(len(own) > 1 for own in alike.values()):
             continue
-        if not seen:
-            said = _NOT_JUDGED.format(step=later)
-            tally.missing(f"ranks step by their own gradients, {said}")
-        seen = True
+        joined.append(later)
         sums = _sums(job, step, later, apart)
         compared = {name: within(own, mean, bound) for name, (own, mean, bound) in sums.items()}
         factor, left = _factor(sums)
@@ -49,7 +48,20 @@ def averaging(job: JobRecording) -> CheckResult | None:
         if all(one.ok for one in compared.values()) or left <= _SHARE * abs(factor - 1):
             for name, one in compared.items():
                 tally.add(one, parameter=name, rank=0, step=later)
-    return tally.result() if seen else None
+    if not joined:
+        return None
+    said = _NOT_JUDGED.format(when=_when(joined))
+    tally.missing(f"ranks step by their own gradients, {said}")
+    return tally.result()
+
+
+def _when(joined: list[int]) -> str:
+    """Before which steps: every so many, where those that were recorded show it."""
+    between = {later - one for one, later in pairwise(joined)}
+    if len(between) != 1:
+        return f"before step {joined[0]}"
+    (each,) = between
+    return "before each step" if each == 1 else f"every {each} steps"
 
 
 def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
