@@ -1,6 +1,7 @@
 """Recordings are read with care; commands and sizes are checked; what is missing is said."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,7 +54,20 @@ def test_a_damaged_recording_is_refused(
         reading.read(tmp_path)
 
 
-@pytest.mark.parametrize("harm", [cut, lambda file: file.unlink()])
+def change(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def without_a_writer(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "harm", [cut, change, without_a_writer, Path.unlink, lambda file: file.write_bytes(b"")]
+)
 def test_damaged_tensors_are_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     make(tmp_path)
     harm(tmp_path / "rank-0001" / "step-000001.safetensors")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from distcheck.job.inside import tensors
 from distcheck.recordings.jobs import records, sketches
@@ -121,17 +121,17 @@ class StepFile:
                 kept[name] = sketches.sketch(gradient)
                 sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
-        data = save(kept)
         stem = f"step-{self._step:06d}"
         part = self._folder / f"{stem}.part"
-        part.write_bytes(data)
+        save_file(kept, part)
+        checksum = records.checksum_of(part)
         os.replace(part, self._folder / f"{stem}.safetensors")
         record = StepRecord(
             step=self._step,
             digests=self._digests,
             dtypes=self._dtypes,
             whole=whole,
-            checksum=records.digest(data),
+            checksum=checksum,
             **about,
         )
         records.write_json(self._folder / f"{stem}.json", _json_safe(record))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
@@ -18,6 +18,7 @@ from distcheck.recordings.jobs.records import (
     KeptRecording,
     RankRecord,
     StepRecord,
+    checksum_of,
     digest,
     rank_folder,
     read_manifest,
@@ -28,7 +29,6 @@ from distcheck.recordings.jobs.records import (
 )
 from distcheck.recordings.jobs.sketches import sketch
 from distcheck.recordings.recording import Entry, EntryState, Kind
-from distcheck.records.decoding import read_bounded
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
 REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
@@ -206,10 +206,10 @@ def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
     damaged.
     """
     try:
-        data = read_bounded(file, min(file.stat().st_size, MOST_BYTES))
-        if checksum and digest(data) != checksum:
+        found = checksum_of(file, MOST_BYTES)
+        if checksum and found != checksum:
             raise ValueError("its checksum differs")
-        return load(data)
+        return load_file(file)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
 

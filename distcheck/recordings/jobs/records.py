@@ -21,6 +21,8 @@ the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitud
 
 import math
 import os
+import stat
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -265,6 +267,20 @@ class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
 def digest(data: bytes | memoryview) -> str:
     """32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_of(file: Path, most: int | None = None) -> str:
+    """The digest of a file that is not empty. It is mapped, as copies of large ones cost more than
+    all else that is done with them. Raises OSError, and ValueError for one of more than `most`
+    bytes or that is not a file.
+    """
+    about = file.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is not a file")
+    if most is not None and about.st_size > most:
+        raise ValueError(f"it is larger than {most >> 20} MiB")
+    with open(file, "rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+        return xxhash.xxh3_128_hexdigest(data)
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
