@@ -20,6 +20,7 @@ from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.judge.parting.yardstick import Yardstick
 from distcheck.judge.parting.yardstick import write as write_yardstick
+from distcheck.machine.free_memory import keep_freed_memory
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
@@ -60,6 +61,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         if ran.hung:
             return _kept(_report(made, _hung(asked, ran)))
         running.check_recorded(recorded, ran, command)
+        keep_freed_memory()
         with machines.gathered(recorded, ran) as whole:
             with live:
                 report, job, yardstick = _judged(asked, whole, copied, folder, live, earlier)

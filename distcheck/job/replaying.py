@@ -14,6 +14,7 @@ from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
+from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
 from distcheck.records.decoding import decode_json, read_bounded
 
@@ -93,6 +94,7 @@ def replay(
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     variables |= {} if in_processes else _WITHOUT_GPUS
     variables |= {} if spawned else _ONE_RANK
+    variables = {**KEEPS_FREED_MEMORY, **variables}
 
     def run(asked: JobSettings) -> running.Ran:
         return running.run_kept(

@@ -1,6 +1,7 @@
 """Recorded state put into a model, a little beside it for a perturbation; means of gradients."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -68,16 +69,16 @@ def moved(
 
 def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors | None:
     """The weighted mean of what copies wrote, in the dtype of each; None where one is missing."""
-    total: Tensors = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for part, weight in zip(parts, weights, strict=True):
-        if part is None:
-            return None
-        for name, tensor in part.items():
-            dtypes[name] = tensor.dtype
-            term = tensor.double() * weight
-            total[name] = total[name] + term if name in total else term
-    return {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts):
+        return None
+    found: Tensors = {}
+    for name in dict.fromkeys(chain(*there)):
+        pairs = zip(there, weights, strict=True)
+        held = [(part[name], weight) for part, weight in pairs if name in part]
+        terms = [one.double() * weight for one, weight in held]
+        found[name] = sum(terms[1:], terms[0]).to(held[-1][0].dtype)
+    return found
 
 
 def distance(

@@ -20,17 +20,11 @@ from typing import Protocol
 
 import distcheck
 from distcheck.errors import FolderGoneError
+from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds.local.forks import ManyForks
 from distcheck.worlds.surroundings import HASH_SEED
 
-# Training allocates and frees the same large tensors at every step. glibc hands each back to the
-# kernel and faults it in again page by page, which took half of a float64 step's time. Read by
-# glibc when the helper starts; whatever it forks inherits it.
-_KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}
 _POLL_S = 0.001
 _forks = ManyForks(first=4)  # of this process; each stands for those of a world, too
 
@@ -116,7 +110,7 @@ class CleanHelper(HelperProcess):
         )
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", program],
-            env={**_KEEP_FREED_MEMORY, **child_environment(), **self.variables()},
+            env={**KEEPS_FREED_MEMORY, **child_environment(), **self.variables()},
             pass_fds=[control.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
