@@ -4,8 +4,8 @@
 
 Prints, each over a bare training step: a check of the guard and a SHA-1 on the CPU of parameters,
 buffers and optimizer state (as Megatron compares replicas), both divided by `every`=100, and the
-steps between checks with the guard's hooks in place. Each rank makes bare steps, guarded steps,
-checks and SHA-1s in turn, in one process, so that all meet the same machine.
+steps between checks with the guard's hooks in place; and what an audited step takes more. Each
+rank makes all of these in turn, in one process, so that all meet the same machine.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def measure(rounds: int, device: str) -> None:
         return time.perf_counter() - begun
 
     step()
-    bare, guarded, checks, sums = [], [], [], []
+    bare, guarded, checks, sums, audits = [], [], [], [], []
     for _ in range(rounds):
         bare.append(timed(step))
         with distcheck.guard(optimizer, model=model, every=10**9, save=None) as made:
@@ -85,13 +85,19 @@ def measure(rounds: int, device: str) -> None:
             guarded.append(timed(step))
             checks.append(timed(made.check))
         sums.append(timed(lambda: sha1(model, optimizer)))
+        with distcheck.guard(optimizer, model=model, every=10**9, save=None, audit=True) as other:
+            other.steps = 10
+            other._watched.armed = False
+            other._audit.arm(11)
+            audits.append(timed(step) + timed(other._act_on_audit) - bare[-1])
     if rank == 0:
         each = statistics.median(bare)
         print(f"a bare step {each * 1e3:.0f} ms ({min(bare) * 1e3:.0f} to {max(bare) * 1e3:.0f}); "
               f"{made.compared} tensors compared")  # fmt: skip
         hooks = statistics.median(g / b for g, b in zip(guarded, bare, strict=True))
         print(f"a step with hooks over a bare one: {hooks:.3f}")
-        for name, spent in (("guard", checks), ("SHA-1 on the CPU", sums)):
+        timings = {"guard": checks, "SHA-1 on the CPU": sums, "an audit, beside its step": audits}
+        for name, spent in timings.items():
             one = statistics.median(spent)
             print(f"{name}: a check {one * 1e3:.1f} ms ({min(spent) * 1e3:.1f} to "
                   f"{max(spent) * 1e3:.1f}), at every={EVERY} {one / EVERY / each:.3%} of the bare "

@@ -18,7 +18,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     CALLED: (),
     RANKS: (
         "nproc", "on_cpu", "keep_going", "download", "budget", "max_cases", "epochs", "rate",
-        "guard", "every", "warn", "watch", "on",
+        "guard", "every", "warn", "audit", "watch", "on",
     ),
     "Several machines, without a launcher": (
         "nnodes", "machine", "master_addr", "master_port", "init_method",

@@ -27,8 +27,12 @@ from distcheck.records.layers import NO_LAYER
 from distcheck.store.origin import origin_here
 
 FOLDER = "distcheck-guard"
+_ALIKE = "a mistake that all ranks make alike: replicas agree on a wrong model, too"
+_AUDITED = (
+    "a mistake that all ranks make alike before backward has ended",
+    "a factor that all gradients share",
+)
 _NOT_SHOWN = (
-    "a mistake that all ranks make alike: replicas agree on a wrong model, too",
     "what differed between two checks and was made alike again",
     "models that no optimizer has, as averages (EMA)",
 )
@@ -44,6 +48,7 @@ class GuardOptions:
     warns: bool = False
     save: str | None = None
     accept: tuple[str, ...] = ()
+    audit: bool = False
 
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept, guards=True)
@@ -61,7 +66,7 @@ def guard_job(asked: GuardOptions) -> tuple[Report, int]:
         made = origin_here()
         given = JobSettings(
             mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles),
-            randomness=accepting.RANDOMNESS not in asked.accept,
+            randomness=accepting.RANDOMNESS not in asked.accept, audit=asked.audit,
         )  # fmt: skip
         ran = running.run(command, settings.write(given, folder))
         found = _read(folder)
@@ -69,6 +74,7 @@ def guard_job(asked: GuardOptions) -> tuple[Report, int]:
             running.check_recorded(folder, ran, command)
     case = _judge(asked, found, ran)
     not_checked = tuple(accepting.KINDS[kind][1] for kind in asked.accept)
+    not_checked += _AUDITED if asked.audit else (_ALIKE,)
     report = Report(environment={}, cases=(case,), made=made, not_shown=(*not_checked, *_NOT_SHOWN))
     differs = any(check.verdict == "fail" for check in case.checks if check.check != "outcome")
     code = report.exit_code
@@ -155,7 +161,7 @@ def _case_of(asked: GuardOptions, world: int, steps: int) -> Case:
     script = next((word for word in asked.words if word.endswith(".py")), "job")
     options = ["--guard"]
     options += ["--every", str(asked.every)] if asked.every != JobSettings().every else []
-    options += ["--warn"] if asked.warns else []
+    options += [*["--warn"] * asked.warns, *["--audit"] * asked.audit]
     options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--world", str(asked.nproc)] if asked.nproc is not None else []
     return Case(

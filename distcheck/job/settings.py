@@ -106,6 +106,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
     randomness        of a guard: whether ranks must draw different random numbers
+    audit             of a guard: whether what an optimizer gets is compared with what backward gave
     """
 
     mode: Mode = "record"
@@ -128,6 +129,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     warns: bool = False
     bundles: str = ""
     randomness: bool = True
+    audit: bool = False
 
     @property
     def most(self) -> int:

@@ -52,6 +52,9 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               help="With --guard: steps between two checks.  [default: 100]")  # fmt: skip
 @click.option("--warn", is_flag=True,
               help="With --guard: let the job go on when ranks differ.")  # fmt: skip
+@click.option("--audit", is_flag=True,
+              help="With --guard: compare what the optimizer gets with what backward "
+              "gave.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
               help="Keep the recording in a new folder, for compare and --continues; the command "
@@ -109,6 +112,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
     from distcheck.job.settings import bytes_of
 
     guards, every, warns = asked.pop("guard"), asked.pop("every"), asked.pop("warn")
+    audits = asked.pop("audit")
     if guards:
         from distcheck.job import guard_command
 
@@ -127,10 +131,11 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
                 warns=warns,
                 save=asked["save"],
                 accept=asked["accept"],
+                audit=audits,
             )
         )
-    if every is not None or warns:
-        raise UsageError("--every and --warn belong to --guard; give --guard as well")
+    if every is not None or warns or audits:
+        raise UsageError("--every, --warn and --audit belong to --guard; give --guard as well")
     from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
     from distcheck.reports.live import LiveProgress

@@ -9,7 +9,9 @@ exchange    the guard's own group of ranks
 arrivals    who has reached a check, where one rank ends early
 comparing   what must be alike, and what must not
 records     what was found; the bundle
-explaining  causes, for `distcheck explain`
+audit       what goes into an exchange and what comes out, as sums with signs; auditing: what of
+            it is wrong
+explaining  causes, for `distcheck explain`; checked: what `distcheck job --guard` reads
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ def guard(
     samples: bool = True,
     randomness: bool = True,
     timeout_s: float = 1800.0,
+    audit: bool | str = False,
 ) -> "Guard":
     """Compares the ranks' replicas after step 2 and every `every` steps; one line of a script.
 
@@ -47,6 +50,9 @@ def guard(
     samples        whether ranks must have different samples
     randomness     whether ranks must draw different random numbers in the forward pass
     timeout_s      how long a check waits for the slowest rank
+    audit          whether what the optimizer gets is compared with what backward gave, too: it
+                   must be one weighted mean over the ranks for all parameters. Not with clipping
+                   by value or noise. "bfloat16" or "float16", where the exchange rounds to it
 
     All ranks must call it, after `init_process_group`, and make the same steps. Raises UsageError.
     """
@@ -62,4 +68,5 @@ def guard(
         samples=samples,
         randomness=randomness,
         timeout_s=timeout_s,
+        audit=audit,
     )

@@ -8,7 +8,7 @@ from distcheck.job.guard.records import ReplicaFinding
 
 PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
 SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
-NAMES = "names of parameters"
+NAMES, EXCHANGE = "names of parameters", "exchange"
 # By kind: the number that differs, and the dictionary of names behind it, if there is one.
 ALIKE = {
     INITIAL: ("initial", ""),
@@ -110,3 +110,17 @@ def of_names(
         names=tuple(wrong[:64]),
         values=values if kind == SETTINGS else (),
     )
+
+
+def of_divided(
+    documents: Sequence[Mapping[str, Mapping[str, object]]],
+    rows: Sequence[Numbers],
+    ranks: Sequence[int],
+) -> ReplicaFinding | None:
+    """The first tensor of which ranks hold one part, and not the same of it."""
+    for places in divided_groups(rows):
+        own = [documents[place]["divided"] for place in places]
+        found = of_names(PARAMETERS, own, [ranks[place] for place in places])
+        if found is not None:
+            return found
+    return None

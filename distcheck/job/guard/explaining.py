@@ -3,7 +3,16 @@
 import math
 from collections.abc import Iterator
 
-from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums, named, sentence
+from distcheck.job.guard.records import (
+    LEFT_OUT,
+    ONCE,
+    OWN,
+    Divergence,
+    ReplicaFinding,
+    TensorSums,
+    named,
+    sentence,
+)
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
@@ -37,7 +46,20 @@ def causes(found: Divergence) -> list[Diagnosis]:
                 "guard",
             )
         )
+    if "exchange" in by_kind and replicas is None:
+        causes.append(_of_exchange(found, by_kind["exchange"]))
     return causes or [_unexplained(found)]
+
+
+def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
+    """What an audit found, of replicas that agree."""
+    evidence = sentence(one, found)
+    if one.what == LEFT_OUT:
+        return name_cause("dropped-rank", evidence, "job")
+    if one.what == OWN and one.when != ONCE:
+        cause = "partial-sync" if one.differing < one.compared else "no-sync"
+        return name_cause(cause, evidence, "guard")
+    return name_cause("exchange-error", evidence, "once" if one.when == ONCE else "again")
 
 
 def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:

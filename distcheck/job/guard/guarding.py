@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from distcheck import __version__
-from distcheck.job.guard import comparing, records, state
+from distcheck.job.guard import auditing, comparing, records, state
+from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.exchange import Peers
 from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
 from distcheck.job.guard.state import FIELDS, ReplicaState
@@ -64,7 +65,10 @@ class Guard:
         randomness: bool,
         timeout_s: float,
         initial: int | None = None,
+        audit: Audit | None = None,
     ) -> None:
+        self._audit = audit
+        self._suspected: ReplicaFinding | None = None  # by an audit, until the next one
         self._optimizer, self._every, self._action = optimizer, every, action
         self._watched, self._finder = watched, finder
         self._save, self._samples, self._randomness = save, samples, randomness
@@ -95,6 +99,8 @@ class Guard:
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
         if len(self._peers.ranks) == 1:
             self._remark("there is one rank, and nothing is compared")
+        elif self._audit is not None and hears and self._is_checked(1):
+            self._audit.arm(1)
         return self
 
     def finish(self) -> None:
@@ -103,6 +109,8 @@ class Guard:
             if self._watched is not None:
                 self._watched.forget()
             self.check()
+        if not self.is_closed and self._suspected is not None:
+            self._act((msgspec.structs.replace(self._suspected, when=records.LAST),), (), 0)
 
     def __enter__(self) -> "Guard":
         return self
@@ -115,7 +123,7 @@ class Guard:
         if not self.is_closed:
             self.is_closed = True
             self._peers.close()
-        for part in (self._finder, self._watched):
+        for part in (self._finder, self._watched, self._audit):
             if part is not None:
                 part.close()
         if self._handle is not None:
@@ -133,9 +141,16 @@ class Guard:
             self._watched, self._finder = self._finder.found[0], None
         if self._is_checked(self.steps):
             self.check()
+        elif self._suspected is not None:
+            self._act_on_audit()
+        follows = self._is_checked(self.steps + 1)
         if self._watched is not None:
             self._watched.forget()
-            self._watched.armed = self._is_checked(self.steps + 1)
+            self._watched.armed = follows
+        if self._audit is not None and not self.is_closed:
+            self._audit.armed = False
+            if follows or self._suspected is not None:
+                self._audit.arm(self.steps + 1)
 
     def _is_checked(self, step: int) -> bool:
         return len(self._peers.ranks) > 1 and (
@@ -163,7 +178,30 @@ class Guard:
         rows: list[dict[str, Any]] = [dict(zip(FIELDS, row, strict=False)) for row in gathered]
         for row, numbers in zip(rows, gathered, strict=True):
             row["rows"] = set(numbers[len(FIELDS) :]) - {0}
-        return self._judge(own, rows)
+        found = self._judge(own, rows)
+        return found if found is not None or self.is_closed else self._act_on_audit()
+
+    def _act_on_audit(self) -> Divergence | None:
+        """What the audit of this step says. What is wrong is looked at once more in the next one:
+        code makes the same mistake there, and an error of the hardware as a rule does not.
+        """
+        if self._audit is None or not (self._audit.rows or self._suspected):
+            return None
+        gathered = self._peers.gather_bytes(auditing.measured(self._audit))
+        names = {id(p): name for name, p in state.of_optimizer(self._optimizer)}
+        if self._watched is not None:
+            names |= {id(p): name for name, p in self._watched.parameters()}
+        found, remarks = auditing.concluded(self._audit, gathered, self._peers.ranks, names)
+        for remark in remarks:
+            self._remark(remark)
+        before, self._suspected = self._suspected, None
+        if before is not None:
+            before = msgspec.structs.replace(
+                before, when=records.ONCE if found is None else records.AGAIN
+            )
+            return self._act((before,), (), 0, step=self.steps - 1)
+        self._suspected = found
+        return None
 
     def _own(self) -> tuple[ReplicaState, dict[str, int]]:
         """What this rank holds. A failure here ends the checks on all ranks, not the training."""
@@ -240,7 +278,7 @@ class Guard:
             if field:
                 found = comparing.of_names(kind, [other[field] for other in others], ranks)
             if kind == comparing.PARAMETERS and found is None:
-                found = _of_divided(others, rows, ranks)
+                found = comparing.of_divided(others, rows, ranks)
             findings.append(found or self._of_rows(kind, rows))
         with_sums = (comparing.PARAMETERS, comparing.STATE)
         names = [n for f in findings if f.kind in with_sums for n in f.names[:_MOST_SUMS]]
@@ -299,11 +337,16 @@ class Guard:
         )
 
     def _act(
-        self, findings: tuple[ReplicaFinding, ...], sums: tuple[TensorSums, ...], of_state: int
+        self,
+        findings: tuple[ReplicaFinding, ...],
+        sums: tuple[TensorSums, ...],
+        of_state: int,
+        *,
+        step: int | None = None,
     ) -> Divergence:
         watched = self._watched
         difference = Divergence(
-            step=self.steps, agreed_at=self._agreed_at, every=self._every,
+            step=self.steps if step is None else step, agreed_at=self._agreed_at, every=self._every,
             ranks=tuple(self._peers.ranks), findings=findings, sums=sums,
             state_compared=of_state, optimizer=type(self._optimizer).__qualname__,
             wrapper=type(watched.model).__name__ if watched is not None else "",
@@ -353,17 +396,3 @@ class Guard:
             self.remarks.append(text)
             if self._peers.rank == 0:
                 warnings.warn(f"distcheck.guard: {text}", GuardWarning, stacklevel=2)
-
-
-def _of_divided(
-    documents: Sequence[dict[str, dict[str, Any]]],
-    rows: Sequence[dict[str, Any]],
-    ranks: Sequence[int],
-) -> ReplicaFinding | None:
-    """The first tensor of which ranks hold one part, and not the same of it."""
-    for places in comparing.divided_groups(rows):
-        own = [documents[place]["divided"] for place in places]
-        found = comparing.of_names(comparing.PARAMETERS, own, [ranks[place] for place in places])
-        if found is not None:
-            return found
-    return None

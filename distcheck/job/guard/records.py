@@ -12,6 +12,16 @@ SCHEMA = "distcheck.guard/1"
 _MOST_BYTES = 64 << 20
 
 
+# What an exchange left, and whether it did so again.
+OWN, OTHER, LEFT_OUT = "own", "other", "left out"
+AGAIN, ONCE, LAST = "again", "once", "last"
+_WHEN = {
+    AGAIN: "and so it was in the next step",
+    ONCE: "and it was right in the next step",
+    LAST: "and training ended with it",
+}
+
+
 class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of thing in which ranks differ, or are alike and must not be.
 
@@ -20,6 +30,8 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
     differing    how many names differ, of `compared`; `names` has the first 64 of them. Of samples:
                  how many ranks have in common
     values       by rank, where they are numbers
+    what, when   of an audited exchange: what the optimizer got, and whether it was so again in the
+                 next step
     """
 
     kind: str
@@ -29,6 +41,8 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 1
     names: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    what: str = ""
+    when: str = ""
 
     @property
     def is_partly(self) -> bool:
@@ -98,6 +112,16 @@ def sentence(found: ReplicaFinding, of: Divergence) -> str:
         return (
             f"step {of.step}: {found.first} differs between {groups}: {', '.join(found.values[:8])}"
         )
+    if found.kind == "exchange":
+        got = {
+            OWN: f"{found.first}: each rank steps by its own gradient",
+            LEFT_OUT: f"gradients of {groups} do not count in what the optimizer gets",
+        }.get(
+            found.what,
+            f"{found.first}: what the optimizer gets is not a mean of the ranks' gradients",
+        )
+        many = f" ({found.differing} of {found.compared} parameters)" if found.names else ""
+        return f"step {of.step}: {got}{many}, {_WHEN.get(found.when, '')}"
     if not found.names:
         return f"step {of.step}: {found.kind} differ between {groups}{since}"
     what = {"parameters": "", "buffers": "buffer "}.get(found.kind, f"{found.kind} ")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck.errors import UsageError
+from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.guarding import Guard
 from distcheck.job.guard.watched import Finder, WatchedModel
 
@@ -38,6 +39,7 @@ def start(
     model: torch.nn.Module | None,
     watched: WatchedModel | None = None,
     hears: bool = True,
+    audit: bool | str = False,
     **about: Any,
 ) -> Guard:
     """Checks what was given, and begins. Raises UsageError."""
@@ -53,10 +55,22 @@ def start(
         watched = WatchedModel(model)
     elif watched is None:
         finder = Finder(functools.partial(has_parameters_of, optimizer))
-    guard = Guard(optimizer, every=every, action=action, watched=watched, finder=finder, **about)
+    audits = Audit(optimizer, _wire_of(audit)) if audit else None
+    guard = Guard(
+        optimizer, every=every, action=action, watched=watched, finder=finder, audit=audits,
+        **about,
+    )  # fmt: skip
     _ending.append(weakref.ref(guard))
     _check_at_the_end()
     return guard.begin(hears=hears)
+
+
+def _wire_of(audit: bool | str) -> torch.dtype | None:
+    if isinstance(audit, bool):
+        return None
+    if audit not in ("bfloat16", "float16"):
+        raise UsageError(f'audit must be True, "bfloat16" or "float16", not {audit!r}')
+    return getattr(torch, audit)  # type: ignore[no-any-return]
 
 
 def has_parameters_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:

@@ -74,7 +74,7 @@ class Guarded:
             action="warn" if self._settings.warns else "raise", model=None, watched=watched,
             hears=False, initial=state.initial(optimizer), group=None,
             save=self._settings.bundles, samples=True, randomness=self._settings.randomness,
-            timeout_s=1800.0,
+            timeout_s=1800.0, audit=self._settings.audit,
         )  # fmt: skip
         self._entries[id(optimizer)] = _Entry(guard, optimizer, len(self._entries))
 

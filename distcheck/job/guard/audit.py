@@ -1,0 +1,227 @@
+"""A linear audit of an exchange: replicas that are all wrong alike agree, and this sees it.
+
+Of every gradient, a sum of its elements with signs of chance is taken twice in an audited step: of
+what backward gives, before any exchange, and of what the optimizer gets. An exchange, a division
+and clipping by norm are linear and the same for all parameters, so that the second is one weighted
+mean of the ranks' first, within rounding: each of W ranks has k backward passes, and what lies
+between rounds each element at most W + k + 6 times (a sum over ranks and passes; divisions by the
+world, by passes, by a scale; a clip), each time by at most eps of the sum of the sizes that were
+added. So the bound of a parameter is (W + k + 6) * eps * sum |g|. Signs of chance make a factor of
+1 + d show as d * |g|_2, which is above it for up to 1 / (W + k + 6)^2 eps^2 elements: of float32 in
+every tensor; of 16 bits in a part, which is another one each time.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distcheck.training.leaf_hooks import LeafHook
+
+_ROUNDINGS = 6  # beside those of ranks and passes
+_CHUNK = 1 << 20  # elements whose signs are kept
+_VISIBLE = 8  # chosen: a factor of 1 + 1/8 must show where a part of a tensor is taken
+_LEAST = 16  # elements of a part
+_TRIED = 64  # factors of single gradients
+_EQUAL = 1e-3  # chosen: weights of ranks closer than this are equal
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What the optimizer got as the weighted mean of the ranks' gradients: the weights, and of the
+    parameters that are none, their places, with those of the ranks where it shows.
+    """
+
+    weights: tuple[float, ...]
+    wrong: dict[int, tuple[int, ...]]
+    own: bool = False  # what is wrong there is each rank's own gradient
+    compared: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks count alike."""
+        mean = sum(self.weights) / len(self.weights)
+        return all(abs(one - mean) <= _EQUAL * abs(mean) for one in self.weights)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Places of ranks that do not count."""
+        most = max(abs(one) for one in self.weights)
+        return tuple(r for r, one in enumerate(self.weights) if abs(one) <= _EQUAL * most)
+
+
+class Leaf:
+    """What one parameter was given since its gradient was cleared."""
+
+    def __init__(self, audit: "Audit", parameter: torch.Tensor, number: int) -> None:
+        self._audit, self.parameter, self.number = audit, parameter, number
+        self.given: torch.Tensor | None = None
+        self.passes = 0
+        self.hook = LeafHook(parameter, self._give)
+
+    def _give(self, gradient: torch.Tensor) -> None:
+        if not self._audit.armed:
+            return
+        held = self.parameter.grad
+        if held is None or not bool(held.any()):
+            self.given, self.passes = None, 0
+        found = self._audit.projected(gradient, self.number)
+        self.given = found if self.given is None else self.given + found
+        self.passes += 1
+
+
+class Audit:
+    """Measures the steps of one optimizer for which it is armed. `wire` is the dtype in which the
+    exchange rounds, where that is not the gradients' own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, wire: torch.dtype | None) -> None:
+        self._wire, self._signs = wire, dict[torch.device, torch.Tensor]()
+        self.armed, self._step = False, 0
+        self.rows: list[list[float]] = []
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        plain = [p for p in parameters if p.requires_grad and type(p.data) is torch.Tensor]
+        self.left_out = len(parameters) - len(plain)  # divided by a library, or not trained
+        self.leaves = [Leaf(self, p, n) for n, p in enumerate(plain)]
+        self._handle: Any = optimizer.register_step_pre_hook(lambda *_: self._measure())
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are audited."""
+        return [leaf.parameter for leaf in self.leaves]
+
+    def arm(self, step: int) -> None:
+        """Measures the next step."""
+        self.armed, self._step, self.rows = True, step, []
+        for leaf in self.leaves:
+            leaf.given, leaf.passes = None, 0
+            leaf.hook.put_back()
+
+    def close(self) -> None:
+        """Ends it."""
+        self.armed = False
+        self._handle.remove()
+
+    def eps(self, leaf: Leaf) -> float:
+        """Of the dtype in which a gradient is rounded."""
+        own = float(torch.finfo(leaf.parameter.dtype).eps)
+        return max(own, float(torch.finfo(self._wire).eps)) if self._wire else own
+
+    def projected(self, gradient: torch.Tensor, number: int) -> torch.Tensor:
+        """The sum of a gradient's elements with signs, and that of their sizes, in float64."""
+        flat = gradient.detach().reshape(-1)
+        part = _part(self.eps(self.leaves[number]))
+        if part < flat.numel():
+            begin = _number(self._step, number) % (flat.numel() - part + 1)
+            flat = flat[begin : begin + part]
+        found = torch.zeros(2, dtype=torch.float64, device=flat.device)
+        signs = self._signs_on(flat.device)
+        for place, chunk in enumerate(flat.split(_CHUNK)):
+            exact = chunk.double()
+            sign = 1 if _number(number, place) % 2 else -1
+            found += torch.stack([sign * (exact @ signs[: len(exact)]), exact.abs().sum()])
+        return found
+
+    def _signs_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._signs:
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randint(0, 2, (_CHUNK,), generator=generator)
+            self._signs[device] = (2.0 * drawn - 1).double().to(device)
+        return self._signs[device]
+
+    def _measure(self) -> None:
+        """Before a step; of optimizers that call another's step, the innermost counts."""
+        if not self.armed:
+            return
+        self.rows = []
+        for leaf in self.leaves:
+            given = [0.0, 0.0] if leaf.given is None else leaf.given.tolist()
+            grad = leaf.parameter.grad
+            got = math.nan
+            if grad is not None and type(grad) is torch.Tensor:
+                got = float(self.projected(grad, leaf.number)[0])
+            self.rows.append([*given, float(leaf.passes), got])
+
+
+def _part(eps: float) -> int:
+    """How many elements may be summed up for a factor to show in two ranks' mean."""
+    return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * eps) ** -2))
+
+
+def _number(*about: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:6], "big")
+
+
+def judge(rows: Sequence[Sequence[Sequence[float]]], eps: Sequence[float]) -> Mean | None:
+    """Compares what all ranks have measured (by rank and parameter: given, its size, passes, got);
+    None where nothing can be. Pure, so that all ranks conclude the same.
+    """
+    every = torch.tensor(rows, dtype=torch.float64)
+    known = (every.isfinite().all(2) & (every[:, :, 1].sum(0) > 0)).all(0)
+    places = known.nonzero()[:, 0].tolist()
+    if not places:
+        return None
+    given, size, passes, got = (every[:, places, n] for n in range(4))
+    world = len(rows)
+    rounding = torch.tensor(eps, dtype=torch.float64)[places]
+    bound = (world + passes.max(0).values + _ROUNDINGS) * rounding * size.sum(0)
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
+    for weights in (_even(given, got, bound), _fitted(given, got, bound)):
+        if weights is None:
+            continue
+        wrong = (got - weights @ given).abs() > bound * weights.abs().max()
+        if best is None or wrong.any(0).sum() < best[1].any(0).sum():
+            best = weights, wrong
+    assert best is not None
+    weights, wrong = best
+    bad = {
+        places[n]: tuple(wrong[:, n].nonzero()[:, 0].tolist())
+        for n in wrong.any(0).nonzero()[:, 0].tolist()
+    }
+    of_bad = wrong.any(0)
+    scale = float(weights.abs().sum())
+    own = bool(bad) and any(
+        bool(((got - times * given).abs() <= bound * max(times, 1.0))[:, of_bad].all())
+        for times in (1.0, scale)
+    )
+    return Mean(tuple(weights.tolist()), bad, own, len(places))
+
+
+def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Equal weights, by the factor that most of the gradients have: of those that single gradients
+    have, the one that fits most, and of these least squares over what it fits.
+    """
+    mean, seen = given.mean(0), got.mean(0)
+    ratios = (seen / mean)[mean != 0].sort().values
+    some = ratios[torch.linspace(0, max(0, len(ratios) - 1), min(len(ratios), _TRIED)).long()]
+    factors = torch.cat([torch.tensor([1.0, float(len(given))], dtype=torch.float64), some])
+    near = (seen - factors[:, None] * mean).abs() <= bound * factors.abs()[:, None]
+    best = int(near.sum(1).argmax())
+    factor, of_it = float(factors[best]), near[best]
+    mean, seen = (mean / bound)[of_it], (seen / bound)[of_it]
+    if float(mean @ mean):
+        factor = float(mean @ seen) / float(mean @ mean)
+    return torch.full((len(given),), factor / len(given), dtype=torch.float64)
+
+
+def _fitted(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor | None:
+    """Weights of their own for each rank, as of a script that counts samples or tokens: by least
+    squares over the gradients that they fit; None where there are too few.
+    """
+    world, count = given.shape
+    kept = torch.ones(count, dtype=torch.bool)
+    for _ in range(8):
+        if int(kept.sum()) < max(world + 2, count // 2 + 1):
+            return None
+        rows = (given / bound)[:, kept].T
+        found = torch.linalg.lstsq(rows, (got.mean(0) / bound)[kept, None])
+        weights: torch.Tensor = found.solution[:, 0]
+        fits = ((got - weights @ given).abs() <= bound * weights.abs().max()).all(0)
+        if bool((fits | ~kept).all()):
+            return weights
+        errors = ((got - weights @ given).abs().max(0).values / bound).masked_fill(~kept, -1.0)
+        kept &= errors < errors.max() / 2
+    return None

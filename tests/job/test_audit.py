@@ -1,0 +1,284 @@
+"""The audit of a guard: right exchanges pass, and what all ranks get wrong alike is found."""
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import distcheck
+from distcheck.errors import UsageError
+from distcheck.job.guard import audit, explaining
+from distcheck.job.guard.audit import Audit
+from distcheck.job.guard.guarding import DivergenceError, Guard
+
+EPS = float(torch.finfo(torch.float32).eps)
+Exchange = Callable[[nn.Module, int, int], None]  # model, rank, step
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())])
+
+
+def train(
+    rank: int, exchange: Exchange, *, passes: int = 1, steps: int = 8, bare: bool = False,
+    **about: Any,
+) -> tuple[nn.Module, Guard | None]:  # fmt: skip
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(100 + rank)
+    guard = None
+    if not bare:
+        guard = distcheck.guard(
+            optimizer, model=model, every=4, save=None, randomness=False, samples=False,
+            **{"audit": True, **about},
+        )  # fmt: skip
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            F.mse_loss(model(torch.randn(6, 16)), torch.randn(6, 16)).backward()
+        exchange(model, rank, step)
+        optimizer.step()
+    if guard is not None:
+        guard.finish()
+        guard.close()
+    return model, guard
+
+
+def mean(model: nn.Module, rank: int, step: int) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def clipped(model: nn.Module, rank: int, step: int) -> None:
+    mean(model, rank, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def weighted(model: nn.Module, rank: int, step: int) -> None:
+    """As by samples: rank 1 counts twice."""
+    total = dist.get_world_size() + 1
+    for parameter in model.parameters():
+        parameter.grad *= (1 + (rank == 1)) / total
+        dist.all_reduce(parameter.grad)
+
+
+def summed(model: nn.Module, rank: int, step: int) -> None:
+    """Right where the loss is divided by the number of ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def in_bfloat16(model: nn.Module, rank: int, step: int) -> None:
+    for parameter in model.parameters():
+        wire = parameter.grad.bfloat16()
+        dist.all_reduce(wire)
+        parameter.grad = wire.float() / dist.get_world_size()
+
+
+def padding_taken_for_gradients(model: nn.Module, rank: int, step: int) -> None:
+    mean(model, rank, step)
+    list(model.parameters())[3].grad[-2:] = 0
+
+
+def half_of_one(model: nn.Module, rank: int, step: int) -> None:
+    mean(model, rank, step)
+    list(model.parameters())[2].grad /= 2
+
+
+def last_rank_forgotten(model: nn.Module, rank: int, step: int) -> None:
+    world = dist.get_world_size()
+    for parameter in model.parameters():
+        parameter.grad *= (rank != world - 1) * world / (world - 1)
+    mean(model, rank, step)
+
+
+def first_rank_for_all(model: nn.Module, rank: int, step: int) -> None:
+    """Replicas stay alike, by the gradients of one rank: nothing that a replica shows."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.grad, 0)
+
+
+def stale(model: nn.Module, rank: int, step: int) -> None:
+    """The exchange of the step before."""
+    mean(model, rank, step)
+    for parameter in model.parameters():
+        before = getattr(parameter, "before", torch.zeros_like(parameter))
+        parameter.before, now = parameter.grad.clone(), before
+        parameter.grad.copy_(now)
+
+
+def once(model: nn.Module, rank: int, step: int) -> None:
+    mean(model, rank, step)
+    if step == 4:
+        list(model.parameters())[5].grad[3] *= 1.5
+
+
+@pytest.mark.world([2, 3], reuse=True)
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("exchange", [mean, clipped, summed, weighted], ids=lambda e: e.__name__)
+def test_a_right_exchange_passes(world: Any, exchange: Exchange, passes: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, guard = train(world.rank, exchange, passes=passes)
+    assert guard is not None
+    assert (guard.checks, guard.divergences) == (3, [])
+    said = [one for one in guard.remarks if "ranks count by" in one]
+    assert len(said) == (exchange is weighted), guard.remarks
+    assert len(guard.remarks) == len(said), "something was audited"
+    alone, _ = train(world.rank, exchange, passes=passes, bare=True)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other), "an audited training is the training"
+
+
+@pytest.mark.world(2, reuse=True)
+def test_ddp_passes(world: Any) -> None:
+    wrapped: list[nn.Module] = []
+
+    def nothing(model: nn.Module, rank: int, step: int) -> None:
+        """DDP exchanges in backward."""
+
+    model = build()
+    wrapped.append(nn.parallel.DistributedDataParallel(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(world.rank)
+    guard = distcheck.guard(optimizer, every=4, save=None, audit=True, samples=False)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for last in (False, True):
+            with wrapped[0].no_sync() if not last else warnings.catch_warnings():  # type: ignore[operator,union-attr]
+                F.mse_loss(wrapped[0](torch.randn(6, 16)), torch.randn(6, 16)).backward()
+        optimizer.step()
+    guard.finish()
+    guard.close()
+    assert (guard.divergences, guard.remarks, guard.checks) == ([], [], 3)
+
+
+@pytest.mark.world(3, reuse=True)
+@pytest.mark.parametrize(
+    ("exchange", "cause", "said"),
+    [
+        (padding_taken_for_gradients, "exchange-error", "2.bias: what the optimizer gets is not a"),
+        (half_of_one, "exchange-error", "2.weight: what the optimizer gets is not a mean of the"),
+        (last_rank_forgotten, "dropped-rank", "gradients of rank 2 do not count in what the"),
+        (first_rank_for_all, "dropped-rank", "gradients of ranks 1, 2 do not count in what the"),
+        (stale, "exchange-error", "is not a mean of the ranks' gradients (7 of 8 parameters)"),
+        (once, "exchange-error", "it was right in the next step"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_all_ranks_get_wrong_alike_is_found(
+    world: Any, exchange: Exchange, cause: str, said: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, blind = train(world.rank, exchange, audit=False)
+        assert blind is not None
+        assert blind.divergences == [], "replicas agree, and a guard without an audit sees nothing"
+        with pytest.raises(DivergenceError) as error:
+            train(world.rank, exchange)
+    found = error.value.divergence
+    assert [one.cause for one in explaining.causes(found)] == [cause]
+    assert said in found.text
+    assert found.step == (4 if exchange is once else 2)
+    assert found.findings[0].when == ("once" if exchange is once else "again")
+
+
+@pytest.mark.world(2, reuse=True)
+def test_a_narrow_wire_is_told(world: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, guard = train(world.rank, in_bfloat16, audit="bfloat16")
+        assert guard is not None
+        assert guard.divergences == []
+        with pytest.raises(DivergenceError):
+            train(world.rank, in_bfloat16)
+
+
+def test_a_dtype_of_the_wire_is_one_of_two() -> None:
+    with pytest.raises(UsageError, match='audit must be True, "bfloat16" or "float16", not'):
+        distcheck.guard(torch.optim.SGD(build().parameters(), lr=0.1), audit="fp8")
+
+
+def measured(world: int, count: int, elements: int = 500) -> list[list[list[float]]]:
+    """What ranks measure of the mean of random gradients."""
+    torch.manual_seed(1)
+    rows: list[list[list[float]]] = [[] for _ in range(world)]
+    made = Audit(torch.optim.SGD([torch.zeros(elements, requires_grad=True)] * 1, lr=1.0), None)
+    for _ in range(count):
+        own = [torch.randn(elements) for _ in range(world)]
+        got = sum(own[1:], own[0]) / world
+        for rank, gradient in enumerate(own):
+            given, size = made.projected(gradient, 0).tolist()
+            rows[rank].append([given, size, 1.0, float(made.projected(got, 0)[0])])
+    return rows
+
+
+def test_one_element_in_five_hundred_shows() -> None:
+    """An error of one element is above the bound for all but the smallest."""
+    rows = measured(4, 12)
+    found = audit.judge(rows, [EPS] * 12)
+    assert found is not None
+    assert (found.wrong, found.compared, found.is_even) == ({}, 12, True)
+    for rank in range(4):
+        rows[rank][7][3] += 0.01
+    found = audit.judge(rows, [EPS] * 12)
+    assert found is not None
+    assert found.wrong == {7: (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_the_largest_gradient_does_not_make_the_others_wrong(count: int) -> None:
+    rows = measured(2, count)
+    for rank in range(2):
+        for n in (0, 1, 3):
+            rows[rank][2][n] *= 1e4  # given, its size, got
+        rows[rank][2][3] *= 0.9
+    found = audit.judge(rows, [EPS] * count)
+    assert found is not None
+    assert found.wrong.keys() == {2}
+
+
+def test_weights_are_fitted_where_there_are_enough_gradients() -> None:
+    rows = measured(4, 12)
+    shares = (0.4, 0.3, 0.2, 0.1)
+    for n in range(12):
+        got = sum(share * rows[rank][n][0] for rank, share in enumerate(shares))
+        for rank in range(4):
+            rows[rank][n][3] = got
+    found = audit.judge(rows, [EPS] * 12)
+    assert found is not None
+    assert found.weights == pytest.approx(shares)
+    assert (found.wrong, found.is_even, found.left_out) == ({}, False, ())
+    few = audit.judge([one[:4] for one in rows], [EPS] * 4)
+    assert few is not None
+    assert few.wrong, "four gradients fit any four weights, so that these show nothing"
+
+
+def test_what_is_absent_or_zero_is_not_compared() -> None:
+    rows = measured(2, 3)
+    for rank in range(2):
+        rows[rank][0][3] = math.nan
+        rows[rank][1] = [0.0, 0.0, 0.0, 0.0]
+    found = audit.judge(rows, [EPS] * 3)
+    assert found is not None
+    assert (found.compared, found.wrong) == (1, {})
+    assert audit.judge([one[:2] for one in rows], [EPS] * 2) is None
+
+
+def test_a_bundle_says_what_was_found(tmp_path: Path) -> None:
+    """The fields of an audit are read again from what a guard saves."""
+    from distcheck.job.guard import records
+    from distcheck.job.guard.records import Divergence, ReplicaFinding
+
+    found = ReplicaFinding(kind="exchange", first="a", groups=((0,),), what="other", when="once")
+    whole = Divergence(step=4, agreed_at=2, every=4, ranks=(0, 1), findings=(found,))
+    assert records.read(records.write(whole, tmp_path)).findings == (found,)
