@@ -171,6 +171,33 @@ def test_an_evaluation_gives_no_samples(tmp_path: Path) -> None:
     assert samples.disjoint(make(tmp_path, evaluates)).verdict == "pass"
 
 
+AHEAD = """
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.randn(3), torch.ones(3)
+class Model(torch.nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+model = Model(3, 2)
+optimizer = optimizer_of(model)
+batches = iter(torch.utils.data.DataLoader(Texts(), batch_size=2))
+for step in range(2):
+    optimizer.zero_grad()
+    for x, mask in [next(batches) for _ in range(2)]:
+        model(x, mask).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_batch_is_not_known_by_what_several_have(tmp_path: Path) -> None:
+    """Those of a step are loaded before its passes, and their masks are alike."""
+    job = recorded(AHEAD, tmp_path, steps=2)
+    had = [[one.batches for one in job.records[0, step].passes] for step in job.steps]
+    assert had == [[((0, 0, 0),), ((0, 0, 1),)], [((0, 0, 2),), ((0, 0, 3),)]]
+
+
 FILES = """
 class Images(torch.utils.data.Dataset):
     def __len__(self):

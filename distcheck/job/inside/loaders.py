@@ -156,8 +156,16 @@ class Loaders:
             one.is_evaluated = True
 
     def _with(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
-        rows = {row for one in inputs for row in tensors.rows_of([one])}
-        return [one for one in self._handed if one.rows & rows]
+        """The batches that inputs are of. Rows of several may be alike, as those of masks are: a
+        batch is one of them where it has rows that those with more of the rows have not.
+        """
+        left = {row for one in inputs for row in tensors.rows_of([one])}
+        found = set[int]()
+        for one in sorted(self._handed, key=lambda o: (-len(o.rows & left), o.is_used)):
+            if one.rows & left:
+                found.add(id(one))
+                left = left - one.rows
+        return [one for one in self._handed if id(one) in found]
 
     def take(self, file: "StepFile") -> tuple[LoadedBatch, ...]:
         """The batches that were not written yet, their tensors given to a step's file. Used ones
