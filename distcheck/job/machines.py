@@ -70,7 +70,7 @@ def gathered(folder: Path, ran: Ran, *, patience_s: float = PATIENCE_S) -> Itera
     all but one of these, and CannotRunError where one does not come.
     """
     own = [read_rank(file) for file in sorted(folder.glob("rank-*/rank.json"))]
-    if not own or len(own) >= own[0].world or not _has_several_machines(own[0]):
+    if not own or len(own) >= own[0].world or not _are_elsewhere(own[0], ran):
         yield Gathered(ran)
         return
     server = _listening(own, patience_s)
@@ -101,10 +101,14 @@ class JudgedThereError(DistcheckError):
         self.exit_code = ExitCode(code)
 
 
-def _has_several_machines(rank: RankRecord) -> bool:
-    """Whether a launcher has said that there are ranks elsewhere, and where the master is."""
+def _are_elsewhere(rank: RankRecord, ran: Ran) -> bool:
+    """Whether the ranks that are missing were started on other machines, as torchrun says. Of ranks
+    that were started in another way, one may be missing since it failed.
+    """
     here, master = rank.variables.get("LOCAL_WORLD_SIZE", ""), rank.variables.get("MASTER_PORT", "")
-    return master.isdecimal() and (not here.isdecimal() or int(here) < rank.world)
+    if not master.isdecimal():
+        return False
+    return int(here) < rank.world if here.isdecimal() else not (ran.code or ran.raised)
 
 
 def _place_of(own: list[RankRecord]) -> tuple[str, int]:

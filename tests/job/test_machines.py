@@ -98,15 +98,19 @@ def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
 
 
 def test_one_machine_is_asked_nothing(tmp_path: Path) -> None:
-    """All ranks are here, or a launcher has said that all of them started here."""
+    """All ranks are here, or no master was named, or a rank that is missing may have failed."""
     folder = recorded(tmp_path / "a", (0, 1, 2, 3), 1)
     with machines.gathered(folder, Ran(0, ())) as whole:
         assert whole.hosts == ()
     one = recorded(tmp_path / "b", (0,), 1)
-    record = RankRecord(rank=0, world=4, arguments=(), folder="", backend="", device="", torch="")
-    write_json(rank_folder(one, 0) / "rank.json", record)
-    with machines.gathered(one, Ran(0, ())) as whole:
-        assert whole.hosts == ()
+    for ran, variables in ((Ran(0, ()), {}), (Ran(1, ()), {"MASTER_PORT": "1"})):
+        record = RankRecord(
+            rank=0, world=4, arguments=(), folder="", backend="", device="", torch="",
+            variables=variables,
+        )  # fmt: skip
+        write_json(rank_folder(one, 0) / "rank.json", record)
+        with machines.gathered(one, ran) as whole:
+            assert whole.hosts == ()
 
 
 def test_a_machine_that_does_not_come_is_named_by_its_ranks(tmp_path: Path) -> None:
