@@ -32,7 +32,7 @@ from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
 REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
-MANIFEST, FORM = "recording.json", 2
+MANIFEST, FORM = "recording.json", 3
 MOST_BYTES = 64 << 30  # of one step of one rank
 
 

@@ -1,7 +1,8 @@
 """A tensor as 64 sums of its elements with signs: linear, so means and factors carry over.
 
-Element i goes into sum i mod 64 with a sign that depends on i alone. Beside the signed sums are
-those of the absolute values, by which a rounding bound on elements becomes one on sums.
+Element i goes into sum i mod 64, and the sign of each row of 64 elements depends on its place
+alone. Beside the signed sums are those of the absolute values, by which a rounding bound on
+elements becomes one on sums.
 """
 
 import functools
@@ -9,25 +10,34 @@ import functools
 import torch
 
 SLOTS = 64
+_ROWS = 1 << 14  # that are made float64 at once; chosen: 8 MB
 
 
 @functools.lru_cache(maxsize=256)
-def _signs(elements: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(elements)
-    return torch.randint(0, 2, (elements,), generator=generator, dtype=torch.int8) * 2 - 1
+def _signs(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(0, 2, (rows,), generator=generator).double() * 2 - 1
 
 
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
     """The signed sums, float64."""
     flat = tensor.detach().reshape(-1).cpu()
-    return _sums(flat.double() * _signs(flat.numel()))
+    rows = -(-flat.numel() // SLOTS)
+    return _sums(flat, _signs(rows))
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
     """The sums of absolute values, float64."""
-    return _sums(tensor.detach().reshape(-1).cpu().double().abs())
+    flat = tensor.detach().reshape(-1).cpu().abs()
+    rows = -(-flat.numel() // SLOTS)
+    return _sums(flat, torch.ones(rows, dtype=torch.float64))
 
 
-def _sums(flat: torch.Tensor) -> torch.Tensor:
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % SLOTS))
-    return padded.reshape(-1, SLOTS).sum(0)
+def _sums(flat: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(SLOTS, dtype=torch.float64)
+    for start in range(0, len(signs), _ROWS):
+        part = flat[start * SLOTS : (start + _ROWS) * SLOTS].double()
+        if part.numel() % SLOTS:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % SLOTS))
+        total += signs[start : start + _ROWS] @ part.view(-1, SLOTS)
+    return total
