@@ -12,6 +12,7 @@ from distcheck.errors import UsageError
 from distcheck.judge import fitting
 from distcheck.judge.parting import yardstick
 from distcheck.judge.parting.jobs import JobWalk, walk_jobs, why_not
+from distcheck.judge.parting.modules import with_module
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.recordings.differing import CHOSEN
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
@@ -58,11 +59,19 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
         remark=_remark(walk, found, earlier, later),
     )  # fmt: skip
-    causes = _causes(walk, found, earlier, later, changed)
+    modules = walk.by_module()
+    causes = with_module(
+        _causes(walk, found, earlier, later, changed), modules,
+        lambda evidence: name_cause("module-differs", evidence, "compared"),
+    )  # fmt: skip
     if walk.parted is not None and walk.parted.what == "optimizer's settings":
         reason = f"the {walk.parted.what} are others: what follows is not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
-    return msgspec.structs.replace(one, diagnosis=tuple(causes)), known[1]
+    op = walk.by_op()
+    if op and causes:
+        evidence = f"{causes[0].evidence}; {op}"
+        causes[0] = msgspec.structs.replace(causes[0], evidence=evidence)
+    return msgspec.structs.replace(one, diagnosis=tuple(causes), modules=modules, op=op), known[1]
 
 
 def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:

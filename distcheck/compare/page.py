@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.compare.screen import (
@@ -13,6 +15,7 @@ from distcheck.compare.screen import (
     place_of,
 )
 from distcheck.errors.shown_text import shown
+from distcheck.reports.by_module import tree
 from distcheck.reports.html_report import page
 
 
@@ -48,6 +51,9 @@ def _row(case: CaseComparison) -> dict[str, Any]:
         "reason": case.reason,
     }
     row["lines"] = of_jobs(case)
+    found = case.modules
+    row["modules"] = [] if found is None else tree(msgspec.to_builtins(found.modules))
+    row["first_module"] = "" if found is None else found.first
     if first is None:
         return row | {"place": "", "old": "", "new": "", "apart": "", "tensors": ""}
     old, new = old_and_new(first)

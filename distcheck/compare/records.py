@@ -5,6 +5,7 @@ import msgspec
 from distcheck.contract import Contract, Training
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Diagnosis, Origin, VerdictName, merge_verdicts
+from distcheck.records.by_module import ByModule
 from distcheck.records.parting import TraceComparison
 from distcheck.worlds.jobs import Job
 
@@ -25,7 +26,9 @@ COMPARE = Job(
 
 
 class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over one case."""
+    """The verdict over one case; of two jobs, with the first module that parts, and what is to be
+    said of the first operator.
+    """
 
     id: str
     verdict: VerdictName
@@ -34,6 +37,8 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
     found: TraceComparison = TraceComparison()
     changes: tuple[Change, ...] = ()
     diagnosis: tuple[Diagnosis, ...] = ()
+    modules: ByModule | None = None
+    op: str = ""
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):

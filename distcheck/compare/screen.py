@@ -7,6 +7,7 @@ from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
 from distcheck.records import Change, Difference
 from distcheck.records.parting import TraceComparison
+from distcheck.reports.by_module import of_modules
 from distcheck.reports.wording import STYLE, describe_place, show
 from distcheck.reports.wrapping import hanging, print_hanging
 
@@ -111,7 +112,8 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
     """What is known of two jobs beside that: their yardstick, and causes."""
-    lines = []
+    lines = [("module", of_modules(case.modules))] if case.modules is not None else []
+    lines += [("op", case.op)] if case.op else []
     if case.found.yardstick:
         moved = ", ".join(f"{distance:.1e}" for distance in case.found.yardstick)
         lines.append(("one ULP", f"{moved} (the same of a run whose parameters are moved by it)"))

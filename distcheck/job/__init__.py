@@ -12,6 +12,7 @@ In the process that a person starts:
     judging                  from a recording to checks, causes and a report; with
       checks/                  comparisons: pure functions of a recording; fitting: factors
       causes                   from failed checks to causes, with against_reference; lines: where
+      by_module                which module is wrong first, in a second look where need be
       accepting                deviations that are meant, and what they promise
       continuing, resumed      a restart, beside the recording of the whole job
     guard/                   `distcheck.guard`: ranks of a long run compare what they hold

@@ -19,6 +19,8 @@ class JobOptions:
     keep_going: bool = False
     save: str | None = None
     continues: str | None = None
+    modules: bool = False
+    ops: bool = False
     no_reference: bool = False
     reference: str | None = None
     weights: str | None = None
@@ -32,12 +34,21 @@ class JobOptions:
         """Whether the job is to be compared with one process."""
         return not (self.no_reference or self.from_step or self.continues)
 
+    @property
+    def watches_modules(self) -> bool:
+        """Whether modules are watched: an operator is said to be in one."""
+        return self.modules or self.ops
+
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept)
         if self.reference is not None and (self.no_reference or not self.reference.strip()):
             raise UsageError(
                 "--reference takes a command that trains as one process; give it, or give "
                 "--no-reference"
+            )
+        if self.ops and self.save is None:
+            raise UsageError(
+                "--ops is for a recording that is compared with another one; give --save as well"
             )
         if not 1 <= self.steps <= settings.MOST_STEPS:
             raise UsageError(f"--steps must be between 1 and {settings.MOST_STEPS}")

@@ -9,6 +9,7 @@ import msgspec
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.job import continuing, leftovers, machines, moved_runs, replaying, running, settings
 from distcheck.job.asked import JobOptions
+from distcheck.job.by_module import is_worth_a_look, look_again
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.continuing import Earlier
 from distcheck.job.copying import Copy, copy_project
@@ -108,6 +109,9 @@ def _judged(
         reference, missing = _replay(asked, job, copied, folder / "reference")
     live.phase("[3/3] judging")
     case = judge(asked, job, whole.ran, reference, missing)
+    if reference is not None and not whole.hosts and is_worth_a_look(case):
+        live.phase("[3/3] a second look, at its modules")
+        case = look_again(case, job, asked, _settings_of(asked), copied, folder / "again")
     case = case if earlier is None else continuing.judged(case, earlier, job)
     return _report(None, case), job, yardstick
 
@@ -158,6 +162,8 @@ def _settings_of(asked: JobOptions) -> JobSettings:
         budget=asked.budget,
         keep_going=asked.keep_going,
         kept=asked.save is not None or asked.continues is not None,
+        modules=asked.watches_modules,
+        ops=asked.ops,
         on_cpu=asked.on_cpu,
     )
 
@@ -181,6 +187,7 @@ def _replay(
         return replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",
             command=asked.reference or "", deadline_s=asked.deadline_s,
+            modules=asked.watches_modules,
         ), ""  # fmt: skip
     except NoReferenceError as error:
         return None, str(error)

@@ -9,6 +9,7 @@ import msgspec
 
 from distcheck.job import accepting, causes, checks, settings
 from distcheck.job.asked import JobOptions
+from distcheck.job.by_module import by_module, with_evidence
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
@@ -77,7 +78,7 @@ def judge(
         said = "; ".join(one.evidence for one in remarks)
         results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
         diagnosis, remarks = [*diagnosis, *remarks], []
-    return CaseReport(
+    case = CaseReport(
         case=_case_of(asked, job),
         strategy_file=script_of(job.ranks[0].arguments),
         verdict=merge_verdicts([result.verdict for result in results]),
@@ -90,6 +91,7 @@ def judge(
         remarks=tuple(remarks),
         accepted=accepted,
     )
+    return case if reference is None else with_evidence(case, by_module(job, reference))
 
 
 def _until(
@@ -124,6 +126,7 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
     options += ["--continues", asked.continues] if asked.continues else []
+    options += ["--modules"] if asked.modules else []
     options += ["--on-cpu"] if asked.on_cpu else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--strict"] if asked.strict else []

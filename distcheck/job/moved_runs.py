@@ -32,7 +32,7 @@ def measured(
         own = folder / f"moved-{draw}"
         own.mkdir(parents=True)
         file = settings.write(
-            msgspec.structs.replace(asked, draw=draw, kept=False, keep_going=False), own
+            msgspec.structs.replace(asked, draw=draw, kept=False, ops=False, keep_going=False), own
         )
         project = dataclasses.replace(copy, folder=folder / f"copy-{draw}")
         try:

@@ -61,7 +61,7 @@ class Reference:
 
 def replay(
     job: JobRecording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
-    command: str = "", deadline_s: float = 300.0,
+    command: str = "", deadline_s: float = 300.0, modules: bool = False,
 ) -> Reference:  # fmt: skip
     """Runs rank 0's script as one process, or the `command` that does. Raises NoReferenceError
     where that cannot be done.
@@ -86,7 +86,7 @@ def replay(
     words, replaced = (words, ()) if command else of_one(words, job.world)
     in_processes = _is_lost_in_a_fork(first.device)
     asked = JobSettings(
-        mode="replay", steps=len(job.steps), recording=str(job.folder),
+        mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
         spawns=job.world if spawned and not command else 0, project=str(copy.folder),
         gpus=job.world if spawned else 1,

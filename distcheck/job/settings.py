@@ -94,6 +94,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_going        whether the job goes on after the last recorded step
     kept              whether the recording is compared with another job's: then the optimizer's
                       state and averages of the model are noted as well
+    modules           whether the modules within a model are watched
+    ops               whether the operators that torch runs are heard
     draw              seeds the moves of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
     spawns            in a replay: how many ranks the script starts itself; 0 where it does not
@@ -115,6 +117,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 4 << 30
     keep_going: bool = False
     kept: bool = False
+    modules: bool = False
+    ops: bool = False
     draw: int = 0
     recording: str = ""
     in_processes: bool = False

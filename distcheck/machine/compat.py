@@ -69,6 +69,51 @@ WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of a module runs compiled code: of torch.compile(module), or after its own
+    `compile()`.
+    """
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or COMPILED in getattr(module, "_modules", ())
+
+
+class OpMode(TorchDispatchMode):
+    """A mode under which torch.compile compiles as it does without: other modes run what was
+    compiled eagerly.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code is called under the mode."""
+        return True
+
+
+def written_arguments(operator: Any) -> dict[str, str]:
+    """The arguments of an operator, in order, each with whether it is written to: `out` where it is
+    given for nothing else, `self` where it may be read as well; empty where it is not written to.
+    """
+    schema = getattr(operator, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return {
+        one.name: ("out" if one.is_out or one.kwarg_only else "self")
+        if one.alias_info is not None and one.alias_info.is_write
+        else ""
+        for one in arguments
+    }
+
+
+def draws_random_numbers(operator: Any) -> bool:
+    """Whether an operator draws from a random stream."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; None where that is not counted (inference_mode)."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def fsdp2_dtype(module: nn.Module) -> torch.dtype | None:
     """What a module that fully_shard was given computes in, where that is not its own dtype."""
     state = getattr(module, "_get_fsdp_state", None)

@@ -20,6 +20,7 @@ import msgspec
 
 from distcheck.errors import CannotRunError, ExitCode, VerdictError
 from distcheck.records.bounded import Count, Int
+from distcheck.records.by_module import ByModule
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
 from distcheck.records.case import Adaptation as Adaptation
@@ -182,6 +183,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     remarks: tuple[Diagnosis, ...] = ()
     accepted: Allowance | None = None
     contents: Contents | None = None
+    modules: ByModule | None = None
     unfinished: bool = False  # an interruption came before it was judged
     rounded_to: str = ""  # the short dtype whose numbers all wrong gradients are, if there is one
 

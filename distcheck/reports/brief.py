@@ -21,6 +21,7 @@ from distcheck.records.layers import (
     ROUNDING,
 )
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
+from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import Key, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import next_step
 from distcheck.reports.wording import (
@@ -66,6 +67,9 @@ def print_group(
             lines.add("ok", ", ".join(passed), most=2)
     for one in dict.fromkeys(one for case in cases for one in case.remarks):
         lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
+    right = [c.modules for c in cases if c.modules is not None and c.verdict == "pass"]
+    for found in dict.fromkeys(map(of_modules, right)):
+        lines.add("module", found, most=3)
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
     shown = notes[:_MOST_NOTES] if alone or verdict != "pass" else []
     for note in shown:
@@ -326,6 +330,8 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
     for one in causes[:_MOST_FAILURES]:
         lines.add("cause", f"{one.evidence}", most=2)
+    if case.modules is not None:
+        lines.add("module", of_modules(case.modules), most=3)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
     if first is not None and first.first is not None:
         lines.add("first", f"{first.check}, {_place(first.first)}", most=2)

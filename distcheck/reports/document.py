@@ -27,6 +27,7 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.records.bounded import Count, Int
+from distcheck.records.by_module import ByModule
 from distcheck.records.ends import RankEnd
 from distcheck.records.searches import Explored
 
@@ -167,6 +168,7 @@ class CaseEntry(msgspec.Struct, kw_only=True):
     diagnosis: list[Diagnosis]
     where: CallSite | UnsetType = UNSET
     remarks: list[Diagnosis] | UnsetType = UNSET
+    modules: ByModule | UnsetType = UNSET
     timings_s: dict[str, float]
     replay: str
     command: str = ""

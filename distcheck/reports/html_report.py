@@ -19,6 +19,7 @@ from distcheck.errors.shown_text import shown
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports import scale
+from distcheck.reports.by_module import tree
 from distcheck.reports.findings import describe_origin, site_of
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.pictures import scale as picture
@@ -181,6 +182,7 @@ def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured
             if any(check["layer"] == layer.alias for check in case["checks"])
         ],
         "alike": _alike(case["checks"]),
+        "modules": tree(case["modules"]["modules"]) if case.get("modules") else [],
         "logs": [o for o in case["outcomes"] if o["outcome"] != RankEnd.FINISHED],
         "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == RankEnd.FINISHED],
     }

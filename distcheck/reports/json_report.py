@@ -153,6 +153,7 @@ def _case(report: CaseReport) -> CaseEntry:
         diagnosis=list(report.diagnosis),
         where=report.where or UNSET,
         remarks=list(report.remarks) or UNSET,
+        modules=report.modules or UNSET,
         command=report.case.command_line,
         notes=list(report.notes),
     )

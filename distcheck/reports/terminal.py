@@ -19,6 +19,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
+from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import print_failure
 from distcheck.reports.wording import (
     STYLE,
@@ -239,6 +240,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
 def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     """Notes on the cases, and what passing checks had to say; each sentence once."""
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
+    notes += [f"module: {of_modules(case.modules)}" for case in cases if case.modules is not None]
     notes += [f"note: {note}" for case in cases for note in case.notes]
     said = [
         f"{named(result.check, result.layer)}: {result.reason}"

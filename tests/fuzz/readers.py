@@ -33,6 +33,7 @@ from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
 from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.ops import OpCall, Ops
 from distcheck.recordings.traces import files
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.training_runs import (
@@ -50,7 +51,7 @@ from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
-from tests.job.recordings import Facts, make
+from tests.job.recordings import Facts, chain, make
 from tests.sealing import keep_digests, seal_again
 
 _MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
@@ -331,6 +332,8 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
     def judge() -> int:
         asked = JobOptions(words=("python", "train.py"), steps=3, no_reference=True)
         found = reading.read(job)
+        for rank, step in found.records:
+            found.modules(rank, step)
         report = judging.judge(asked, found, Ran(0, ()), None, "none was asked for")
         return {"pass": 0, "fail": 1, "unknown": 5}[report.verdict]
 
@@ -342,6 +345,8 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 def _thrice(facts: Facts) -> None:
     facts.raw = {name: 3 * gradient for name, gradient in facts.raw.items()}
+    facts.seen = chain((1.0, 2.0), (3.0, 4.0))
+    facts.ops = Ops((OpCall("aten.mm", "a", "b"),))
 
 
 def explained(originals: Originals, folder: Path, draw: Random) -> Answer:

@@ -14,6 +14,7 @@ from distcheck.job.inside.step_file import StepFile
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import Replayed, ReplayedStep
 from distcheck.recordings.jobs import reading, records
+from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
     Clip,
@@ -23,6 +24,8 @@ from distcheck.recordings.jobs.records import (
     Pass,
     RankRecord,
 )
+from distcheck.recordings.jobs.sketches import SLOTS
+from distcheck.recordings.jobs.watched import ModuleCall, Seen, Watched, WatchedTensor
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 
@@ -57,6 +60,8 @@ class Facts:
         self.of_batch: dict[str, Any] = {}  # what else its Batch and its StepRecord have
         self.of_record: dict[str, Any] = {}
         self.skipped = False
+        self.seen: Seen | None = None  # of its modules
+        self.ops: Ops | None = None
 
     def a_pass(self, number: int, **about: Any) -> Pass:
         call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
@@ -79,6 +84,8 @@ class Facts:
         kinds = {"local": self.local, "sizes": self.sizes, "raw": raw, "step": given}
         for kind, found in kinds.items():
             file.add_gradients(kind, found, 1.0)
+        file.add_modules(self.seen)
+        file.ops = self.ops
         file.write(
             budget, rank=self.rank, world=self.world, optimizer="torch.optim.sgd.SGD",
             groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
@@ -174,3 +181,21 @@ def judged(job: JobRecording, alone: Reference) -> list[CheckResult]:
 
 def replaced(value: Pass, **about: Any) -> Pass:
     return msgspec.structs.replace(value, **about)
+
+
+def _sums(value: float) -> torch.Tensor:
+    return torch.full((SLOTS,), value, dtype=torch.float64)
+
+
+def chain(*values: tuple[float, float], trains: bool = True) -> Seen:
+    """A chain of modules `a`, `b`, ...: the tensors before, between and after them, each with its
+    gradient.
+    """
+    tensors = tuple(WatchedTensor((4, 4), f"{v}", trains, f"{g}") for v, g in values)
+    calls = tuple(
+        ModuleCall(name, "Linear", 0, 0, (place,), (place + 1,))
+        for place, name in zip(range(len(values) - 1), "abcdefgh", strict=False)
+    )
+    backward = tuple(reversed(range(len(values))))
+    watched = Watched(calls=calls, tensors=tensors, backward=backward)
+    return Seen(watched, torch.stack([torch.stack([_sums(v), _sums(g)]) for v, g in values]))

@@ -37,12 +37,14 @@ def optimizer_of(*models):
 
 
 def run(
-    script: str, folder: Path, *, steps: int = 3, watched: bool = True, defect: bool = False
-) -> str:
+    script: str, folder: Path, *, steps: int = 3, watched: bool = True, defect: bool = False,
+    modules: bool = False,
+) -> str:  # fmt: skip
     """What a script printed, its steps recorded into the folder if it is watched; `defect`: the
     recorder is to fail.
     """
-    settings = JobSettings(steps=steps, keep_going=True) if watched else None
+    asked = JobSettings(steps=steps, keep_going=True, modules=modules)
+    settings = asked if watched else None
     return _forked(HEAD + script, folder, settings, defect=defect)
 
 

@@ -242,10 +242,11 @@ def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
 ) -> None:
     """Gradients of 1 and -0.5 leave half, and have been rounded twice where both were sent."""
-    monkeypatch.setattr("distcheck.job.inside.recorder.exchanges", lambda model: exchanging)
+    monkeypatch.setattr("distcheck.job.inside.rank.exchanges", lambda model: exchanging)
     recorder = Recorder(settings.JobSettings(steps=1, keep_going=True), tmp_path)
     monkeypatch.setattr(hooks, "_listener", recorder)
-    monkeypatch.setattr("distcheck.job.inside.recorder.ddp_in", lambda model: model)
+    monkeypatch.setattr("distcheck.job.inside.rank.ddp_in", lambda model: model)
+    monkeypatch.setattr("distcheck.job.inside.rank.exchange_seconds", lambda model: None)
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for size in (1.0, -0.5, 1.0):

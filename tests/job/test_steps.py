@@ -344,8 +344,8 @@ def test_what_stands_in_for_a_parameter_is_none(tmp_path: Path) -> None:
 
 
 ALONE = """
-import distcheck.job.inside.recorder
-distcheck.job.inside.recorder.world_of = lambda: (0, 2)
+import distcheck.job.inside.rank
+distcheck.job.inside.rank.world_of = lambda: (0, 2)
 model = torch.nn.Linear(3, 2)
 optimizer = optimizer_of(model)
 for number in range(20):

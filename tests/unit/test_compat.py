@@ -127,6 +127,57 @@ def test_what_wrappers_add_to_names() -> None:
     assert ran.stdout == f"{compat.COMPILED}.weight\n", ran.stderr
 
 
+def test_what_is_compiled_says_so() -> None:
+    """After torch.compile(module), and after the module's own compile()."""
+    program = (
+        "import torch\n"
+        "from distcheck.machine.compat import is_compiled\n"
+        "one = torch.nn.Linear(1, 1)\n"
+        "print(is_compiled(one), is_compiled(torch.compile(one)))\n"
+        "one.compile(backend='eager')\n"
+        "print(is_compiled(one))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "True", "True"], ran.stderr
+
+
+def test_a_version_says_that_a_tensor_was_written_to() -> None:
+    one = torch.zeros(2)
+    before = compat.version_of(one)
+    assert compat.version_of(one) == before
+    one.add_(1)
+    assert compat.version_of(one) != before
+    with torch.inference_mode():
+        assert compat.version_of(torch.zeros(2)) is None
+
+
+def test_what_operators_write_to_and_draw() -> None:
+    aten = torch.ops.aten
+    assert compat.written_arguments(aten.add_.Tensor)["self"] == "self"
+    assert compat.written_arguments(aten.addmm.out)["out"] == "out"
+    assert not any(compat.written_arguments(aten.addmm.default).values())
+    assert compat.written_arguments(print) == {}
+    assert compat.draws_random_numbers(aten.bernoulli.default)
+    assert not compat.draws_random_numbers(aten.mm.default)
+
+
+def test_under_a_mode_for_operators_code_is_compiled() -> None:
+    """Other modes run it eagerly: a job would be another one."""
+    program = (
+        "import torch, torch._dynamo.utils as counted\n"
+        "from distcheck.machine.compat import OpMode\n"
+        "class Mode(OpMode):\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
+        "        return func(*args, **(kwargs or {}))\n"
+        "one = torch.compile(torch.nn.Linear(1, 1), backend='aot_eager')\n"
+        "with Mode():\n"
+        "    one(torch.ones(1, 1))\n"
+        "print(counted.counters['stats']['unique_graphs'])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "1\n", ran.stderr
+
+
 def test_fsdp_marks_its_tensors() -> None:
     taken, marked = compat.OF_FSDP1
     assert getattr(FlatParameter(torch.ones(1)), taken)

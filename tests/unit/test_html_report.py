@@ -15,13 +15,26 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.records.by_module import ByModule, ModuleSeen
 from distcheck.reports import html_report, json_report
 from distcheck.reports.aggregated import as_entries
 from distcheck.reports.pictures import histogram, losses
 from tests import documents
 
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr", "path"}
+MODULES = ByModule(
+    first=f"first wrong module: layers.1.up {documents.HOSTILE}", name="layers.1.up",
+    is_found=True, compared=8,
+    modules=(
+        ModuleSeen(name="layers.0", kind="Block", state="near", error=1e-7, bound=2e-6),
+        ModuleSeen(name="layers.1.up", kind="Linear", state="wrong", error=0.1, bound=2e-6),
+        ModuleSeen(name="layers.1", kind=documents.HOSTILE, state="follows", calls=2),
+        ModuleSeen(name="a." * 3000, kind="", state="unseen"),
+        ModuleSeen(name="", kind="Net", state="follows"),
+    ),
+)  # fmt: skip
 ALL = {
+    "modules": documents.document(msgspec.structs.replace(documents.mismatch(), modules=MODULES)),
     "pass": documents.document(documents.passing(), changed=False),
     "mismatch": documents.document(documents.mismatch()),
     "crash": documents.document(documents.crash()),
@@ -409,3 +422,14 @@ def test_a_table_that_goes_on_shows_that_it_does() -> None:
     style = html_report._style()
     assert "background-attachment" in style or "no-repeat local" in style
     assert "var(--shade)" in style
+
+
+def test_the_tree_of_modules_is_open_where_one_is_wrong() -> None:
+    seen = page("modules")
+    text = re.sub(r"<[^>]+>", "", seen.text)
+    tree = seen.text[seen.text.index('<ul class="modules">') :]
+    opened = tree.index("<details open>")
+    assert tree.index("layers") < tree.index(">up<")
+    assert opened < tree.index(">up<")
+    assert '<li class="fail"><span class="badge fail">up</span>' in tree
+    assert "what it is given is right" in re.sub(r"\s+", " ", text)

@@ -30,6 +30,12 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--continues", metavar="DIR", type=click.Path(),
               help="A recording (--save) of the same job, uninterrupted: does this one resume as "
               "if it had not stopped?")  # fmt: skip
+@click.option("--modules", is_flag=True,
+              help="Watch every module: which is the first to be wrong, though what it is given is "
+              "right?")  # fmt: skip
+@click.option("--ops", is_flag=True,
+              help="With --save: note every operator that torch runs, so that compare names the "
+              "first that gives other bits.")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",

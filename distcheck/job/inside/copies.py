@@ -15,6 +15,7 @@ from distcheck.job.inside.folding import Folding, limit_memory
 from distcheck.job.inside.forks import Forks, Written
 from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.processes import Processes
+from distcheck.job.inside.watching import WatchedCopies
 from distcheck.job.settings import BY_RANK, JobSettings, Role
 from distcheck.recordings.jobs.reading import JobRecording
 
@@ -36,6 +37,7 @@ class Copies:
         self.forks = Processes(folder, settings) if settings.in_processes else Forks(folder)
         self.folding = Folding(job, hands.feeding, self._apart)
         self.choice = choosing.Choice()
+        self.watched = WatchedCopies(DRAWS, job.world)
         self.times: float | None = None  # one of the scales that a right job may have
         self.draws = 0  # by which the step's spreads are measured
         self.spreads: dict[str, float] = {}
@@ -92,7 +94,7 @@ class Copies:
         waiting = [role for role in roles if role not in known]
         found = self.forks.run(waiting, step, self.choice.mode) if waiting else {}
         if not isinstance(found, Role):
-            known.update(found)
+            known.update(self.watched.without(found))
             return False
         self._hands.copy = found
         if found.pairs:
@@ -122,7 +124,7 @@ class Copies:
         out = self.folding.results(self._found[step], step)
         if step != self._job.steps[0]:
             if self._says_too_little(raw, recorded, out) and self.forks.release_spare():
-                self._found[step].update(self.forks.read(self._moved(step)))
+                self._found[step].update(self.watched.without(self.forks.read(self._moved(step))))
                 self._measure(step, {**raw, "loss": loss})
                 out = self.folding.results(self._found[step], step)
             self.forks.end_spare()

@@ -5,10 +5,12 @@ boundary between distcheck and the script. Each place is one that torch document
 that scripts call by its public name; of data loaders also their iterators and fetchers.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import (
@@ -19,6 +21,10 @@ from torch.optim.optimizer import (
 from distcheck.job.inside.listening import Deaf
 from distcheck.machine.compat import IterableFetcher, LoaderIterator, MapFetcher
 from distcheck.training.leaf_hooks import watch_registrations
+
+if TYPE_CHECKING:
+    from distcheck.job.inside.modules import Modules
+    from distcheck.job.inside.op_log import OpLog
 
 LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -32,9 +38,11 @@ COLLECTIVES = (
 
 
 _listener: Deaf | None = None
+_ops: "OpLog | None" = None  # hears of operators
 _on_defect: Callable[[], None] | None = None
 beat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
 _depth = 0  # of models that are being called
+_watching: "Modules | None" = None  # the modules of the model that is being called
 _outermost: torch.optim.Optimizer | None = None  # it steps, and may call others' step within
 # Names of functions that run now. torch calls its own function again, by its public name, where a
 # mode is on (torch.set_default_device is one); the script has made only the outer call.
@@ -63,9 +71,26 @@ def listen(listener: Deaf | None) -> None:
     _listener = listener
 
 
+def watch(modules: "Modules | None") -> None:
+    """Watches the modules of the model that is about to be called, or no more."""
+    global _watching
+    _watching = modules
+
+
+def log_ops(log: "OpLog | None") -> None:
+    """Has a log hear of operators from now on, or none."""
+    global _ops
+    _ops = log
+
+
+def _heard(part: str) -> AbstractContextManager[None]:
+    """A part of a step, of which operators are heard if they are asked for."""
+    return contextlib.nullcontext() if _ops is None else _ops.hears(part)
+
+
 def say(what: str, *given: Any) -> Any:
     """Calls the listener, if there is one; None where there is none, or it failed."""
-    return _within(_tell, what, *given)
+    return within(_tell, what, *given)
 
 
 def _tell(what: str, *given: Any) -> Any:
@@ -73,9 +98,12 @@ def _tell(what: str, *given: Any) -> Any:
     return None if _listener is None else getattr(_listener, what)(*given)
 
 
-def _within(call: Callable[..., Any], *given: Any) -> Any:
+def within(call: Callable[..., Any], *given: Any) -> Any:
     """Calls what is distcheck's own; None where that raises, and nothing listens any more."""
     global _listener
+    log, was_silent = _ops, _ops is not None and _ops.is_silent
+    if log is not None:
+        log.is_silent = True
     try:
         return call(*given)
     except Exception:
@@ -83,6 +111,9 @@ def _within(call: Callable[..., Any], *given: Any) -> Any:
         if _on_defect is not None and not has_failed:
             _on_defect()
         return None
+    finally:
+        if log is not None:
+            log.is_silent = was_silent
 
 
 def _is_heard(module: torch.nn.Module) -> bool:
@@ -91,7 +122,7 @@ def _is_heard(module: torch.nn.Module) -> bool:
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    return bool(_within(_has_parameters, module))
+    return bool(within(_has_parameters, module))
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
@@ -110,19 +141,34 @@ def _hook_modules() -> None:
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _depth
         if not _is_heard(module):
-            return original(module, *args, **kwargs)
+            return _watched(original, module, args, kwargs)
         trains = _trains(module)
         _depth += 1
         try:
             say("enters" if trains else "evaluates", module, args, kwargs)
-            result = original(module, *args, **kwargs)
+            with _heard("forward"):
+                result = _watched(original, module, args, kwargs)
         finally:
             _depth -= 1
+            watch(None)
         if trains:
             say("leaves", module, result)
         return result
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+
+
+def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a module that is, or is within, a whole model."""
+    # First of all, so that what is compiled depends on nothing else here.
+    if torch.compiler.is_compiling() or _watching is None:
+        return original(module, *args, **kwargs)
+    watching = _watching
+    call = within(watching.begins, module, args, kwargs)
+    result = original(module, *args, **kwargs)
+    if call is not None:
+        within(watching.ends, call, result)
+    return result
 
 
 def _hook_loaders() -> None:
@@ -201,7 +247,8 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         target = args[1] if len(args) > 1 else kwargs.get("target")
         say("target", computed, target)
-        value = _once(name, original, *args, **kwargs)
+        with _heard("the loss"):
+            value = _once(name, original, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
         say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
@@ -229,11 +276,15 @@ def _hook_backward() -> None:
             return
         given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         _depth += 1  # activation checkpoints call parts of the model again: no pass of the script
+        watching = _watching
+        watch(None)
         try:
             say("backward", *given[:1])
-            _once("backward", original, given, *args, **kwargs)
+            with _heard("backward"):
+                _once("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
+            watch(watching)
         say("backward_over")
 
     torch.autograd.backward = backward

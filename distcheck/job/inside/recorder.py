@@ -6,27 +6,16 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from distcheck.job.inside import hooks, tensors
+from distcheck.job.inside import hooks, rank, tensors
 from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.held import HeldState
 from distcheck.job.inside.lines import LinesHeard
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.losses import LossesHeard
+from distcheck.job.inside.modules import Modules
+from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.rank import (
-    averages,
-    clip_of,
-    ddp_in,
-    end,
-    exchange_seconds,
-    exchanges,
-    introduce,
-    normalises,
-    numbers_of,
-    targets_of,
-    world_of,
-)
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.inside.terms import terms_of
 from distcheck.job.settings import JobSettings
@@ -73,6 +62,8 @@ class Recorder(Deaf):
         self._scale: float | None = None
         self._not_finite: list[str] = []
         self._made = -1  # steps that were over when a scaler was asked for one
+        self._ops = OpLog() if self._settings.ops else None
+        self._modules = Modules(ops=self._ops)
         self._held = HeldState(self.parameters, self._added, notes=self._settings.kept)
 
     @property
@@ -126,14 +117,18 @@ class Recorder(Deaf):
                 later=file.has_restarted,
                 random=tensors.random_digests(),
                 drew=tensors.has_drawn(self._origin, random),
-                exchanges=exchanges(model),
-                exchange_s=exchange_seconds(model),
+                exchanges=rank.exchanges(model),
+                exchange_s=rank.exchange_seconds(model),
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
         number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
         file.add(f"random/{number}", random)
         file.add(f"origin/{number}", origin)
+        hooks.log_ops(self._ops)
+        if self._settings.modules:
+            place = next(n for n, one in enumerate(self.parameters.roots) if one is model)
+            self._modules.enters(model, place, [(0, number)])
 
     def autocasts(self, context: Any) -> None:
         """Notes the dtype."""
@@ -164,7 +159,7 @@ class Recorder(Deaf):
         if self._file is not None and value.grad_fn is not None:
             is_data = isinstance(target, torch.Tensor) and not target.requires_grad
             kept = self._file.add_data(target) if is_data else ""
-            self._losses.hear(name, reduction, targets_of(name, target, ignored), kept, value)
+            self._losses.hear(name, reduction, rank.targets_of(name, target, ignored), kept, value)
 
     # -- backward passes -------------------------------------------------------------------------
 
@@ -219,7 +214,7 @@ class Recorder(Deaf):
         self._losses, self._opaque = LossesHeard(), []
         for step, number in self._through:
             if step == self.steps_over and self._passes[number].exchanges:
-                wrapped = ddp_in(self._roots[number])
+                wrapped = rank.ddp_in(self._roots[number])
                 self._raw |= self.parameters.gradients(
                     self.parameters.names_of(wrapped.parameters())
                 )
@@ -241,7 +236,9 @@ class Recorder(Deaf):
         names = self.parameters.names_of(given)
         names = [] if len(names) == len(self.parameters.by_name) else names
         passes, scaled = len(self._passes), self._is_scaled
-        self._clips.append(clip_of(kind, most, norm, passes=passes, scaled=scaled, names=names))
+        self._clips.append(
+            rank.clip_of(kind, most, norm, passes=passes, scaled=scaled, names=names)
+        )
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -279,7 +276,7 @@ class Recorder(Deaf):
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
         self._at_step = self.parameters.gradients(names)
-        self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
+        self._groups = tuple(rank.numbers_of(group) for group in optimizer.param_groups)
         self._evaluations += 1
         self._held.note_optimizer(optimizer, file)
 
@@ -322,6 +319,9 @@ class Recorder(Deaf):
             self._change_pass(place, live=(self.steps_over, place) in live)
         called = [root for root, one in zip(self._roots, self._passes, strict=True) if one.live]
         file.compare_only(self.parameters.used(called))
+        file.add_modules(self._modules.taken().get(0))
+        file.ops = None if self._ops is None else self._ops.taken()
+        hooks.log_ops(None)
         self._left -= file.write(
             self._left,
             rank=self._rank,
@@ -343,8 +343,8 @@ class Recorder(Deaf):
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
-            batchnorm=normalises(self.parameters),
-            averages=averages(self.parameters) if self.steps_over in self._ends else {},
+            batchnorm=rank.normalises(self.parameters),
+            averages=rank.averages(self.parameters) if self.steps_over in self._ends else {},
             **self._held.about,
         )
         self._of_step[number] = self._added.backward
@@ -358,7 +358,7 @@ class Recorder(Deaf):
 
     def _end_if_over(self) -> None:
         if self.steps_over > self._ends[1] and not self._settings.keep_going:
-            end(self._folder, self._rank, self._world, self.loaders.datasets)
+            rank.end(self._folder, self._rank, self._world, self.loaders.datasets)
 
     # -- what this process holds -----------------------------------------------------------------
 
@@ -369,10 +369,10 @@ class Recorder(Deaf):
         if self._file is not None:
             self._take_state(self._file, new)
             return self._file
-        self._rank, self._world = world_of()
+        self._rank, self._world = rank.world_of()
         if self._left < 0:
             self._left = self._settings.budget // self._world
-            introduce(self._folder, self._rank, self._world, self.parameters)
+            rank.introduce(self._folder, self._rank, self._world, self.parameters)
         self._file = StepFile(records.rank_folder(self._folder, self._rank), self.steps_over)
         self._take_state(self._file, list(self.parameters.by_name))
         self._held.begin()

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from distcheck.job.inside import choosing, ending, state, tensors
+from distcheck.job.inside import choosing, ending, state, tensors, watching
 from distcheck.job.inside.copies import Copies
 from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import numbers_of, targets_of
 from distcheck.job.inside.terms import Heard, count_of
@@ -52,6 +53,7 @@ class Replayer(Deaf):
         self._made = -1  # steps that were over when a scaler was asked for one
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
+        self._modules = Modules(lambda rank: watching.shapes_at(self._job, rank, self._step))
         self._losses: dict[int, float] = {}  # by forward pass
         self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
@@ -151,6 +153,10 @@ class Replayer(Deaf):
         if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
             self._fail("no tensor of a batch was seen that the replay could hand out")
         self._hands.inputs(args, kwargs)
+        makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
+        if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
+            place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
+            self._modules.enters(model, place, pairs)
 
     def _load_state(self, place: int) -> None:
         """Puts in what parameters were before a pass, those of which that was not done yet."""
@@ -223,7 +229,8 @@ class Replayer(Deaf):
         if not self._is_target or self._copy is None or self._is_ready:
             return
         self._is_ready = True  # where it is a process, it goes on
-        self._copies.forks.leave(self._copy, self._computed(), self._step)
+        watched = watching.packed_all(self._modules.taken())
+        self._copies.forks.leave(self._copy, {**self._computed(), **watched}, self._step)
 
     def _computed(self) -> dict[str, torch.Tensor]:
         """The gradients of the step's passes, and what their losses are."""
@@ -352,6 +359,7 @@ class Replayer(Deaf):
         for name in (*raw, "loss"):
             spread = self._copies.spreads.get(name, float("nan"))
             self._out[f"spread/{name}"] = torch.tensor(spread)
+        self._out |= self._copies.watched.results(self._step, self._modules.taken())
         self._out.setdefault("loss", torch.tensor(float("nan"), dtype=torch.float64))
         save_file(
             {name: tensor.contiguous() for name, tensor in self._out.items()},

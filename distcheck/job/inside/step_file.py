@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 
 from distcheck.job.inside import tensors
 from distcheck.recordings.jobs import records, sketches
+from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
 
 _STATE = ("before/", "buffer/")
 
@@ -25,6 +27,8 @@ class StepFile:
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
+        self._modules: Watched | None = None
+        self.ops: Ops | None = None
         self.has_restarted = False
 
     def digest(self, name: str) -> str | None:
@@ -103,6 +107,11 @@ class StepFile:
                 continue  # nothing was clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
 
+    def add_modules(self, seen: Seen | None) -> None:
+        """Keeps what modules were given and returned, if they were watched."""
+        if seen is not None:
+            self._modules, self._kept[SUMS] = seen
+
     def is_unchanged(self, names: Collection[str]) -> bool:
         """Whether gradients are still what the rank's own passes have added up to."""
         pairs = [(self._digests.get(f"raw/{n}"), self._digests.get(f"local/{n}")) for n in names]
@@ -131,6 +140,8 @@ class StepFile:
             digests=self._digests,
             dtypes=self._dtypes,
             whole=whole,
+            modules=self._modules,
+            ops=self.ops,
             checksum=checksum,
             **about,
         )

@@ -14,13 +14,16 @@ compared.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
 import torch
 
+from distcheck.judge.parting.modules import OF_BITS, OF_TWO, Both, first_wrong
+from distcheck.judge.parting.ops import first_op
 from distcheck.judge.parting.walk import Walk
 from distcheck.judge.parting.yardstick import (
     SPREADS,
@@ -30,14 +33,17 @@ from distcheck.judge.parting.yardstick import (
     held,
     loss_of,
     norm_of,
+    of_module,
     tolerance,
 )
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.differing import CHOSEN, INITIAL, Pair
+from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.reading import STEMS, JobHeader, JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records import Difference
+from distcheck.records.by_module import ByModule
 from distcheck.records.parting import TraceComparison
 
 # How an optimizer computes, and not what.
@@ -192,20 +198,54 @@ class JobWalk(Walk):
             return False
         return any(torch.equal(a.to(b.dtype), b) for a, b in ((one, two), (two, one)))
 
+    def by_module(self) -> ByModule | None:
+        """The first module that parts: by more than rounding if the jobs do, or else by a bit. None
+        where modules were not watched in both.
+        """
+        if self._first is None or self.parted is not None or self._sides[0].as_one:
+            return None
+        found = None
+        if self._beyond is not None:
+            found = first_wrong(self._modules_until(self._beyond.step, bits=False), OF_TWO)
+        if found is None or not found.is_found:
+            by_bits = first_wrong(self._modules_until(self._first.step, bits=True), OF_BITS)
+            found = by_bits if by_bits is not None and by_bits.is_found else found or by_bits
+        return found
+
+    def by_op(self) -> str:
+        """The first operator that parts, where operators were heard in both."""
+        if self._first is None or self.parted is not None or self._sides[0].as_one:
+            return ""
+        return first_op(self._ops_until(self._first.step))
+
+    def _ops_until(self, last: int) -> Iterator[tuple[int, int, Ops, Ops]]:
+        for step in range(last + 1):
+            pairs = zip(*(side.at(side.steps[step]) for side in self._sides), strict=True)
+            for rank, (one, two) in enumerate(pairs):
+                if one.ops is not None and two.ops is not None:
+                    yield self._sides[0].steps[step], rank, one.ops, two.ops
+
+    def _modules_until(self, last: int, *, bits: bool) -> Iterator[tuple[int, int, Both]]:
+        for step in range(last + 1):
+            for rank in range(self._sides[0].world):
+                other, own = (side.modules(rank, side.steps[step]) for side in self._sides)
+                if own is not None and other is not None:
+                    spread = functools.partial(self._moved, step)
+                    both = Both(own, other, spread, self._unit(step), bits=bits)
+                    yield self._sides[0].steps[step], rank, both
+
+    def _moved(self, step: int, name: str, gradient: bool) -> float | None:
+        of = of_module(name, gradient=gradient)
+        found = (one.spread(of, step + later) for one, later in self._yards)
+        return max((one for one in found if one is not None), default=None)
+
     # -- bounds ----------------------------------------------------------------------------------
 
     def _records(self, step: int) -> list[StepRecord]:
         return [record for side in self._sides for record in side.at(side.steps[step])]
 
-    def _unit(self, step: int, *tensors: torch.Tensor) -> float:
-        """The unit roundoff of the coarsest dtype."""
-        records = self._records(step)
-        names = {one.computed for one in records} | {p.autocast for r in records for p in r.passes}
-        known = [name.removeprefix("torch.") for name in names if name]
-        units = [unit_roundoff(name) for name in known if hasattr(torch, name)]
-        for record in records:
-            units += [unit_roundoff(n) for n in set(record.dtypes.values()) if "float" in n]
-        return max([unit_roundoff("float32") if not units else 0.0, *units])
+    def _unit(self, step: int) -> float:
+        return unit_of(self._records(step))
 
     def _spread(self, name: str, step: int) -> float | None:
         """How far a moved run is, by either yardstick."""
@@ -296,6 +336,16 @@ class JobWalk(Walk):
                 norm = math.hypot(norm, norm_of(one))
                 difference = math.hypot(difference, apart(one, two))
         return difference / norm if norm else 0.0
+
+
+def unit_of(records: Sequence[StepRecord]) -> float:
+    """The unit roundoff of the coarsest dtype that a step computed in."""
+    names = {one.computed for one in records} | {p.autocast for r in records for p in r.passes}
+    known = [name.removeprefix("torch.") for name in names if name]
+    units = [unit_roundoff(name) for name in known if hasattr(torch, name)]
+    for record in records:
+        units += [unit_roundoff(n) for n in set(record.dtypes.values()) if "float" in n]
+    return max([unit_roundoff("float32") if not units else 0.0, *units])
 
 
 def _digest(entry: object) -> object:

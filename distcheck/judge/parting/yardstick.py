@@ -29,6 +29,7 @@ from distcheck.errors import UsageError
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
 from distcheck.recordings.jobs.sketches import SLOTS, sketch
+from distcheck.recordings.jobs.watched import Seen
 from distcheck.recordings.recording import Kind
 from distcheck.records.decoding import decode_json, read_bounded
 
@@ -85,7 +86,7 @@ def measure(job: JobRecording, moved: Sequence[JobRecording]) -> Yardstick:
     """The distance of moved runs from the job, as long as they choose what it chose."""
     steps: list[dict[str, Moved]] = []
     for place, step in enumerate(job.steps):
-        why = next(filter(None, (_chose_other(job, one, place) for one in moved)), "")
+        why = next(filter(None, (chose_other(job, one, place) for one in moved)), "")
         if why:
             return Yardstick(steps=tuple(steps), why=why)
         found: dict[str, Moved] = {}
@@ -98,8 +99,8 @@ def measure(job: JobRecording, moved: Sequence[JobRecording]) -> Yardstick:
     return Yardstick(steps=tuple(steps))
 
 
-def _chose_other(job: JobRecording, moved: JobRecording, place: int) -> str:
-    """Why a moved run is not the job any more."""
+def chose_other(job: JobRecording, moved: JobRecording, place: int) -> str:
+    """Why a run of the same command is not the job any more; empty where it is."""
     step = job.steps[place]
     if step not in moved.steps or moved.world != job.world:
         return f"the moved run made no step {step}"
@@ -130,6 +131,26 @@ def _distances(
                 one, two = (held(side, kind, rank, step, name) for side in (job, moved))
                 if one is not None and two is not None:
                     yield f"{stem}/{name}", apart(one, two), norm_of(one)
+    for rank in range(job.world):
+        seen = [side.modules(rank, step) for side in (job, moved)]
+        if seen[0] is not None and seen[1] is not None:
+            yield from _of_modules(seen[0], seen[1])
+
+
+def _of_modules(one: Seen, two: Seen) -> Iterator[tuple[str, float, float]]:
+    """Of what modules were given and have returned, and of the gradients of that."""
+    places, others = one.places(), two.places()
+    for name in (name for name in places if name in others):
+        mine, other = places[name], others[name]
+        if one.watched.tensors[mine].shape == two.watched.tensors[other].shape:
+            apart = (one.sums[mine] - two.sums[other]).norm(dim=-1)
+            for kind, size in enumerate(one.sums[mine].norm(dim=-1)):
+                yield of_module(name, gradient=bool(kind)), float(apart[kind]), float(size)
+
+
+def of_module(name: str, *, gradient: bool) -> str:
+    """What a tensor of a module's call is called in a yardstick."""
+    return f"module/{name}{'/gradient' * gradient}"
 
 
 def loss_of(job: JobRecording, rank: int, step: int) -> float:

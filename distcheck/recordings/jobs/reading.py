@@ -28,6 +28,7 @@ from distcheck.recordings.jobs.records import (
     write_json,
 )
 from distcheck.recordings.jobs.sketches import sketch
+from distcheck.recordings.jobs.watched import SUMS, Seen
 from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
@@ -135,6 +136,21 @@ class JobRecording:
         """The 64 sums of a state, as of `after/weight`, whether it is kept or they alone are."""
         kept = self.tensors(rank, step)
         return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
+
+    def modules(self, rank: int, step: int) -> Seen | None:
+        """What the modules of a rank were given and returned at a step; None where they were not
+        watched. Raises UsageError where that is damaged.
+        """
+        watched = self.records[rank, step].modules
+        if watched is None:
+            return None
+        sums = self.tensors(rank, step).get(SUMS)
+        if sums is None or not watched.fits(sums):
+            file = rank_folder(self.folder, rank) / f"step-{step:06d}.json"
+            raise UsageError(
+                f"{file} is damaged: its modules have other tensors; run distcheck job again"
+            )
+        return Seen(watched, sums)
 
     # -- as every recording ----------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ import msgspec
 import xxhash
 
 from distcheck.errors import UsageError
+from distcheck.recordings.jobs.ops import Ops
+from distcheck.recordings.jobs.watched import Watched
 from distcheck.records.decoding import decode_json, read_bounded
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -200,6 +202,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     computed     the dtype of autocast, if there was one, in a forward pass or around it
     counters     the numbers that the optimizer counts its steps by, when it begins to step
     not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
+    modules      what the modules were given and returned, where they were watched
+    ops          the operators that ran, where they were heard
     """
 
     step: int
@@ -230,6 +234,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     computed: str = ""
     counters: dict[str, float] = {}
+    modules: Watched | None = None
+    ops: Ops | None = None
     checksum: str = ""
 
     @property

@@ -1,0 +1,167 @@
+"""The modules of a job beside those of its reference, and a second look at a failure with them."""
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from distcheck.errors import DistcheckError, UsageError
+from distcheck.job import replaying, running
+from distcheck.job.asked import JobOptions
+from distcheck.job.copying import Copy
+from distcheck.job.replaying import NoReferenceError, Reference
+from distcheck.job.settings import JobSettings, write
+from distcheck.judge.parting.jobs import unit_of
+from distcheck.judge.parting.modules import OF_REFERENCE, Both, first_wrong, with_module
+from distcheck.judge.parting.yardstick import chose_other
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.watched import Seen, of_rank, unpacked
+from distcheck.records import CaseReport
+from distcheck.records.by_module import ByModule
+from distcheck.records.causes import name_cause
+from distcheck.records.layers import IN_FLOAT32
+
+# What a second look can say more of: a failure of these, where nothing explains it.
+_ABOUT = ("gradients", "clipped gradients", "loss")
+
+
+def by_module(job: JobRecording, reference: Reference) -> ByModule | None:
+    """The first module that makes another thing of what it is given than one process does; None
+    where modules were not watched.
+    """
+    return first_wrong(_steps(job, reference), OF_REFERENCE)
+
+
+def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, Both]]:
+    shares: dict[tuple[str, bool], float] = {}  # of its norm that each was moved by, at most
+    for step in (seen.step for seen in reference.replayed.steps):
+        found = reference.tensors(step)
+        for rank in range(job.world):
+            own, other = job.modules(rank, step), _of_reference(reference, step, rank)
+            if own is None or other is None:
+                continue
+            moved = _moved(other, found.get(f"{of_rank(rank)}spread"), shares)
+            unit = unit_of([job.records[rank, step]])
+            yield step, rank, Both(own, other, moved, unit, fits=True)
+
+
+def _of_reference(reference: Reference, step: int, rank: int) -> Seen | None:
+    try:
+        return unpacked(reference.tensors(step), of_rank(rank))
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"{reference.folder} is damaged: {error}; run distcheck job again"
+        ) from error
+
+
+class _Moved:
+    """How far tensors of a step move by one ULP: at that step, or as far as at one before."""
+
+    def __init__(self, seen: Seen, spread: torch.Tensor, shares: dict[tuple[str, bool], float]):
+        self._norms: dict[tuple[str, bool], float] = {}
+        self._shares = shares
+        for name, place in seen.places().items():
+            for kind, norm in enumerate(seen.sums[place].norm(dim=-1).tolist()):
+                key, measured = (name, bool(kind)), float(spread[place, kind])
+                self._norms[key] = norm
+                if norm and math.isfinite(measured):
+                    shares[key] = max(shares.get(key, 0.0), measured / norm)
+
+    def __call__(self, name: str, gradient: bool) -> float | None:
+        key = (name, gradient)
+        norm = self._norms.get(key)
+        if norm is None or key not in self._shares:
+            return None if norm != 0 else 0.0
+        return self._shares[key] * norm
+
+
+def _moved(
+    seen: Seen, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
+) -> _Moved:
+    if spread is None or spread.shape != seen.sums.shape[:2]:
+        spread = torch.full(seen.sums.shape[:2], math.nan)
+    return _Moved(seen, spread, shares)
+
+
+def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
+    """The case with the first wrong module, which is the cause where nothing else was."""
+    if modules is None:
+        return case
+    if case.verdict == "pass" and modules.is_found:
+        said = f"what the optimizer is given is right all the same; {modules.first}"
+        modules = msgspec.structs.replace(modules, first=said)
+    causes = with_module(
+        case.diagnosis, modules, lambda evidence: name_cause("module-differs", evidence)
+    )
+    return msgspec.structs.replace(case, diagnosis=tuple(causes), modules=modules)
+
+
+def is_worth_a_look(case: CaseReport) -> bool:
+    """Whether modules may say more of a failure: it is about gradients or the loss, and nothing
+    explains it.
+    """
+    failed = {one.check for one in case.checks if (one.verdict, one.layer) == ("fail", IN_FLOAT32)}
+    unexplained = any(one.cause == "unexplained" for one in case.diagnosis)
+    return case.modules is None and unexplained and bool(failed.intersection(_ABOUT))
+
+
+def look_again(
+    case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy,
+    folder: Path,
+) -> CaseReport:  # fmt: skip
+    """The case after the command has run once more in a copy of the project, its modules watched,
+    and the reference as well; with the reason, where that was another training.
+    """
+    try:
+        found = _recorded(job, asked, settings, copy, folder)
+        replayed = replaying.replay(
+            found, Copy(folder / "copy", copy.folder), folder / "reference", on_cpu=asked.on_cpu,
+            weights=asked.weights or "", command=asked.reference or "",
+            deadline_s=asked.deadline_s, modules=True,
+        )  # fmt: skip
+        modules = by_module(found, replayed)
+        note = "the command ran once more in a copy of its folder, with its modules watched"
+    except (OSError, shutil.Error, DistcheckError, NoReferenceError) as error:
+        modules, note = None, f"its modules could not be watched in a second look: {error}"
+    looked = with_evidence(case, modules)
+    return msgspec.structs.replace(looked, notes=(*case.notes, note))
+
+
+def _recorded(
+    job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy, folder: Path
+) -> JobRecording:  # fmt: skip
+    """The same job once more, in a copy of the project; its modules were watched."""
+    command = running.command_of(asked.words, asked.nproc)
+    again, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
+    for made in (again, folder / "reference"):
+        made.mkdir(parents=True)
+    shutil.copytree(copy.folder, project.folder, symlinks=True)
+    watched = msgspec.structs.replace(
+        settings, modules=True, ops=False, kept=False, keep_going=False
+    )
+    try:
+        ran = running.run_kept(
+            project.words(command), write(watched, again),
+            folder=project.of(Path.cwd()) or project.folder, variables={}, without=(),
+            deadline_s=asked.deadline_s,
+        )  # fmt: skip
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(project.folder)
+    if ran.hung:
+        raise DistcheckError(f"it made no progress for {asked.deadline_s:g} s")
+    running.check_recorded(again, ran, command)
+    found = reading.read(again)
+    found = dataclasses.replace(found, steps=found.steps[: len(job.steps)])
+    why = next(
+        filter(None, (chose_other(job, found, place) for place in range(len(job.steps)))), ""
+    )
+    if why:
+        raise DistcheckError(why)
+    return found

@@ -1,0 +1,258 @@
+"""Watches the modules of a model in its forward passes: what each is given and returns, and the
+gradients of that.
+
+A tensor is kept as a digest and 64 sums, so that what is watched takes little memory and keeps no
+graph. Within what torch.compile has compiled no module is called: its borders alone are seen. What
+an activation checkpoint computes once more belongs to backward, and is not watched.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from distcheck.job.inside import hooks, state, tensors
+from distcheck.machine.compat import is_compiled, version_of
+from distcheck.recordings.jobs import records
+from distcheck.recordings.jobs.sketches import SLOTS, sketch
+from distcheck.recordings.jobs.watched import (
+    MOST_CALLS,
+    MOST_TENSORS,
+    ModuleCall,
+    Seen,
+    Shape,
+    Watched,
+    WatchedTensor,
+)
+
+if TYPE_CHECKING:
+    from distcheck.job.inside.op_log import OpLog
+
+Pairs = Sequence[tuple[int, int]]  # rank, forward pass
+_NONE = torch.full((SLOTS,), math.nan, dtype=torch.float64)
+
+
+class Part(NamedTuple):
+    """Which part of a tensor is a rank's: `length` from `start` on along `axis`; all of it, without
+    an axis.
+    """
+
+    axis: int = -1
+    start: int = 0
+    length: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """That part of a tensor."""
+        return tensor if self.axis < 0 else tensor.narrow(self.axis, self.start, self.length)
+
+
+@dataclass
+class _Table:
+    """What is seen of one rank in a step."""
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    tensors: list[WatchedTensor] = field(default_factory=list)
+    sums: list[list[torch.Tensor]] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+
+    def add(self, tensor: torch.Tensor | None, trains: bool) -> int:
+        digest, sums, shape = "", _NONE, None
+        if tensor is not None:
+            digest, sums, shape = *_noted(tensor), tuple(tensor.shape)
+        self.tensors.append(WatchedTensor(shape, digest, trains))
+        self.sums.append([sums, _NONE])
+        return len(self.tensors) - 1
+
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        """A graph that backward goes through twice has the sum of both."""
+        digest, sums = _noted(gradient)
+        one, before = self.tensors[place], self.sums[place][1]
+        if one.gradient:
+            digest = records.digest(f"{one.gradient}{digest}".encode())
+            sums = sums + before
+        else:
+            self.backward.append(place)
+        self.tensors[place] = WatchedTensor(one.shape, one.digest, one.trains, digest)
+        self.sums[place][1] = sums
+
+
+class _Call(NamedTuple):
+    name: str
+    kind: str
+    again: int
+    inputs: list[tuple[int, ...]]  # by tensor: its place in the table of each pair
+    depth: int
+
+
+class Modules:
+    """What is seen of one step; `shapes` says which shape a rank's tensor had, by what it is of its
+    call, where a forward pass has the samples of several ranks.
+    """
+
+    def __init__(
+        self,
+        shapes: Callable[[int], dict[str, Shape | None]] | None = None,
+        ops: "OpLog | None" = None,
+    ) -> None:
+        self._shapes = None if shapes is None else functools.cache(shapes)
+        self._ops = ops
+        self._tables: dict[int, _Table] = {}
+        self._names: dict[int, str] = {}
+        self._pairs: Pairs = ()
+        self._counts: dict[str, int] = {}
+        self._open: list[str] = []  # the modules that are being called
+        # Those of this pass, by id: the object, its version then, and where it is.
+        self._known: dict[int, tuple[Any, int, tuple[int, ...]]] = {}
+        self._left_out = 0
+        self._compiled: dict[str, None] = {}
+
+    def enters(self, root: torch.nn.Module, number: int, pairs: Pairs) -> None:
+        """A forward pass begins, of the `number`-th model: those of some ranks."""
+        of = f"{type(root).__name__}-{number}." if number else ""
+        named = dict(root.named_modules())
+        self._names = {id(one): of + tensors.plain_name(name) for name, one in named.items()}
+        for name, one in named.items():
+            if is_compiled(one):
+                self._compiled[of + tensors.plain_name(name)] = None
+        self._pairs, self._counts, self._open, self._known = pairs, {}, [], {}
+        hooks.watch(self)
+
+    def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Call | None:
+        """A module is called; None where that is not watched: a wrapper's own module is what the
+        wrapper is.
+        """
+        kind = type(module).__name__
+        name = self._names.get(id(module), f"({kind}, outside of the model)")
+        if self._open and self._open[-1] == name:
+            return None
+        if sum(len(table.calls) for table in self._tables.values()) >= MOST_CALLS:
+            self._left_out += 1
+            return None
+        count = self._counts.get(name, 0)
+        self._counts[name] = count + 1
+        given = self._places(f"{name}#{count}/in", (args, kwargs))
+        self._open.append(name)
+        self._tell_ops()
+        return _Call(name, kind, count, given, len(self._open) - 1)
+
+    def ends(self, call: _Call, result: Any) -> None:
+        """It has returned."""
+        del self._open[call.depth :]
+        self._tell_ops()
+        returned = self._places(f"{call.name}#{call.again}/out", result)
+        for at, (rank, number) in enumerate(self._pairs):
+            inputs, outputs = (tuple(p[at] for p in many) for many in (call.inputs, returned))
+            made = ModuleCall(call.name, call.kind, number, call.again, inputs, outputs)
+            table = self._table(rank)
+            table.calls.append(made)
+            if self._ops is not None and call.name in self._compiled:
+                digests = [[table.tensors[p].digest for p in many] for many in (inputs, outputs)]
+                self._ops.region(call.name, *digests)
+
+    def _tell_ops(self) -> None:
+        if self._ops is not None:
+            self._ops.module = self._open[-1] if self._open else ""
+
+    def taken(self) -> dict[int, Seen]:
+        """What was seen, by rank."""
+        return {
+            rank: Seen(
+                Watched(
+                    calls=tuple(table.calls),
+                    tensors=tuple(table.tensors),
+                    backward=tuple(table.backward),
+                    left_out=self._left_out,
+                    compiled=tuple(self._compiled),
+                ),
+                torch.stack([one for both in table.sums for one in both]).view(-1, 2, SLOTS)
+                if table.sums
+                else torch.empty(0, 2, SLOTS, dtype=torch.float64),
+            )
+            for rank, table in self._tables.items()
+        }
+
+    def _table(self, rank: int) -> _Table:
+        return self._tables.setdefault(rank, _Table())
+
+    def _places(self, of: str, value: Any) -> list[tuple[int, ...]]:
+        found = tensors.leaves(value)[:MOST_TENSORS]
+        return [self._place(f"{of} {number}", one) for number, one in enumerate(found)]
+
+    def _place(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Where a tensor is in each pair's table: taken once while it is as it was."""
+        version = version_of(tensor)
+        held, then, places = self._known.get(id(tensor), (None, 0, ()))
+        if held is not None and held() is tensor and then == version:
+            return places
+        plain = plain_of(tensor)
+        parts = [self._part(name, plain, pair) for pair in self._pairs]
+        trains = tensor.requires_grad
+        places = tuple(
+            self._table(rank).add(None if plain is None or part is None else part.of(plain), trains)
+            for (rank, _), part in zip(self._pairs, parts, strict=True)
+        )
+        if version is not None:
+            self._known[id(tensor)] = weakref.ref(tensor), version, places
+        to = [
+            (self._table(rank), place, part)
+            for (rank, _), place, part in zip(self._pairs, places, parts, strict=True)
+            if part is not None
+        ]
+        if to and tensor.grad_fn is not None:
+            tensor.register_hook(functools.partial(_hear_gradient, to))
+        return places
+
+    def _part(self, name: str, tensor: torch.Tensor | None, pair: tuple[int, int]) -> Part | None:
+        """Which part of a tensor belongs to a pair; None where that is not known."""
+        if tensor is None:
+            return None
+        if self._shapes is None or len(self._pairs) == 1:
+            return Part()
+        shapes = [self._shapes(rank).get(f"{number}/{name}") for rank, number in self._pairs]
+        at, whole = self._pairs.index(pair), tuple(tensor.shape)
+        if all(shape == whole for shape in shapes):
+            return Part()
+        known = [one for one in shapes if one is not None and len(one) == len(whole)]
+        for axis in range(len(whole) if len(known) == len(shapes) else 0):
+            sizes = [one[axis] for one in known]
+            together = {(*one[:axis], sum(sizes), *one[axis + 1 :]) for one in known}
+            if together == {whole}:
+                return Part(axis, sum(sizes[:at]), sizes[at])
+        return None
+
+
+def _hear_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:
+    hooks.within(_note_gradient, to, gradient)
+
+
+def _note_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:
+    plain = plain_of(gradient)
+    if plain is not None:
+        for table, place, part in to:
+            table.add_gradient(place, part.of(plain))
+
+
+def _noted(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The digest and the sums of a tensor on the CPU."""
+    dense = tensor.contiguous()
+    is_complex = dense.is_complex()
+    numbers = torch.view_as_real(dense.resolve_conj()) if is_complex else dense
+    has_sums = numbers.is_floating_point()
+    return tensors.digest_of(dense), sketch(numbers) if has_sums else _NONE
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this process holds of a tensor, on the CPU; None of one without memory of its own, as
+    one that torch.func is mapped over.
+    """
+    try:
+        own = tensor.detach()
+        own = state.local(own)
+        own.data_ptr()
+        return own.to_dense().cpu().contiguous() if own.layout != torch.strided else own.cpu()
+    except RuntimeError:
+        return None

@@ -1,0 +1,86 @@
+"""What modules of a replay were given and returned, in all of its copies: the reference's of each
+rank, and how far each tensor is moved by one ULP of every parameter.
+"""
+
+import math
+
+import torch
+
+from distcheck.job.inside.feeding import ALL
+from distcheck.job.inside.forks import Written
+from distcheck.job.settings import Role
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.watched import (
+    OF_RANKS,
+    Seen,
+    Shape,
+    of_rank,
+    packed,
+    shapes_of,
+    unpacked,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class WatchedCopies:
+    """By copy, what it has seen of each rank."""
+
+    def __init__(self, draws: int, world: int) -> None:
+        self._draws, self._world = draws, world
+        self._found: dict[Role, dict[int, Seen]] = {}
+
+    def without(self, found: Written) -> Written:
+        """What copies wrote, without what they have seen of modules, which is kept here."""
+        left: Written = {}
+        for role, one in found.items():
+            left[role] = one
+            if one is not None and any(name.startswith(OF_RANKS) for name in one):
+                left[role] = {n: t for n, t in one.items() if not n.startswith(OF_RANKS)}
+                several = {rank: unpacked(one, of_rank(rank)) for rank in range(self._world)}
+                self._found[role] = {r: seen for r, seen in several.items() if seen is not None}
+        return left
+
+    def results(self, step: int, own: dict[int, Seen]) -> Tensors:
+        """For the reference's file: what was seen of each rank, and its spreads."""
+        out: Tensors = {}
+        for rank in range(self._world):
+            seen = own.get(rank) or self._of(rank, step, 0).get(rank)
+            if seen is None:
+                continue
+            moved = [self._of(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)]
+            spread = spreads(seen, [one for one in moved if one is not None])
+            out |= {**packed(seen, of_rank(rank)), f"{of_rank(rank)}spread": spread}
+        self._found = {role: one for role, one in self._found.items() if role.step != step}
+        return out
+
+    def _of(self, rank: int, step: int, draw: int) -> dict[int, Seen]:
+        found = self._found
+        return found.get(Role(rank, step, draw)) or found.get(Role(ALL, step, draw)) or {}
+
+
+def packed_all(seen: dict[int, Seen]) -> Tensors:
+    """What was seen of several ranks, as tensors."""
+    return {n: t for rank, one in seen.items() for n, t in packed(one, of_rank(rank)).items()}
+
+
+def spreads(seen: Seen, moved: list[Seen]) -> torch.Tensor:
+    """How far each tensor, and its gradient, is from the farthest of moved ones; NaN where there is
+    none.
+    """
+    found = torch.full(seen.sums.shape[:2], math.nan, dtype=torch.float64)
+    places = seen.places()
+    for one in moved:
+        others = one.places()
+        for name in places.keys() & others.keys():
+            place, other = places[name], others[name]
+            if seen.watched.tensors[place].shape == one.watched.tensors[other].shape:
+                apart = (seen.sums[place] - one.sums[other]).norm(dim=-1)
+                found[place] = torch.fmax(found[place], apart)
+    return found
+
+
+def shapes_at(job: JobRecording, rank: int, step: int) -> dict[str, Shape | None]:
+    """The shapes of what a rank's modules were given and returned."""
+    watched = job.records[rank, step].modules
+    return {} if watched is None else shapes_of(watched)

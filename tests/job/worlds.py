@@ -1,0 +1,103 @@
+"""Whole jobs of two ranks, and their reference, in forks of this process, which has torch already:
+what `distcheck job` starts as processes, for tests that look at many scripts.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which the first optimizer would import, in each fork
+
+from distcheck.job import replaying, settings
+from distcheck.job.asked import JobOptions
+from distcheck.job.inside.install import install
+from distcheck.job.judging import judge
+from distcheck.job.replaying import Reference
+from distcheck.job.running import Ran
+from distcheck.job.settings import JobSettings, Replayed
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.records import CaseReport
+from distcheck.records.decoding import decode_json
+from tests.launchers.processes import free_port
+
+WORLD = 2
+
+
+def _forked(script: Path, words: tuple[str, ...], file: Path, variables: dict[str, str]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(variables)
+        os.chdir(script.parent)
+        sys.argv = sys.orig_argv = [str(script), *words]
+        for number, name in ((1, "printed"), (2, "said")):
+            os.dup2(os.open(file.parent / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        torch.set_num_threads(1)  # threads of this process are not in a fork
+        install(str(file))
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        (file.parent / "raised").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _ended(children: list[int], folder: Path) -> None:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    for name in ("raised", "defect"):
+        assert not (folder / name).exists(), (folder / name).read_text()
+    assert not any(codes), (folder / "said").read_text()
+
+
+def record(
+    script: Path, folder: Path, *words: str, world: int = WORLD, **asked: int | bool
+) -> JobRecording:
+    """What the ranks of a script have recorded."""
+    folder.mkdir(parents=True)
+    file = settings.write(JobSettings(**{"steps": 3, **asked}), folder)  # type: ignore[arg-type]
+    port = str(free_port())
+    children = [
+        _forked(script, words, file, {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+        })
+        for rank in range(world)
+    ]  # fmt: skip
+    _ended(children, folder)
+    return reading.read(folder)
+
+
+def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: bool) -> Reference:
+    """What the script reaches as one process."""
+    folder.mkdir(parents=True)
+    file = settings.write(
+        JobSettings(
+            mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules
+        ),
+        folder,
+    )
+    _ended([_forked(script, words, file, replaying._ONE_RANK)], folder)
+    said = decode_json((folder / "replayed.json").read_bytes(), Replayed)
+    assert said.steps, said.failure
+    return Reference(folder, said)
+
+
+def judged(
+    script: Path, folder: Path, *words: str, modules: bool = True, steps: int = 3,
+    change: Callable[[JobOptions], JobOptions] = lambda asked: asked,
+) -> CaseReport:  # fmt: skip
+    """The case of a script, as the command judges it."""
+    job = record(script, folder / "job", *words, modules=modules, steps=steps)
+    reference = replay(job, script, folder / "reference", *words, modules=modules)
+    asked = change(JobOptions(words=("python", str(script)), steps=steps, modules=modules))
+    return judge(asked, job, Ran(0, ()), reference, "")
