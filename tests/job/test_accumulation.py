@@ -225,6 +225,21 @@ def test_samples_that_interact_are_seen_and_not_judged(
     assert folding.roles(1, 2) == []
 
 
+def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
+    folding: Folding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy is forked too late for it. Inputs of one shape are put in all the same."""
+    monkeypatch.setattr(Feeding, "begins_at", lambda _, step: max(0, step - 1))
+    for given, why in (
+        ([torch.zeros(1)], ""),
+        ([None], "at step 1 a batch, padded to its own length, is loaded before the step"),
+    ):
+        monkeypatch.setattr(Feeding, "inputs", lambda *_, given=given: given)
+        assert folding.roles(0, 0)
+        assert bool(folding.roles(1, 0)) is not bool(why)
+        assert folding.why == why
+
+
 @pytest.mark.parametrize(
     ("about", "why"),
     [

@@ -93,9 +93,11 @@ class Folding:
             several = ", ".join(map(str, counts[:8]))
             return f"the micro-batches have different numbers of samples ({several})"
         try:
-            self._feeding.inputs(step, every)
+            given = self._feeding.inputs(step, every)
         except NotTogetherError:
             return "the micro-batches do not fit into one batch"
+        if any(one is None for one in given) and self._feeding.begins_at(step) < step:
+            return "a batch, padded to its own length, is loaded before the step"
         return "" if passes[0].rows else "no samples were seen"
 
     # -- in a copy -------------------------------------------------------------------------------
