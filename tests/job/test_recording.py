@@ -36,7 +36,7 @@ def cut(file: Path) -> None:
     [
         (lambda f: cut(f / "rank-0001" / "step-000001.json"), "is damaged"),
         (lambda f: cut(f / "rank-0000" / "rank.json"), "is damaged"),
-        (lambda f: (f / "rank-0000" / "rank.json").unlink(), "the others failed, or ran on a machine without"),
+        (lambda f: (f / "rank-0000" / "rank.json").unlink(), "the others failed, or ran on"),
         (
             lambda f: (f / "rank-0001" / "step-000001.json").rename(
                 f / "rank-0001/step-000009.json"

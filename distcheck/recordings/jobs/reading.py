@@ -240,8 +240,8 @@ def read(folder: Path) -> JobRecording:
     if len(ranks) != world or [rank.rank for rank in ranks] != list(range(len(ranks))):
         there = ", ".join(str(rank.rank) for rank in ranks)
         raise UsageError(
-            f"{folder} holds the ranks {there} of a world of {world}; the others failed, or ran on a "
-            "machine without distcheck job in front of their command"
+            f"{folder} holds the ranks {there} of a world of {world}; the others failed, or ran on "
+            "a machine without distcheck job in front of their command"
         )
     records = {(r.rank, r.step): r for r in _records(folder, world)}
     counts = {rank: sum(r == rank for r, _ in records) for rank in range(world)}
