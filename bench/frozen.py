@@ -206,7 +206,7 @@ def documents() -> Made:
             ("fail", "tests.mutants.scale:missing_division"),
         ):
             asked = f"--strategy {strategy} --world 2 --workload mlp".split()
-            run("record", *asked, name, folder=Path(folder))
+            run("record", name, *asked, folder=Path(folder))
             run("verify", *asked, "--json", f"{name}.json", folder=Path(folder))
         for name, line in lines["after"].items():
             yield name, lambda line=line: command(*line.split(), shape=True, folder=Path(folder))
