@@ -77,7 +77,7 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
             return choice
         why = choice.why
     feeding.pads = False
-    return _by_rank(job, base, why or "the ranks' batches do not fit into one")
+    return _by_rank(job, alone, why or "the ranks' batches do not fit into one")
 
 
 def _of_together(
@@ -92,7 +92,7 @@ def _of_together(
     if is_multiple and abs(factor - 1) <= SAME:
         return Choice(TOGETHER)
     if is_multiple and abs(factor / job.world - 1) <= SAME:
-        scales = _scales(job, alone[0])
+        scales = _scales(job, alone)
         if scales == (1.0,):
             return Choice(
                 BY_RANK, "the loss is divided by a number of samples that is written down"
@@ -103,10 +103,11 @@ def _of_together(
     return Choice(TOGETHER)  # samples interact, or ranks have unlike numbers of them
 
 
-def _scales(job: JobRecording, alone: state.Tensors | None) -> tuple[float, ...]:
+def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:
     """What the mean of the ranks' gradients may be multiplied by, where a loss is a sum: by nothing
     if it is divided by what one rank has, by the world if by what all have; else by either.
     """
+    alone = copies[0]
     if alone is None or not int(alone["sums"]):
         return (1.0,)
     if SUMS[int(alone["sums"])] == "times":
@@ -119,10 +120,13 @@ def _scales(job: JobRecording, alone: state.Tensors | None) -> tuple[float, ...]
     # A multiple of what one of several passes has may be a number of something else.
     if count in {number * job.world for number in (sum(rows), sum(targets)) if number}:
         return (float(job.world),)
+    # The script counts something that each rank has another number of, and weights say the rest.
+    if len({float(one["count"]) for one in copies if one is not None}) > 1:
+        return (1.0,)
     return (1.0, float(job.world))
 
 
-def _by_rank(job: JobRecording, base: state.Tensors, why: str) -> Choice:
+def _by_rank(job: JobRecording, alone: Sequence[state.Tensors | None], why: str) -> Choice:
     for step in job.steps:
         for record in job.at(step):
             for call in record.calls:
@@ -132,7 +136,7 @@ def _by_rank(job: JobRecording, base: state.Tensors, why: str) -> Choice:
                         f"{call.place}), which cannot be had where they are replayed one by one, "
                         f"as they are since {why}"
                     )
-    return Choice(BY_RANK, why, scales=_scales(job, base))
+    return Choice(BY_RANK, why, scales=_scales(job, alone))
 
 
 def weights(
