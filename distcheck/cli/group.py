@@ -1,6 +1,9 @@
 """What every command of the command line has: options in groups, and a word on what was meant."""
 
 import re
+import shlex
+import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -62,12 +65,22 @@ class Command(click.Command):
             with formatter.section("Other options"):
                 formatter.write_dl(list(records.values()))
 
+    def _say_that_words_follow(self, ctx: click.Context, given: Sequence[str]) -> None:
+        """Where a command's own command begins before its `--`, that is what is missing."""
+        takes = [p for p in self.get_params(ctx) if isinstance(p, click.Argument) and p.nargs == -1]
+        program = next((word for word in given if not word.startswith("-")), "")
+        if "--" in given or not takes or shutil.which(program) is None:
+            return
+        words = shlex.join(given[given.index(program) :])
+        raise click.UsageError(f"put -- before the command: {ctx.command_path} -- {words}", ctx)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses as click does; for an extra word, the error names the option that takes it."""
         given = self._as_named_now(args)
         try:
             return super().parse_args(ctx, list(given))
         except click.NoSuchOption as error:
+            self._say_that_words_follow(ctx, given)
             if error.possibilities:
                 raise
             said = error.format_message().rstrip(".")

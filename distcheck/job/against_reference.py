@@ -51,7 +51,8 @@ def explain(
         yield _of_clipping(job, reference, clipped)
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
-        yield _of_accumulation(job, [*folded_steps(job, reference)], _step(folded))
+        at = _step(folded)
+        yield clipped_between(job, at) or _of_accumulation(job, [*folded_steps(job, reference)], at)
     updated = failed.get(("parameters", "-"))
     # What ranks step to, each for itself or one for all, follows from what they were given.
     own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
@@ -91,6 +92,19 @@ def _of_clipping(job: JobRecording, reference: Reference, result: CheckResult) -
         "changed-before-step",
         f"step {step}: the gradient of {name} is that of one process after the exchange, and "
         f"another one when rank {rank} steps",
+    )
+
+
+def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
+    """Gradients of one pass that were clipped before those of the next were added to them."""
+    record = job.records[0, step]
+    early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
+    if not early:
+        return None
+    return name_cause(
+        "clip-in-accumulation",
+        f"step {step}: gradients were clipped after {early[0]} of {len(record.passes)} backward "
+        "passes, and added to afterwards",
     )
 
 

@@ -206,7 +206,6 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     record = job.records[0, step]
     passes = [one for one in record.passes if one.loss is not None]
     dropped = [number for number, one in enumerate(passes) if not one.live]
-    early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
     if dropped:
         yield name_cause(
             "lost-micro-batch",
@@ -220,12 +219,8 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
             f"step {step}: the gradients of the last step are still in those that it got",
             "job",
         )
-    elif early:
-        yield name_cause(
-            "clip-in-accumulation",
-            f"step {step}: gradients were clipped after {early[0]} of "
-            f"{len(record.passes)} backward passes, and added to afterwards",
-        )
+    elif (early := against_reference.clipped_between(job, step)) is not None:
+        yield early
 
 
 def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:

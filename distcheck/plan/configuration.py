@@ -38,7 +38,7 @@ BY_KEY: Mapping[str, str] = {setting.key: name for name, setting in SETTINGS.ite
 # What each key takes, for the sentence that says so.
 TAKES = {
     **{setting.key: setting.takes for setting in SETTINGS.values()},
-    "strategy": "a table for each strategy that differs from the rest",
+    "strategy": "a table for each strategy that differs from the rest; a list is strategies",
 }
 
 

@@ -329,7 +329,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
     for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
     for one in causes[:_MOST_FAILURES]:
-        lines.add("cause", f"{one.evidence}", most=2)
+        lines.add("cause", f"{one.evidence}", most=3 if len(causes) == 1 else 2)
     if case.modules is not None:
         lines.add("module", of_modules(case.modules), most=3)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
@@ -339,7 +339,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
     ):
         lines.add("first", failed[0].reason, most=2)  # as of a guard, which keeps digests
-    lines.add("where", describe_site(case.where, case.strategy_file))
+    lines.add("where", describe_site(case.where, case.strategy_file), most=2)
     for one in causes[:_MOST_FAILURES]:
         lines.add("try", one.suggestion, most=3 if len(causes) == 1 else 2)
     if case.ranks_failed:

@@ -27,6 +27,8 @@ def next_step(report: Report) -> str:
         )
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
+    if not failed and _is_recorded(report):
+        return f"distcheck compare {shlex.quote(report.saved_to or '')}    # after the change"
     case = report.cases[0].case
     if case.job:
         return case.command_line if report.exit_code is ExitCode.INTERRUPTED else ""
@@ -50,6 +52,12 @@ def next_step(report: Report) -> str:
         words = words_without(words, ("--workload", "--thorough", "--without", "--steps"))
         return f"{shlex.join([*words, '--workload', 'vgg11'])}    # BatchNorm, 37 MB of gradients"
     return shlex.join([*words_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
+
+
+def _is_recorded(report: Report) -> bool:
+    words = shlex.split(report.made.command) if report.made is not None else []
+    complete = report.verdict == "pass" and report.saved_to is not None
+    return complete and words[:2] == ["distcheck", "record"]
 
 
 def _typed(report: Report) -> list[str] | None:

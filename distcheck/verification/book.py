@@ -150,7 +150,7 @@ class Book:
         )
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
-        if self.settles and not interrupted and given_up is None:
+        if self.settles and given_up is None:
             counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,

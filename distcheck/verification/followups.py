@@ -15,7 +15,8 @@ Four kinds of right code fail in the default cases, and none of them in a usual 
 - code that takes no account of gradients that some ranks do not have: it raises or hangs in the
   cell that the default run adds for them, which is left out then (`plan/cells_to_run.py`)
 - code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
-  equal shards is run to say what passes then
+  equal shards is run to say what passes then; also where nothing explains the failure, since there
+  a cause that weights hide may have a name
 
 What is not judged for such a reason is said in a note, with the option that asks for it. A rank
 that is killed, leaves or is stopped excuses nothing.
@@ -103,7 +104,7 @@ def _without(kind: Kind, report: CaseReport, reports: Sequence[CaseReport]) -> C
 def _with_equal_shards(report: CaseReport) -> Case | None:
     case, shards = report.case, len(report.case.with_data)
     equal = case.batch // shards * shards
-    is_it = any(cause.cause == "unweighted-mean" for cause in report.diagnosis)
+    is_it = any(cause.cause in ("unweighted-mean", "unexplained") for cause in report.diagnosis)
     if not is_it or equal == case.batch or "lattice" in case.layers or case.dtype != "float32":
         return None
     name = as_file_name(f"{case.id}-batch-{equal}")
@@ -149,10 +150,12 @@ def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> 
 def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
     if report.case.siblings != follow_up.case.siblings:
         return report
-    return msgspec.structs.replace(
-        report,
-        diagnosis=tuple(_hinted(cause, follow_up.case, done) for cause in report.diagnosis),
-    )
+    found = [_hinted(cause, follow_up.case, done) for cause in report.diagnosis]
+    named = [one for one in done.diagnosis if one.cause != "unexplained"]
+    if named and {one.cause for one in found} == {"unexplained"}:
+        said = f"with --batch {follow_up.case.batch}, where all shards are equal: "
+        found = [msgspec.structs.replace(one, evidence=said + one.evidence) for one in named]
+    return msgspec.structs.replace(report, diagnosis=tuple(found))
 
 
 def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:

@@ -17,8 +17,9 @@ from distcheck.errors import UsageError
 from distcheck.job.guard import audit, explaining
 from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.guarding import DivergenceError, Guard
+from distcheck.machine.numerics import unit_roundoff
 
-EPS = float(torch.finfo(torch.float32).eps)
+ROUNDOFF = unit_roundoff(torch.float32)
 Exchange = Callable[[nn.Module, int, int], None]  # model, rank, step
 
 
@@ -225,12 +226,12 @@ def measured(world: int, count: int, elements: int = 500) -> list[list[list[floa
 def test_one_element_in_five_hundred_shows() -> None:
     """An error of one element is above the bound for all but the smallest."""
     rows = measured(4, 12)
-    found = audit.judge(rows, [EPS] * 12)
+    found = audit.judge(rows, [ROUNDOFF] * 12)
     assert found is not None
     assert (found.wrong, found.compared, found.is_even) == ({}, 12, True)
     for rank in range(4):
         rows[rank][7][3] += 0.01
-    found = audit.judge(rows, [EPS] * 12)
+    found = audit.judge(rows, [ROUNDOFF] * 12)
     assert found is not None
     assert found.wrong == {7: (0, 1, 2, 3)}
 
@@ -242,7 +243,7 @@ def test_the_largest_gradient_does_not_make_the_others_wrong(count: int) -> None
         for n in (0, 1, 3):
             rows[rank][2][n] *= 1e4  # given, its size, got
         rows[rank][2][3] *= 0.9
-    found = audit.judge(rows, [EPS] * count)
+    found = audit.judge(rows, [ROUNDOFF] * count)
     assert found is not None
     assert found.wrong.keys() == {2}
 
@@ -254,11 +255,11 @@ def test_weights_are_fitted_where_there_are_enough_gradients() -> None:
         got = sum(share * rows[rank][n][0] for rank, share in enumerate(shares))
         for rank in range(4):
             rows[rank][n][3] = got
-    found = audit.judge(rows, [EPS] * 12)
+    found = audit.judge(rows, [ROUNDOFF] * 12)
     assert found is not None
     assert found.weights == pytest.approx(shares)
     assert (found.wrong, found.is_even, found.left_out) == ({}, False, ())
-    few = audit.judge([one[:4] for one in rows], [EPS] * 4)
+    few = audit.judge([one[:4] for one in rows], [ROUNDOFF] * 4)
     assert few is not None
     assert few.wrong, "four gradients fit any four weights, so that these show nothing"
 
@@ -268,10 +269,10 @@ def test_what_is_absent_or_zero_is_not_compared() -> None:
     for rank in range(2):
         rows[rank][0][3] = math.nan
         rows[rank][1] = [0.0, 0.0, 0.0, 0.0]
-    found = audit.judge(rows, [EPS] * 3)
+    found = audit.judge(rows, [ROUNDOFF] * 3)
     assert found is not None
     assert (found.compared, found.wrong) == (1, {})
-    assert audit.judge([one[:2] for one in rows], [EPS] * 2) is None
+    assert audit.judge([one[:2] for one in rows], [ROUNDOFF] * 2) is None
 
 
 def test_a_bundle_says_what_was_found(tmp_path: Path) -> None:

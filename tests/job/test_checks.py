@@ -5,10 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from distcheck.job import causes, checks, judging
+from distcheck.job import against_reference, causes, checks, judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import with_reference
@@ -634,3 +635,17 @@ def test_a_division_too_many_is_of_the_loss_where_the_exchange_is_right(
     found = [Diagnosis(cause=cause, evidence="", suggestion="")]
     site = culprit(job, "train.py", found, [result])
     assert (site and site.line) == line
+
+
+def test_a_clip_between_passes_explains_what_one_batch_does_not_give(tmp_path: Path) -> None:
+    """Also where every pass was exchanged, so that ranks hold what one process holds."""
+    job = make(tmp_path, not_scaled)
+    step = job.records[0, 1]
+    assert against_reference.clipped_between(job, 1) is None
+    clips = (Clip(kind="norm", most=1.0, norm=2.0, passes=1),)
+    passes = (*step.passes, *step.passes)
+    job.records[0, 1] = msgspec.structs.replace(step, clips=clips, passes=passes)
+    found = against_reference.clipped_between(job, 1)
+    assert found is not None
+    assert found.cause == "clip-in-accumulation"
+    assert f"after 1 of {len(passes)} backward passes" in found.evidence

@@ -225,6 +225,18 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
     assert found.diagnosis[1] == causes[1]
 
 
+def test_what_equal_shards_explain_is_named_where_nothing_else_is() -> None:
+    """Weights that are off hide on how many ranks the rest is right."""
+    reports = [report("cnn", verdict="fail", diagnosis=caused("unexplained"), batch=256)]
+    (follow_up,) = [one for one in follow_ups(reports) if one.kind == "equal shards"]
+    done = report("cnn", verdict="fail", diagnosis=caused("one-rank-only"))
+    (found,) = take_in(reports, [(follow_up, done)])
+    assert [one.cause for one in found.diagnosis] == ["one-rank-only"]
+    assert found.diagnosis[0].evidence == "with --batch 255, where all shards are equal: seen"
+    (found,) = take_in(reports, [(follow_up, report("cnn"))])
+    assert [one.cause for one in found.diagnosis] == ["unexplained"]
+
+
 IN_FLIGHT = caused("buffer-in-flight", "crash")
 
 
@@ -243,7 +255,7 @@ def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
     """Once for a strategy in a world; there every use of a tensor in flight is seen."""
     failed = report("cnn", verdict="fail", diagnosis=caused(*causes))
     also = report("composite", verdict="fail", diagnosis=caused("unexplained"))
-    (follow_up,) = follow_ups([failed, also])
+    (follow_up,) = [one for one in follow_ups([failed, also]) if one.kind == "in flight"]
     assert (follow_up.case.backend, follow_up.case.rerun) == ("simulated", False)
     assert follow_up.case.workload == "cnn"
     stopped = CaseReport(

@@ -5,10 +5,10 @@ what backward gives, before any exchange, and of what the optimizer gets. An exc
 and clipping by norm are linear and the same for all parameters, so that the second is one weighted
 mean of the ranks' first, within rounding: each of W ranks has k backward passes, and what lies
 between rounds each element at most W + k + 6 times (a sum over ranks and passes; divisions by the
-world, by passes, by a scale; a clip), each time by at most eps of the sum of the sizes that were
-added. So the bound of a parameter is (W + k + 6) * eps * sum |g|. Signs of chance make a factor of
-1 + d show as d * |g|_2, which is above it for up to 1 / (W + k + 6)^2 eps^2 elements: of float32 in
-every tensor; of 16 bits in a part, which is another one each time.
+world, by passes, by a scale; a clip), each time by at most the unit roundoff u of the sum of the
+sizes that were added. So the bound of a parameter is (W + k + 6) * u * sum |g|. Signs of chance
+make a factor of 1 + d show as d * |g|_2, which is above it for up to 1 / (W + k + 6)^2 u^2
+elements: of float32 in every tensor; of 16 bits in a part, which is another one each time.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from distcheck.machine.numerics import unit_roundoff
 from distcheck.training.leaf_hooks import LeafHook
 
 _ROUNDINGS = 6  # beside those of ranks and passes
@@ -105,15 +106,15 @@ class Audit:
         self.armed = False
         self._handle.remove()
 
-    def eps(self, leaf: Leaf) -> float:
+    def roundoff(self, leaf: Leaf) -> float:
         """Of the dtype in which a gradient is rounded."""
-        own = float(torch.finfo(leaf.parameter.dtype).eps)
-        return max(own, float(torch.finfo(self._wire).eps)) if self._wire else own
+        own = unit_roundoff(leaf.parameter.dtype)
+        return max(own, unit_roundoff(self._wire)) if self._wire else own
 
     def projected(self, gradient: torch.Tensor, number: int) -> torch.Tensor:
         """The sum of a gradient's elements with signs, and that of their sizes, in float64."""
         flat = gradient.detach().reshape(-1)
-        part = _part(self.eps(self.leaves[number]))
+        part = _part(self.roundoff(self.leaves[number]))
         if part < flat.numel():
             begin = _number(self._step, number) % (flat.numel() - part + 1)
             flat = flat[begin : begin + part]
@@ -146,16 +147,16 @@ class Audit:
             self.rows.append([*given, float(leaf.passes), got])
 
 
-def _part(eps: float) -> int:
+def _part(roundoff: float) -> int:
     """How many elements may be summed up for a factor to show in two ranks' mean."""
-    return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * eps) ** -2))
+    return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * roundoff) ** -2))
 
 
 def _number(*about: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:6], "big")
 
 
-def judge(rows: Sequence[Sequence[Sequence[float]]], eps: Sequence[float]) -> Mean | None:
+def judge(rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]) -> Mean | None:
     """Compares what all ranks have measured (by rank and parameter: given, its size, passes, got);
     None where nothing can be. Pure, so that all ranks conclude the same.
     """
@@ -166,7 +167,7 @@ def judge(rows: Sequence[Sequence[Sequence[float]]], eps: Sequence[float]) -> Me
         return None
     given, size, passes, got = (every[:, places, n] for n in range(4))
     world = len(rows)
-    rounding = torch.tensor(eps, dtype=torch.float64)[places]
+    rounding = torch.tensor(roundoff, dtype=torch.float64)[places]
     bound = (world + passes.max(0).values + _ROUNDINGS) * rounding * size.sum(0)
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     for weights in (_even(given, got, bound), _fitted(given, got, bound)):

@@ -34,7 +34,7 @@ def concluded(
     if not sent[0] or len({len(one) for one in sent}) > 1:
         return None, [*remarks, "an audit measured nothing, or not the same on all ranks"]
     rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
-    mean = audit.judge(rows, [own.eps(leaf) for leaf in own.leaves])
+    mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
     if mean is None:
         return None, [*remarks, "all gradients were absent or zero, and an audit compared nothing"]
     if mean.wrong:

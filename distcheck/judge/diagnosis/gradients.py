@@ -182,6 +182,7 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
 
 def percent(share: float) -> str:
     """A share in words: what is too small to matter has no digits."""
+    # Chosen: what is smaller is said for completeness.
     return "under 0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 
 
