@@ -8,7 +8,7 @@ from distcheck.backend_probe.plan import plan_probes
 from distcheck.backend_probe.records import Probe, Sweep, exit_code_of
 from distcheck.backend_probe.sweep import look_at, sweep
 from distcheck.backend_probe.table import render, render_changes
-from distcheck.errors import UsageError
+from distcheck.errors import ExitCode, UsageError
 from distcheck.records import MOST_DEADLINE_S
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.live import LiveProgress
@@ -64,6 +64,9 @@ def backends_command(
             render(one, console, verbose=verbose)
         if baseline is not None:
             render_changes(sweeps, baseline, console)
+        elif code == ExitCode.MISMATCH:
+            console.print()
+            console.print("to fail on changes alone: --json now.json, then --baseline now.json")
     if json_file is not None:
         changes = baseline.changes(sweeps) if baseline is not None else []
         write_text(json_file, render_json(sweeps, changes, code))

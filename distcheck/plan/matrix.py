@@ -35,7 +35,7 @@ _SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s"
 @dataclass(frozen=True)
 class Planned:
     """`cases` run here, and searches `beside` them; `whole` is the plan that they are all of, or a
-    part; `file` has it.
+    part; `file` has it. `from_file` is what that says of strategies that were typed, in words.
     """
 
     cases: list[Case]
@@ -43,6 +43,7 @@ class Planned:
     whole: RunPlan
     file: str
     beside: Beside = NOTHING_BESIDE
+    from_file: str = ""
 
 
 def plan_run(
@@ -90,6 +91,22 @@ def plan_run(
         whole=whole,
         file=matrix.file,
         beside=msgspec.structs.replace(beside, searches=here),
+        from_file=_from_file(asked, given, matrix),
+    )
+
+
+def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configuration) -> str:
+    """What holds for typed strategies and was not typed itself: "workloads mlp, batch 255"."""
+    typed = asked["strategies"] if "strategies" in given else ()
+    said = {
+        key: value
+        for strategy in typed
+        for key, value in {**matrix.keys, **matrix.of(strategy)}.items()
+        if BY_KEY[key] not in given
+    }
+    return ", ".join(
+        f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in said.items()
     )
 
 

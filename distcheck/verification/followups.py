@@ -179,10 +179,11 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
     """Code without weights is right, or wrong in another way as well, where shards are equal."""
     if cause.cause != "unweighted-mean":
         return cause
+    shards = len(case.with_data)
     if done.verdict == "pass":
         first = f"right where all ranks have as many samples ({case.workload} {case.dtype} passes "
         evidence = f"{first}with --batch {case.batch}), and not with these shards: {cause.evidence}"
-        suggestion = f"{cause.suggestion}, as with --batch {case.batch}"
+        suggestion = f"{cause.suggestion}, as with --batch {case.batch}, a multiple of {shards}"
         return msgspec.structs.replace(cause, evidence=evidence, suggestion=suggestion)
     causes = ", ".join(dict.fromkeys(one.cause for one in done.diagnosis))
     what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} does not "

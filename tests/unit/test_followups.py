@@ -221,7 +221,7 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
             "right where all ranks have as many samples (cnn float32 passes with --batch 255), and "
             "not with these shards: seen"
         )
-        assert unweighted.suggestion == "do it, as with --batch 255"
+        assert unweighted.suggestion == "do it, as with --batch 255, a multiple of 3"
     assert found.diagnosis[1] == causes[1]
 
 

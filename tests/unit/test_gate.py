@@ -345,3 +345,14 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert all("~" in row for row in rows)
     assert "rough" in total
     assert legend.strip().startswith("X applies where")
+
+
+def test_what_a_file_says_of_a_typed_strategy_is_said(folder: Path) -> None:
+    (folder / "pyproject.toml").write_text(
+        '[tool.distcheck]\nstrategies = ["ddp", "allreduce"]\nworkloads = ["mlp"]\nbatch = 255\n'
+        "[tool.distcheck.strategy.allreduce]\nworlds = [2, 3]\n"
+    )
+    found = plan(strategies=("allreduce",), batch=64)
+    assert found.from_file == "workloads mlp, worlds 2 3"
+    assert plan(strategies=("ddp",)).from_file == "workloads mlp, batch 255"
+    assert plan().from_file == "", "a matrix is run as it is written"

@@ -76,6 +76,7 @@ def command(
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
     from distcheck.errors import UsageError
+    from distcheck.errors.shown_text import say
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
@@ -104,6 +105,8 @@ def command(
     with errors_annotated(files):
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
+        if planned.from_file and not quiet:
+            say(f"distcheck: {planned.file} says: {planned.from_file}", err=True)
         if last_failed or failed_first:
             cases, left_out = by_last_run(cases, only=last_failed)
         if asked["thorough"] or planned.beside.searches:

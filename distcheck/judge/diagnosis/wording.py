@@ -41,7 +41,7 @@ def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> st
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
         return what + which
     names = [parameter.name for parameter in parameters]
-    return f"{some_of(names)} ({len(names)} of {step.total} parameters)"
+    return f"{some_of(names, 3)} ({len(names)} of {step.total} parameters)"
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
