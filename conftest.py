@@ -15,10 +15,10 @@ pytest_plugins = ["pytester"]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` starts: two processes more than there are cores. Worlds take turns, and a test
+    """What `-n auto` starts: one process more than there are cores. Worlds take turns, and a test
     that waits for a clock or a launcher leaves its core to another. The last tests are shared out
     again, since some take a hundred times as long as others.
     """
     if config.option.dist == "no":
         config.option.dist = "worksteal"
-    return len(os.sched_getaffinity(0)) + 2
+    return len(os.sched_getaffinity(0)) + 1

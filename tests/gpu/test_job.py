@@ -77,7 +77,13 @@ def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]
     ("find", "put", "steps", "failed"),
     [
         pytest.param("world\n", "world\n", 3, set(), marks=pytest.mark.sweep),
-        ("/= world\n", "/= world * world\n", 1, {"gradients R", "gradients S32"}),
+        pytest.param(
+            "/= world\n",
+            "/= world * world\n",
+            1,
+            {"gradients R", "gradients S32"},
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=["right", "divided twice"],
 )

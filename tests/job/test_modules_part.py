@@ -68,7 +68,9 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("how", FIRST)
+@pytest.mark.parametrize(
+    "how", [h if h == "other" else pytest.param(h, marks=pytest.mark.sweep) for h in FIRST]
+)
 def test_the_first_module_that_parts_is_named(how: str, tmp_path: Path) -> None:
     walk = walked(tmp_path, how)
     found = walk.by_module()
@@ -78,6 +80,7 @@ def test_the_first_module_that_parts_is_named(how: str, tmp_path: Path) -> None:
     assert (walk.result().beyond is not None) == (how == "other")
 
 
+@pytest.mark.sweep
 def test_no_module_is_named_where_the_loss_is_another(tmp_path: Path) -> None:
     found = walked(tmp_path, "loss").by_module()
     assert found is not None

@@ -172,7 +172,9 @@ print(json.dumps([counted.counters["stats"]["unique_graphs"], len(counted.counte
 """
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["parts", "whole"]
+)
 def test_of_what_is_compiled_the_borders_are_seen(whole: bool, tmp_path: Path) -> None:
     script = COMPILED + (
         "net, model = model, torch.compile(Net(), backend='eager')\n" if whole else ""

@@ -127,6 +127,7 @@ def test_what_wrappers_add_to_names() -> None:
     assert ran.stdout == f"{compat.COMPILED}.weight\n", ran.stderr
 
 
+@pytest.mark.sweep  # as below, of what is compiled under a mode
 def test_what_is_compiled_says_so() -> None:
     """After torch.compile(module), and after the module's own compile()."""
     program = (
