@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from distcheck.errors.shown_text import say
 from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import SearchBeside
@@ -31,9 +32,13 @@ class Estimate:
     recorded: bool
 
 
-def say_cost(planned: Planned, *, quiet: bool) -> None:
-    """Says on standard error what a run is about to cost, before ranks start."""
-    if quiet:
+def say_plan(planned: Planned, *, costs: bool) -> None:
+    """Says on standard error, before ranks start, what a file adds to what was typed, and what the
+    run is about to cost.
+    """
+    if planned.from_file:
+        say(f"distcheck: {planned.file} says: {planned.from_file}", err=True)
+    if not costs:
         return
     recorded = recorded_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from distcheck.cli import _group
 from distcheck.cli.commands import verify as verify_module
-from distcheck.cli.forecast import say_cost
+from distcheck.cli.forecast import say_plan
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.explore.beside import _without, explore_beside
 from distcheck.plan import thorough
@@ -212,7 +212,7 @@ def test_the_cost_is_printed_first(
     monkeypatch.chdir(tmp_path)
     words = ("--strategy", "allreduce", "--thorough", "--explore-s", "90")
     whole = planned(*words, folder=tmp_path)
-    say_cost(whole, quiet=False)
+    say_plan(whole, costs=True)
     captured = capsys.readouterr()
     assert captured.out == ""
     cells = len(CELLS)
@@ -221,7 +221,7 @@ def test_the_cost_is_printed_first(
         "world 4; explore allreduce for 90 s; about "
     )
     assert "a rough estimate" in captured.err
-    say_cost(whole, quiet=True)
+    say_plan(whole, costs=False)
     assert capsys.readouterr().err == ""
     ran = CliRunner().invoke(_group, ["plan", *words, "--json", "plan.json"])
     assert "  explore allreduce for 90 s\n" in ran.output

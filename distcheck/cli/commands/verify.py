@@ -76,7 +76,6 @@ def command(
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
     from distcheck.errors import UsageError
-    from distcheck.errors.shown_text import say
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
@@ -87,7 +86,7 @@ def command(
         from distcheck.cli.under_launchers import lend
 
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
-    from distcheck.cli.forecast import say_cost
+    from distcheck.cli.forecast import say_plan
     from distcheck.cli.kept_runs import by_last_run
     from distcheck.cli.show_and_keep import Showing, verify_command
     from distcheck.verification.run import RunOptions
@@ -105,12 +104,10 @@ def command(
     with errors_annotated(files):
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
-        if planned.from_file and not quiet:
-            say(f"distcheck: {planned.file} says: {planned.from_file}", err=True)
         if last_failed or failed_first:
             cases, left_out = by_last_run(cases, only=last_failed)
-        if asked["thorough"] or planned.beside.searches:
-            say_cost(planned, quiet=quiet)
+        if not quiet:
+            say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
         return verify_command(
             cases,
             RunOptions(
