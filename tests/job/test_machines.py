@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from distcheck.errors import CannotRunError
 from distcheck.job import machines
+from distcheck.job.inside import elsewhere
+from distcheck.job.inside.elsewhere import Elsewhere
 from distcheck.job.machines import AllSent, JudgedThereError, Piece
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
@@ -148,7 +151,7 @@ def test_without_the_secret_nothing_is_taken(
 
 @pytest.mark.parametrize(
     "name",
-    ["../escaped", "/tmp/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"],
+    ["../escaped", "/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"],
 )
 def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) -> None:
     port = free_port()
@@ -176,7 +179,27 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
     assert isinstance(said[0], wire.Over)
     assert said[0].exit_code == 3
     assert sorted(tmp_path.rglob("*")) == before
-    assert not Path("/tmp/escaped").exists()
+    assert not Path("/escaped").exists()
+
+
+def test_ranks_elsewhere_say_that_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(master.port))
+    monkeypatch.setattr(elsewhere, "_ASK_S", 0.0)
+    one = Elsewhere(0, 2)
+    assert not one.have_ended()
+    other = Elsewhere(1, 2)
+    assert one.have_ended()
+    assert other.have_ended()
+    other.goes_on()
+    assert not one.have_ended()
+    del master
+    assert one.have_ended(), "the master leaves when all have ended"
+    other.goes_on()  # which nobody hears
+    assert Elsewhere(0, 2).have_ended()
+    monkeypatch.delenv("MASTER_PORT")
+    assert Elsewhere(0, 2).have_ended(), "without a store nothing is waited for"
 
 
 @pytest.mark.sweep

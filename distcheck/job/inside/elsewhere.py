@@ -22,14 +22,13 @@ class Elsewhere:
         self._keys = [f"{_PREFIX}/{start}/{one}" for one in range(world)]
         self._own, self._asked = self._keys[rank], 0.0
         self._store = _store()
-        if self._store is not None:
-            self._store.set(self._own, "1")
+        self._is_over = not self._tell(True)
 
     def have_ended(self) -> bool:
         """Whether all ranks have written their last step. The master may have left with its store;
         then all had.
         """
-        if self._store is None:
+        if self._is_over or self._store is None:
             return True
         if time.monotonic() - self._asked < _ASK_S:
             return False
@@ -42,8 +41,20 @@ class Elsewhere:
 
     def goes_on(self) -> None:
         """This rank does, and will ask again."""
-        if self._store is not None:
-            self._store.delete_key(self._own)
+        self._tell(False)
+
+    def _tell(self, ended: bool) -> bool:
+        """Says whether this rank has ended; False where it is not heard."""
+        if self._store is None:
+            return False
+        try:
+            if ended:
+                self._store.set(self._own, "1")
+            else:
+                self._store.delete_key(self._own)
+        except RuntimeError:  # the master has left, and its store with it
+            return False
+        return True
 
 
 def _store() -> "dist.TCPStore | None":  # type: ignore[name-defined]
