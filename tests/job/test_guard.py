@@ -306,6 +306,38 @@ def test_what_is_not_an_optimizer_is_refused() -> None:
             distcheck.guard(given, **about)  # type: ignore[arg-type]
 
 
+class Raises(nn.Linear):
+    """A model whose parameters cannot be had."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        raise RuntimeError("not to be asked")
+
+
+def hooks_of_all_modules() -> int:
+    return len(nn.modules.module._global_forward_pre_hooks)
+
+
+@pytest.mark.world(2, reuse=True)
+def test_a_model_that_raises_is_not_looked_at(world: Any) -> None:
+    model = Raises(6, 3)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with distcheck.guard(optimizer, every=1, save=None) as made:
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        optimizer.step()
+    assert made.checks == 2
+
+
+@pytest.mark.world(2, reuse=True)
+def test_a_guard_that_is_refused_leaves_no_hook(world: Any) -> None:
+    before = hooks_of_all_modules()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    for about in ({"audit": "fp8"}, {"group": "not a group"}):
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            distcheck.guard(optimizer, **about)  # type: ignore[arg-type]
+        assert hooks_of_all_modules() == before
+
+
 def rows(**changes: list[Any]) -> list[dict[str, Any]]:
     """What three ranks say that agree, each with samples and masks of its own, and changes."""
     found: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,18 +49,24 @@ def start(
         raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
     if not callable(action) and action not in ("raise", "warn"):
         raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    audits = Audit(optimizer, _wire_of(audit)) if audit else None
     finder = None
     if watched is None and model is not None:
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         watched = WatchedModel(model)
     elif watched is None:
-        finder = Finder(functools.partial(has_parameters_of, optimizer))
-    audits = Audit(optimizer, _wire_of(audit)) if audit else None
-    guard = Guard(
-        optimizer, every=every, action=action, watched=watched, finder=finder, audit=audits,
-        **about,
-    )  # fmt: skip
+        finder = Finder(functools.partial(has_parameters_of, weakref.ref(optimizer)))
+    try:
+        guard = Guard(
+            optimizer, every=every, action=action, watched=watched, finder=finder, audit=audits,
+            **about,
+        )  # fmt: skip
+    except BaseException:  # or hooks stay that nobody can take out
+        for part in (finder, watched, audits):
+            if part is not None:
+                part.close()
+        raise
     _ending.append(weakref.ref(guard))
     _check_at_the_end()
     return guard.begin(hears=hears)
@@ -73,9 +80,14 @@ def _wire_of(audit: bool | str) -> torch.dtype | None:
     return getattr(torch, audit)  # type: ignore[no-any-return]
 
 
-def has_parameters_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
-    """Whether an optimizer trains a parameter of the module."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def has_parameters_of(
+    optimizer: Callable[[], torch.optim.Optimizer | None], module: torch.nn.Module
+) -> bool:
+    """Whether an optimizer, if it is still there, trains a parameter of the module."""
+    there = optimizer()
+    if there is None:
+        return False
+    own = {id(p) for group in there.param_groups for p in group["params"]}
     return any(id(p) in own for p in module.parameters())
 
 

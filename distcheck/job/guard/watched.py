@@ -163,7 +163,7 @@ class Finder:
             return
         if not module.training or not torch.is_grad_enabled() or self._is_within(module):
             return
-        if not self._wanted(module):
+        if not self._is_wanted(module):
             return
         watched = WatchedModel(module)
         self.found.append(watched)
@@ -171,6 +171,12 @@ class Finder:
             watched.enters(module, args, {})
         if not self._several:
             self.close()
+
+    def _is_wanted(self, module: torch.nn.Module) -> bool:
+        try:
+            return self._wanted(module)
+        except Exception:  # a model's own `parameters` may raise: the training goes on
+            return False
 
     def _is_within(self, module: torch.nn.Module) -> bool:
         return any(module is part for one in self.found for part in one.model.modules())

@@ -125,4 +125,4 @@ def _trains(module: torch.nn.Module) -> bool:
 
 
 def _is_of(watched: WatchedModel, optimizer: torch.optim.Optimizer) -> bool:
-    return starting.has_parameters_of(optimizer, watched.model)
+    return starting.has_parameters_of(lambda: optimizer, watched.model)
