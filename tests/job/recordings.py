@@ -78,7 +78,7 @@ class Facts:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
         for name in self.holds:
             is_part = len(self.holds) < len(SHAPES)
-            file.add_state(f"after/{name}", after[name], keep=self.rank == 0 or is_part)
+            file.add_after(name, after[name], keep=self.rank == 0 or is_part)
         file.note_written(self.written)
         raw, given = ({n: one[n] for n in self.holds} for one in (self.raw, at_step))
         kinds = {"local": self.local, "sizes": self.sizes, "raw": raw, "step": given}

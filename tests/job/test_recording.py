@@ -20,8 +20,10 @@ from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.recorder import Recorder
+from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.running import Ran
-from distcheck.recordings.jobs import reading, sketches
+from distcheck.recordings.jobs import reading, records, sketches
+from distcheck.recordings.jobs.records import RankRecord
 from tests.job.recordings import make
 
 HOOK = Path(running.__file__).parent / "hook"
@@ -266,3 +268,61 @@ def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
     assert kept["local/weight"].tolist() == [[1.5, 1.5]]
     sizes = kept.get("sizes/weight")
     assert (None if sizes is None else sizes.tolist()) == ([[2.5, 2.5]] if exchanging else None)
+
+
+def two_steps(folder: Path, between: Callable[[torch.Tensor], Any], budget: int) -> Path:
+    """One rank's parameter, with `between` called of it when the first step is over."""
+    mine = records.rank_folder(folder, 0)
+    mine.mkdir()
+    about = RankRecord(
+        rank=0, world=1, arguments=(), folder="", backend="gloo", device="cpu", torch="2"
+    )
+    records.write_json(mine / "rank.json", about)
+    weight = torch.arange(500.0)
+    other = torch.nn.Parameter(weight.data)  # the same memory, which a file cannot hold twice
+    last: dict[str, After] = {}
+    for step in range(2):
+        file = StepFile(mine, step, last)
+        file.add_state("before/weight", weight, keep=True)
+        weight += 1
+        for name, one in (("weight", weight), ("other", other)):
+            file.add_after(name, one, keep=True)
+        file.write(
+            (budget, 1 << 20)[step],
+            rank=0, world=1, optimizer="", groups=(), passes=(), batches=(), iterations=(),
+        )  # fmt: skip
+        last = file.after
+        between(weight)
+    return mine / "step-000001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("between", "budget", "is_written"),
+    [
+        (lambda weight: None, 1 << 20, False),
+        (lambda weight: weight.add_(1), 1 << 20, True),
+        (lambda weight: None, 0, True),
+    ],
+    ids=["as it was left", "changed in between", "no room for the first"],
+)
+def test_a_parameter_is_written_once(
+    between: Callable[[torch.Tensor], Any], budget: int, is_written: bool, tmp_path: Path
+) -> None:
+    """It is what the step before has left, and is read from there."""
+    file = two_steps(tmp_path, between, budget)
+    assert ("before/weight" in load_file(file)) is is_written
+    job = reading.read(tmp_path)
+    found = job.tensors(0, 1)
+    assert torch.equal(found["before/weight"] + 1, found["after/weight"])
+    assert torch.equal(found["after/weight"], found["after/other"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_a_number_is_found_in_every_dtype(value: float) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        tensor = torch.ones(5, dtype=dtype)
+        assert tensors.not_finite({"a": tensor, "b": tensor[:0]}) == []
+        tensor[2] = value
+        assert tensors.not_finite({"a": tensor}) == ["a"]
+    largest = torch.full((2,), torch.finfo(torch.float32).max)
+    assert tensors.not_finite({"a": torch.complex(largest, largest)}) == []

@@ -16,7 +16,7 @@ from distcheck.job.inside.losses import LossesHeard
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.step_file import StepFile
+from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.inside.terms import terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
@@ -42,6 +42,7 @@ class Recorder(Deaf):
         self._through: set[tuple[int, int]] = set()  # the same, of the backward pass that runs
         self._of_step: dict[int, int] = {}  # by optimizer: the backward pass before its last step
         self._origin: torch.Tensor | None = None
+        self._last: dict[str, After] = {}  # parameters as the last step has left them
         self._begin()
 
     def _begin(self) -> None:
@@ -275,7 +276,7 @@ class Recorder(Deaf):
         if not self._evaluations and not self.parameters.has_parts:  # to look is a collective then
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
-        self._at_step = self.parameters.gradients(names)
+        self._at_step = self.parameters.gradients(names, self._raw)
         self._groups = tuple(rank.numbers_of(group) for group in optimizer.param_groups)
         self._evaluations += 1
         self._held.note_optimizer(optimizer, file)
@@ -304,7 +305,7 @@ class Recorder(Deaf):
         others = [name for name in self.parameters.left_out() if name in self._added.local]
         keep = self._rank == 0 or bool(others)
         for name in names:
-            file.add_state(f"after/{name}", self.parameters.by_name[name], keep=keep)
+            file.add_after(name, self.parameters.by_name[name], keep=keep)
         by = 1.0 / self._scale if self._scale else 1.0
         given = self._at_step or {}
         self._added.forget(name for name in names if name not in given)
@@ -347,7 +348,7 @@ class Recorder(Deaf):
             averages=rank.averages(self.parameters) if self.steps_over in self._ends else {},
             **self._held.about,
         )
-        self._of_step[number] = self._added.backward
+        self._of_step[number], self._last = self._added.backward, file.after
         self.steps_over += 1
         self._apart &= self._world > 1 and file.is_unchanged(raw)
         if self._apart and self._ends[1] < self.steps_over <= self._settings.most:
@@ -373,7 +374,8 @@ class Recorder(Deaf):
         if self._left < 0:
             self._left = self._settings.budget // self._world
             rank.introduce(self._folder, self._rank, self._world, self.parameters)
-        self._file = StepFile(records.rank_folder(self._folder, self._rank), self.steps_over)
+        folder = records.rank_folder(self._folder, self._rank)
+        self._file = StepFile(folder, self.steps_over, self._last)
         self._take_state(self._file, list(self.parameters.by_name))
         self._held.begin()
         return self._file

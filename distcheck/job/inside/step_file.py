@@ -3,7 +3,7 @@
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,11 +18,24 @@ from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
 _STATE = ("before/", "buffer/")
 
 
-class StepFile:
-    """Collects tensors by name; `digests` are kept of all of them, also of those that are not."""
+class After(NamedTuple):
+    """A parameter as a step has left it: with its sums where they alone were written."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
+    digest: str
+    dtype: torch.dtype
+    shape: torch.Size
+    sums: torch.Tensor | None
+
+
+class StepFile:
+    """Collects tensors by name; `digests` are kept of all of them, also of those that are not.
+    `last` is what the file of the step before has of parameters after that: it is not written again
+    (`recordings.jobs.reading` looks there).
+    """
+
+    def __init__(self, folder: Path, step: int, last: Mapping[str, After] | None = None) -> None:
+        self._folder, self._step, self._last = folder, step, last or {}
+        self.after: dict[str, After] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
@@ -80,13 +93,28 @@ class StepFile:
         return name
 
     def add_state(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """Notes a parameter or buffer by its digest, and keeps it if asked to."""
+        """Notes a parameter or buffer before the step by its digest, and keeps it if asked to."""
+        kind, _, of = name.partition("/")
         plain = tensors.whole(tensor)
-        self._digests[name] = tensors.digest_of(plain)
-        if keep:
+        now = After(tensors.digest_of(plain), plain.dtype, plain.shape, None)
+        self._digests[name] = now.digest
+        last = self._last.get(of) if kind == "before" else None
+        is_written = last is not None and last[:3] == now[:3] and (last.sums is None) == keep
+        if keep and not is_written:
             self._kept[name] = plain.clone()
-        else:
-            self._kept[f"sums/{name}"] = sketches.sketch(plain)
+        elif not keep:
+            known = last.sums if last is not None and is_written else None
+            self._kept[f"sums/{name}"] = sketches.sketch(plain) if known is None else known
+
+    def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
+        """The same of a parameter after the step. What is kept is not copied: `write` follows."""
+        plain = tensors.whole(tensor)
+        sums = None if keep else sketches.sketch(plain)
+        self.after[name] = After(tensors.digest_of(plain), plain.dtype, plain.shape, sums)
+        self._digests[f"after/{name}"] = self.after[name].digest
+        self._kept[f"after/{name}" if sums is None else f"sums/after/{name}"] = (
+            plain if sums is None else sums
+        )
 
     def add_held(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """Notes what an optimizer holds."""
@@ -96,10 +124,12 @@ class StepFile:
             self._kept[name] = plain.clone()
 
     def add_gradients(self, kind: str, found: dict[str, torch.Tensor], by: float) -> None:
-        """Keeps gradients, multiplied `by` a power of two that undoes a scale."""
+        """Keeps gradients, multiplied `by` a power of two that undoes a scale. They are not copied:
+        `write` follows.
+        """
         for name, gradient in found.items():
             plain = tensors.whole(gradient)
-            plain = plain.clone() if by == 1.0 else plain * by
+            plain = plain if by == 1.0 else plain * by
             self._digests[f"{kind}/{name}"] = tensors.digest_of(plain)
             if kind != "sizes":
                 self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
@@ -130,9 +160,10 @@ class StepFile:
                 kept[name] = sketches.sketch(gradient)
                 sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
+            self.after = {name: one for name, one in self.after.items() if one.sums is not None}
         stem = f"step-{self._step:06d}"
         part = self._folder / f"{stem}.part"
-        save_file(kept, part)
+        save_file(_apart(kept), part)
         checksum = records.checksum_of(part)
         os.replace(part, self._folder / f"{stem}.safetensors")
         record = StepRecord(
@@ -147,6 +178,17 @@ class StepFile:
         )
         records.write_json(self._folder / f"{stem}.json", _json_safe(record))
         return size if whole else 0
+
+
+def _apart(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same, with copies of those that share memory: a file cannot hold these."""
+    found, seen = {}, set()
+    for name, one in kept.items():
+        storage = one.untyped_storage()
+        is_alone = storage.nbytes() == one.numel() * one.element_size()
+        found[name] = one if is_alone and storage.data_ptr() not in seen else one.clone()
+        seen.add(storage.data_ptr())
+    return found
 
 
 def _json_safe(record: StepRecord) -> StepRecord:

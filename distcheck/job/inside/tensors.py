@@ -1,5 +1,6 @@
 """Tensors of a training script: leaves of batches, names of parameters, digests, random streams."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs.records import MOST_ROWS, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEEPEST = 8  # containers within containers
 
 
@@ -61,7 +63,14 @@ def any_held(parameters: Iterable[torch.Tensor]) -> bool:
 def not_finite(found: Mapping[str, torch.Tensor]) -> list[str]:
     """The names of tensors with infinities or NaN."""
     numbers = {n: t for n, t in found.items() if t.is_floating_point() or t.is_complex()}
-    return [name for name, one in numbers.items() if not bool(one.detach().isfinite().all())]
+    return [name for name, one in numbers.items() if not _is_finite(one.detach())]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """By the largest absolute value where that is exact: then no tensor of answers is made."""
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _FLOATS or not tensor.numel():
+        return bool(tensor.isfinite().all())
+    return math.isfinite(float(torch.linalg.vector_norm(tensor, math.inf)))
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
 REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
-MANIFEST, FORM = "recording.json", 3
+MANIFEST, FORM = "recording.json", 4
 MOST_BYTES = 64 << 30  # of one step of one rank
 
 
@@ -72,6 +72,10 @@ class Kept:
             self._found[key], self._bytes = found, self._bytes + size
         return self._found[key]
 
+    def peek(self, key: object) -> dict[str, torch.Tensor] | None:
+        """What has this key, if it was read and is still there."""
+        return self._found.get(key)
+
 
 @dataclass
 class JobRecording:
@@ -106,9 +110,28 @@ class JobRecording:
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """All that was kept of one step of one rank. Raises UsageError where that is damaged."""
+        return self._kept.get((rank, step), lambda: self._read(rank, step))
+
+    def _read(self, rank: int, step: int) -> dict[str, torch.Tensor]:
+        """A step's file, and of the step before what it has left alone (`job.inside.step_file`)."""
+        found, digests = self._file_of(rank, step), self.records[rank, step].digests
+        earlier = self.records.get((rank, step - 1))
+        if earlier is None or not (earlier.whole and self.records[rank, step].whole):
+            return found
+        left = {}
+        for name, own in digests.items():
+            kind, _, parameter = name.removeprefix("start/").partition("/")
+            after = f"after/{parameter}"
+            if kind == "before" and own == earlier.digests.get(after):
+                left[name] = after
+        if left:
+            before = self._kept.peek((rank, step - 1)) or self._file_of(rank, step - 1)
+            found = {name: before[after] for name, after in left.items() if after in before} | found
+        return found
+
+    def _file_of(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         file = rank_folder(self.folder, rank) / f"step-{step:06d}.safetensors"
-        checksum = self.records[rank, step].checksum
-        return self._kept.get((rank, step), lambda: read_tensors(file, checksum))
+        return read_tensors(file, self.records[rank, step].checksum)
 
     def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
         """One of a parameter's gradients; what a step holds twice is written once."""

@@ -7,16 +7,16 @@
 
 Tensors are called by what they are: `before/<parameter>` and `buffer/` (all of them, before the
 first forward pass that the step was trained on; `start/` before the first one, where they have
-changed in between), and of the parameters that the optimizer has: `written/` (a digest alone, where
-one is another when the optimizer begins to step), `after/`, `local/` (before the
-exchange, added up over the backward passes that are in `.grad`), `sizes/` (the absolute values of
-those, added up, where a pass before the last may exchange), `raw/` (at the end of the exchange),
-`step/` (what the optimizer sees); `optim/<parameter>/<key>` is what the optimizer holds when it
-begins to step, in a recording that another job's is compared with (a digest alone, unless small).
-`data/<digest>` are batches, inputs and targets; `random/<pass>`
-and `origin/<pass>` random streams before a forward pass, and when its batch was handed out. Beyond
-the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitude/<name>` for
-`local/`.
+changed in between; a parameter that is as the step before has left it is in that one's file), and
+of the parameters that the optimizer has: `written/` (a digest alone, where one is another when the
+optimizer begins to step), `after/`, `local/` (before the exchange, added up over the backward
+passes that are in `.grad`), `sizes/` (the absolute values of those, added up, where a pass before
+the last may exchange), `raw/` (at the end of the exchange), `step/` (what the optimizer sees);
+`optim/<parameter>/<key>` is what the optimizer holds when it begins to step, in a recording that
+another job's is compared with (a digest alone, unless small). `data/<digest>` are batches, inputs
+and targets; `random/<pass>` and `origin/<pass>` random streams before a forward pass, and when its
+batch was handed out. Beyond the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with
+`magnitude/<name>` for `local/`.
 """
 
 import math
