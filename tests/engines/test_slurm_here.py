@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.world.command import QUICK, Run, complaints
 from tests.world.command import distcheck as distcheck
 
 WORDS = ("verify", "--strategy", "bad.py:good", "--strategy", "bad.py:no_sync", *QUICK)
 
 
+@pytest.mark.sweep
 def test_parts_are_judged_and_joined(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck(*WORDS, "--on", "slurm://local", "--json", "whole.json")
     assert ran.returncode == 1, ran.stderr

@@ -113,6 +113,7 @@ def test_hooks_before_a_step_are_seen() -> None:
     assert not compat.has_step_hooks(optimizer)
 
 
+@pytest.mark.sweep  # of torch itself, as its versions are tried
 def test_what_wrappers_add_to_names() -> None:
     """By the constants of torch's own modules; of torch.compile, by what it makes, which imports
     the compiler and so is made in a process of its own.
@@ -162,6 +163,7 @@ def test_what_operators_write_to_and_draw() -> None:
     assert not compat.draws_random_numbers(aten.mm.default)
 
 
+@pytest.mark.sweep
 def test_under_a_mode_for_operators_code_is_compiled() -> None:
     """Other modes run it eagerly: a job would be another one."""
     program = (

@@ -49,7 +49,10 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ]
 
 
-@pytest.mark.parametrize(("page", "world"), [("README.md", "2"), ("docs/tutorial.md", "3")])
+@pytest.mark.parametrize(
+    ("page", "world"),
+    [("README.md", "2"), pytest.param("docs/tutorial.md", "3", marks=pytest.mark.sweep)],
+)
 def test_a_failure_looks_as_the_page_shows_it(
     page: str, world: str, console: Run, tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_full_disk_does_not_change_a_failure(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.sweep
 def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None:
     """The strategy itself fills the disk, at its last step."""
     (tmp_path / "filler.py").write_text(FILLER)
@@ -186,7 +187,14 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "behind", "code"),
-    [("good", "| head -1", 0), ("no_sync", "| true", 1), ("good", ">&-", 0), ("no_sync", ">&-", 1)],
+    [
+        ("good", "| head -1", 0),
+        ("no_sync", ">&-", 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.sweep)
+            for row in (("no_sync", "| true", 1), ("good", ">&-", 0))
+        ),
+    ],
 )
 def test_who_reads_the_report_changes_no_verdict(
     strategy: str, behind: str, code: int, tmp_path: Path

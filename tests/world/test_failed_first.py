@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.world.command import QUICK, Run, complaints
 from tests.world.command import distcheck as distcheck
 
@@ -36,6 +38,7 @@ def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None
     assert only.returncode == 1
 
 
+@pytest.mark.sweep
 def test_where_nothing_failed_all_is_run(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:good", *QUICK, "--last-failed")
     assert ran.returncode == 0
