@@ -18,7 +18,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -115,6 +115,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
                 f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
                 f"for instance {place}:{scripts.first_definition(Path(place))}"
             )
+        _check_object(what, spec, Path(place))
     elif not place and attribute:
         raise UsageError(f"{what} {spec!r} names no file; write path/to/file.py{spec}")
     elif attribute and Path(place).is_file():
@@ -124,6 +125,37 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
             f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "
             f"{', '.join(sorted(known))}, or give path/to/file.py:object or package.module:object"
         )
+    elif attribute and (file := _file_of_module(place)) is not None:
+        _check_object(what, spec, file)
+
+
+def _check_object(what: str, spec: str, file: Path) -> None:
+    """Raises UsageError for an object that nothing in a file binds, as far as its text says so."""
+    place, _, attribute = spec.partition(":")
+    if scripts.lacks(file, attribute.partition(".")[0]):
+        raise _no_object(what, spec, place, scripts.definitions(file))
+
+
+def _no_object(what: str, spec: str, place: str, names: Sequence[str]) -> UsageError:
+    attribute = spec.partition(":")[2]
+    return UsageError(
+        f"{what} {spec!r}: {place} has no object {attribute!r}{did_you_mean(attribute, names)}; it "
+        f"defines {', '.join(names[:8]) or 'nothing public'}"
+    )
+
+
+def _file_of_module(place: str) -> Path | None:
+    """The source of a module of the current folder, or of an installed one, if that can be said
+    without an import: what is inside a package is not looked for.
+    """
+    if "." in place:
+        return None
+    try:
+        found = importlib.util.find_spec(place)
+    except (ImportError, ValueError):
+        return None
+    file = Path(f"{place}.py" if found is None or found.origin is None else found.origin)
+    return file if file.suffix == ".py" and file.is_file() else None
 
 
 def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrategy:
@@ -239,10 +271,7 @@ def _resolve(
     owner: type | None = None
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise UsageError(
-                f"{what} {spec!r}: {place} has no object {attribute!r}; it defines "
-                f"{_public_names(module) or 'nothing public'}"
-            )
+            raise _no_object(what, f"{place}:{attribute}", place, _public_names(module))
         owner = target if inspect.isclass(target) else None
         target = getattr(target, part)
     return target, owner, module
@@ -327,9 +356,9 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     return module
 
 
-def _public_names(module: ModuleType) -> str:
-    return ", ".join(
+def _public_names(module: ModuleType) -> list[str]:
+    return [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    )
+    ]

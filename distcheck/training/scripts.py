@@ -20,6 +20,11 @@ _MAY_BE_CALLED = {
     "torch", "nn", "np", "math", "int", "float", "str", "bool", "tuple", "list", "dict", "set",
     "range", "len", "namedtuple", "dataclass", "partial", "TypeVar",
 }  # fmt: skip
+# By these a module may come to names that are written nowhere in it.
+_BINDS_ANY = {
+    "*", "__getattr__", "globals", "locals", "vars", "setattr", "exec", "eval", "__dict__",
+    "sys.modules",
+}  # fmt: skip
 ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its training
 
 
@@ -40,9 +45,38 @@ def has_definitions(path: Path) -> bool:
 
 def first_definition(path: Path) -> str:
     """The first public function or class of a file, for an example of how to name one."""
-    definitions = (n for n in _body(path) or () if isinstance(n, ast.FunctionDef | ast.ClassDef))
-    names = (node.name for node in definitions if not node.name.startswith("_"))
-    return next(names, "my_sync")
+    return next(iter(definitions(path)), "my_sync")
+
+
+def lacks(path: Path, name: str) -> bool:
+    """Whether nothing in a file binds a name, nor can make one that is not written there."""
+    try:
+        nodes = list(ast.walk(parse_source(path)))
+    except (OSError, SyntaxError):
+        return False
+    return not any(name in _bound_by(node) or _BINDS_ANY & _bound_by(node) for node in nodes)
+
+
+def definitions(path: Path) -> list[str]:
+    """The public functions and classes of a file."""
+    return [
+        node.name
+        for node in _body(path) or ()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """The names that a node binds, and those that it uses of `_BINDS_ANY`."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Attribute):
+        return {node.attr, f"{_root_of(node)}.{node.attr}"} & {"__dict__", "sys.modules"}
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Store) else {node.id} & _BINDS_ANY
+    return {getattr(node, "name", None) or ""}  # of an exception, or in a match
 
 
 def _body(path: Path) -> list[ast.stmt] | None:

@@ -161,11 +161,11 @@ def test_a_file_may_be_called_like_a_loaded_module(
     ("source", "name", "message"),
     [
         ("def f(model:", "f", "syntax error in line 1"),
-        ("import nowhere_to_be_found", "f", r"ModuleNotFoundError.*line 1"),
-        ("\n\nraise ValueError('no')", "f", r"raised ValueError: no .*line 3"),
-        ("import sys; sys.exit(3)", "f", "raised SystemExit"),
+        ("import nowhere_to_be_found as f", "f", r"ModuleNotFoundError.*line 1"),
+        ("\n\nraise ValueError('no')\nf = 1", "f", r"raised ValueError: no .*line 3"),
+        ("import sys; sys.exit(3); f = 1", "f", "raised SystemExit"),
         (
-            "\nraise ValueError('trying to initialize the default process group twice!')",
+            "\nraise ValueError('trying to initialize the default process group twice!'); f = 1",
             "f",
             "twice! distcheck has initialised it already; guard it with dist.is_initialized",
         ),
@@ -208,6 +208,39 @@ def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str)
 def test_names_that_lead_nowhere(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loading.load_strategy(spec)
+
+
+def test_a_slip_in_the_name_of_an_object_is_answered_before_its_file_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("it_never_runs.py").write_text("raise SystemExit\ndef sync(model): pass\nclass Wire: ...")
+    for place in ("it_never_runs.py", "it_never_runs"):
+        with pytest.raises(UsageError, match=r"'Wier' \(did you mean Wire\?\); it defines"):
+            loading.check_spelling("strategy", f"{place}:Wier", ())
+        loading.check_spelling("strategy", f"{place}:Wire.anything", ())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from os import *",
+        "def __getattr__(name): return print",
+        "globals()['f' + ''] = print",
+        "import sys\nsetattr(sys.modules[__name__], 'f', print)",
+        "import sys\nsys.modules[__name__].__dict__['f'] = print",
+        "exec('f = print')",
+        "from os import path as f",
+        "import os as f",
+        "def g():\n    global f\n    f = print",
+        "f, g = print, print",
+        "match print:\n    case f: pass",
+        "def g(model:",  # what is wrong with that is said where it is loaded
+    ],
+)
+def test_a_name_that_a_file_may_come_to_is_looked_for_in_it(file: Path, source: str) -> None:
+    file.write_text(source)
+    loading.check_spelling("strategy", f"{file}:f", ())
 
 
 def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
