@@ -25,7 +25,7 @@ def listed() -> Iterator[str]:
         yield f"{_HEADINGS[family]}:"
         for name, cause in table.items():
             if cause.family == family:
-                first, *rest = wrap(_plain(cause.what), _WIDTH + 20 - longest - 4)
+                first, *rest = wrap(_plain(cause.what), _WIDTH - longest - 4)
                 yield f"  {name:{longest}}  {first}"
                 yield from (f"  {'':{longest}}  {line}" for line in rest)
         yield ""

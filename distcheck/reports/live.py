@@ -78,7 +78,8 @@ class LiveProgress:
     def finished(self, case: Case, verdict: str) -> None:
         """A case has been judged; one that is run once more is counted once."""
         self._done.add(case.id)
-        text = f"{case.id}: {verdict}"
+        beside = self._cases and all(case.id != planned.id for planned in self._cases)
+        text = f"{'a closer look at what failed, ' * bool(beside)}{case.id}: {verdict}"
         self._show(text, silently=True)
         self._write(text)
 

@@ -179,6 +179,7 @@ def test_explain_lists_every_cause_and_says_what_was_meant() -> None:
     listed = CliRunner().invoke(explain, []).output
     names = re.findall(r"^  (\S+)", listed, re.MULTILINE)
     assert sorted(names) == sorted(causes())
+    assert max(map(len, listed.splitlines())) <= 80
     refused = CliRunner().invoke(explain, ["no-snc"])
     assert isinstance(refused.exception, UsageError)
     assert "did you mean no-sync" in str(refused.exception)

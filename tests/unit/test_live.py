@@ -54,6 +54,18 @@ def test_a_log_has_a_line_for_every_case_with_its_verdict_and_the_times(clock: C
     ]
 
 
+def test_a_case_that_was_not_planned_is_no_sixth_of_five(clock: Clock) -> None:
+    stream = io.StringIO()
+    with LiveProgress(Console(file=stream)) as listener:
+        listener.planned([case("a")])
+        listener.finished(case("a"), "fail")
+        listener.finished(case("a-simulated"), "fail")
+    assert log(stream)[1:] == [
+        "progress: [1 of 1 cases judged, 0 s] a: fail",
+        "progress: [1 of 1 cases judged, 0 s] a closer look at what failed, a-simulated: fail",
+    ]
+
+
 def test_phases_are_lines_and_parts_are_counted(clock: Clock) -> None:
     stream = io.StringIO()
     live = LiveProgress(Console(file=stream))
