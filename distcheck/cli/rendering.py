@@ -14,6 +14,7 @@ from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import render
 from distcheck.reports.terminal import console_for
+from distcheck.store.run_folder import KEPT_RUNS
 
 
 def schema_command() -> int:
@@ -31,6 +32,9 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
     path = Path(run)
     if path.is_dir():
         path /= "report.json"
+    if not path.exists():
+        of = f"{run} holds no report" if Path(run).is_dir() else f"{run} does not exist"
+        raise UsageError(f"{of}; {KEPT_RUNS}")
     document = read_report(path)
     if any(Path(file).absolute() == path.absolute() for file in files.values()):
         raise UsageError(f"{path} is the report that is read; write to another file")

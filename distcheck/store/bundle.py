@@ -153,7 +153,7 @@ def read_replay(given: str) -> Replay:
         return open_bundle(path)
     files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"{path} holds no cases; give a case file, a saved run or a bundle")
+        raise UsageError(f"{path} holds no cases; {store.KEPT_RUNS}")
     cases = [store.read_case(file, jobs=True) for file in files]
     if len(cases) > 1 and any(case.job for case in cases):
         raise UsageError(f"{path} holds a whole job beside other cases; give one case file")

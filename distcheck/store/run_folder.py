@@ -300,6 +300,9 @@ def stored_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
+KEPT_RUNS = f"distcheck runs lists those that are kept in {DEFAULT_FOLDER} here"
+
+
 def latest_run() -> Path:
     """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
     runs = kept_runs()
@@ -320,6 +323,8 @@ def read_case(path: Path, *, jobs: bool = False) -> Case:
     try:
         case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)
         return _check_job(case, allowed=jobs) if case.job else check_case(case)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist; {KEPT_RUNS}") from error
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:

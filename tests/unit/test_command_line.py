@@ -240,6 +240,19 @@ def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("command", ["open", "replay", "report"])
+def test_a_run_that_is_not_there_says_what_is(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    for name, why in (("nowhere", "does not exist"), ("empty", "holds no")):
+        said = refusal(command, name)
+        assert said.startswith(f"{name} {why}")
+        assert "; distcheck runs lists those" in said
+    assert not [*Path().rglob("report.html")]
+
+
 @pytest.mark.parametrize("browser", [True, False])
 def test_open_shows_the_last_page(
     browser: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
