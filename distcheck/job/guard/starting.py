@@ -62,7 +62,7 @@ def start(
             optimizer, every=every, action=action, watched=watched, finder=finder, audit=audits,
             **about,
         )  # fmt: skip
-    except BaseException:  # or hooks stay that nobody can take out
+    except BaseException:  # or hooks stay that cannot be taken out
         for part in (finder, watched, audits):
             if part is not None:
                 part.close()
