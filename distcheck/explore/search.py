@@ -19,9 +19,9 @@ from distcheck.errors import DistcheckError
 from distcheck.explore.running import Runner
 from distcheck.explore.space import MOST_WORLD, identify
 from distcheck.judge import sensitivity
-from distcheck.judge.diagnosis.wording import APART
 from distcheck.machine.seeds import derive
 from distcheck.records import Case, CaseReport, Delay
+from distcheck.records.causes import APART
 
 _FIRST_ROUND, _ROUND = 25, 100
 _REPLAYS = 3  # of what was found, in fresh ranks

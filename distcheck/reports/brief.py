@@ -13,6 +13,7 @@ from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
+from distcheck.records.causes import APART
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -31,7 +32,7 @@ from distcheck.reports.wording import (
     most_telling_first,
     show,
 )
-from distcheck.reports.wrapping import fitting, hanging, print_hanging
+from distcheck.reports.wrapping import CUT, fitting, hanging, print_hanging
 
 _VERDICT = 8  # columns
 _INDENT = 6
@@ -76,11 +77,13 @@ def print_group(
         lines.add("note", note, most=2)
     if shown and len(notes) > _MOST_NOTES:
         lines.add("", f"{len(notes) - _MOST_NOTES} more notes ({_MORE})")
-    lines.print()
+    said.cut |= lines.print()
 
 
-def print_end(report: Report, console: Console, *, verbose: bool) -> None:
-    """Prints what belongs to all cases: what a pass does not show, where the run is, what next."""
+def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = False) -> None:
+    """Prints what belongs to all cases: what a pass does not show, where the run is, what next, and
+    where that is whole of which lines were `cut`.
+    """
     if report.verdict == "pass" and report.not_shown and not verbose:
         telling = [one for one in _TELLING if one in report.not_shown]
         first = [*telling, *(one for one in report.not_shown if one not in telling)][:4]
@@ -95,10 +98,14 @@ def print_end(report: Report, console: Console, *, verbose: bool) -> None:
     causes = dict.fromkeys(one.cause for case in failed for one in case.diagnosis)
     explained = [f"distcheck explain {cause}" for cause in causes if cause != "unexplained"][:1]
     more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
+    whole = f'    # all of "{CUT}": {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
         ("replay" if step.startswith("distcheck replay ") else ("next", "again")[is_job], step),
         ("saved", report.saved_to or ""),
-        ("more", " | ".join(more) if any(not case.unfinished for case in report.cases) else ""),
+        (
+            "more",
+            f"{' | '.join(more)}{whole}" if any(not c.unfinished for c in report.cases) else "",
+        ),
     ]
     for label, text in ends:  # not wrapped, so that they can be copied
         if text:
@@ -152,6 +159,7 @@ class Said:
 
     failures: dict[Key, int] = field(default_factory=dict)
     causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    cut: bool = False  # whether there is more of some line
 
     def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
         """A case's causes, each once: those that are new, and those that were said of its strategy.
@@ -190,16 +198,20 @@ class Lines:
         if text:
             self._found.append((label, text, most))
 
-    def print(self) -> None:
-        """Prints them all."""
+    def print(self) -> bool:
+        """Prints them all; returns whether any of them was cut."""
+        cut = False
         width = max((len(label) for label, *_ in self._found), default=0)
         indent = self._indent + width + 2
         for label, text, most in self._found:
             first = f"{'':<{self._indent}}{label}"
-            for line in fitting(text, self._console.width, first=first, indent=indent, most=most):
+            found = fitting(text, self._console.width, first=first, indent=indent, most=most)
+            cut |= found[-1].endswith(CUT)
+            for line in found:
                 whole = Text(line)
                 whole.stylize("bold", 0, self._indent + width)
                 self._console.print(whole, soft_wrap=True)
+        return cut
 
 
 def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
@@ -328,8 +340,13 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
     """What there is to say of a failure, with those of its causes that are new on this screen."""
     for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
-    for one in causes[:_MOST_FAILURES]:
-        lines.add("cause", f"{one.evidence}", most=3 if len(causes) == 1 else 2)
+    by_evidence = _by_evidence(causes)
+    for evidence, alike in [*by_evidence.items()][:_MOST_FAILURES]:
+        lines.add("cause", evidence, most=3 if len(by_evidence) == 1 else 2)
+        if len(alike) > 1:
+            others = ", ".join(one.cause for one in alike[1:])
+            larger = "; --world 3 tells them apart" * any("world of 3" in a.evidence for a in alike)
+            lines.add("or", f"{others}, of which the same is seen{larger}", most=2)
     if case.modules is not None:
         lines.add("module", of_modules(case.modules), most=3)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
@@ -351,6 +368,15 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
             by_reason.setdefault(result.reason, []).append(result.check)
     for reason, checks in [*by_reason.items()][:_MOST_REASONS]:
         lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
+
+
+def _by_evidence(causes: Sequence[Diagnosis]) -> dict[str, list[Diagnosis]]:
+    """Causes of which the same is seen, together."""
+    found: dict[str, list[Diagnosis]] = {}
+    for one in causes:
+        seen, apart, _ = one.evidence.partition(f"; {APART} ")
+        found.setdefault(seen if apart else one.evidence, []).append(one)
+    return {alike[0].evidence if len(alike) == 1 else seen: alike for seen, alike in found.items()}
 
 
 def _place(difference: Difference) -> str:

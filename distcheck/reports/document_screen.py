@@ -5,7 +5,7 @@ from typing import Any
 
 from distcheck.reports.findings import CaseGist, Entry, finding_of, name_of
 from distcheck.reports.wording import searches_of
-from distcheck.reports.wrapping import fitting
+from distcheck.reports.wrapping import CUT, fitting
 
 _VERDICT, _INDENT = 8, 18  # columns
 _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
@@ -31,6 +31,8 @@ def screen_of(document: Mapping[str, Any], *, width: int, quiet: bool = False) -
     said: set[tuple[str, str]] = set()
     for alike in _alike([case for case in cases if case["verdict"] != "pass"]):
         found += _failure(alike, width, said)
+    if any(line.endswith(CUT) for line in found):
+        found.append(f'{"more":<{_VERDICT}}all of "{CUT}": --html FILE')
     return found
 
 

@@ -107,7 +107,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     if len(judged) < len(report.cases):
         console.print(_interruption(report), soft_wrap=True)
     if not quiet:
-        _print_end(report, console, verbose=verbose, judged=bool(judged))
+        _print_end(report, console, verbose=verbose, judged=bool(judged), cut=said.cut)
 
 
 def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
@@ -262,7 +262,7 @@ def _print_legend(report: Report, console: Console) -> None:
         print_hanging(text, console, indent=0, style="dim")
 
 
-def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool) -> None:
+def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool, cut: bool) -> None:
     if judged and verbose:
         console.print()
     for explored in report.explored:
@@ -281,4 +281,4 @@ def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool)
             ),
             soft_wrap=True,
         )
-    brief.print_end(report, console, verbose=verbose)
+    brief.print_end(report, console, verbose=verbose, cut=cut)

@@ -22,16 +22,16 @@ STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow",
 
 
 def describe_place(difference: Difference) -> str:
-    """Where and by how much: "step 0, fc.weight[3,1], rank 2: actual ..., expected ..."."""
+    """Where and by how much: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
     index = f"[{','.join(map(str, difference.index))}]" if difference.index else ""
     where = f"step {difference.step}, {difference.parameter}{index}, rank {difference.rank}"
     if difference.unit == "":
         if difference.actual == "" and difference.expected == "":
             return where
-        return f"{where}: actual {show(difference.actual)}, expected {show(difference.expected)}"
+        return f"{where}: got {show(difference.actual)}, expected {show(difference.expected)}"
     what = "norm " if difference.unit == "L2 norm" else ""
     text = (
-        f"{where}: actual {what}{show(difference.actual)}, expected {show(difference.expected)}, "
+        f"{where}: got {what}{show(difference.actual)}, expected {show(difference.expected)}, "
         f"error {show(difference.error)}, bound {show(difference.bound)}"
     )
     return text if difference.ulp is None else f"{text}, {difference.ulp:,} ULP"

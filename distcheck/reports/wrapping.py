@@ -9,9 +9,10 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+CUT = "..."  # ends a text of which there is more elsewhere
 _GLUE = "\u00a0"  # a blank that `textwrap` does not break at; shown as an ordinary one
 _NAMED = re.compile(
-    r"\b(steps?|ranks?|error|bound|actual|expected|norm|world|batch|seed|of|over) (?=-?[\d.])"
+    r"\b(steps?|ranks?|error|bound|got|expected|norm|world|batch|seed|of|over) (?=-?[\d.])"
 )
 _COUNTED = re.compile(r"(?<=\d) (?=(?:ULP|[MG]|m?s|%|[KMG]i?B|steps|ranks|cases|of)\b)")
 # Where a word that is longer than a line may be broken: after these, and never within a number.
@@ -59,15 +60,17 @@ def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
 
 
 def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
-    """A text in at most so many lines: whole, or without its last clauses, or cut."""
+    """A text in at most so many lines: whole, or without its last clauses, or cut. One that is not
+    whole ends with `CUT`.
+    """
     lines = hanging(text, width, first=first, indent=indent)
     clauses = text.split("; ")
     while len(lines) > most and len(clauses) > 1:
         clauses.pop()
-        lines = hanging("; ".join(clauses), width, first=first, indent=indent)
+        lines = hanging("; ".join([*clauses, CUT]), width, first=first, indent=indent)
     if len(lines) > most:
         lines = lines[:most]
-        lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} ..."
+        lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} {CUT}"
     return lines
 
 

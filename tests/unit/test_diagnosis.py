@@ -278,6 +278,12 @@ def test_a_reduce_without_broadcast(world: int) -> None:
     assert causes(measured(left, equal(world))) == {"one-rank-only"}
 
 
+def test_what_a_missing_broadcast_leaves_on_the_other_rank_is_not_a_second_cause() -> None:
+    """Nor where a parameter is right, so that it might be a part that is never exchanged."""
+    part = measured([equal(2), [0.0, 1.0]], equal(2), only=(0, 1))
+    assert causes(part) == {"one-rank-only"}
+
+
 def test_one_damaged_element_leaves_a_rank_its_mean() -> None:
     """At two ranks the other one "alone holds the mean"; that is no missing broadcast."""
     step = measured([equal(2), [0.31, 0.83]], equal(2))

@@ -23,12 +23,12 @@ from distcheck.explore.found import KeptCases, as_python
 from distcheck.explore.report import ONE_RANK, Story, _lines, show
 from distcheck.explore.search import Finding, Search
 from distcheck.explore.space import DIMENSIONS, cases
-from distcheck.judge.diagnosis.wording import APART
 from distcheck.judge.oracles.full_batch import relative_tolerance
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.plan.cases import check_case
 from distcheck.plan.declined import declined_words, words_in
 from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
+from distcheck.records.causes import APART
 from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     PREFIX,

@@ -22,6 +22,7 @@ from distcheck.records import (
     Outcome,
     Report,
 )
+from distcheck.records.causes import APART
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.json_report import as_document, render_json
@@ -323,6 +324,48 @@ def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
     assert whole.count("cause    ") == len(cases), "--verbose shows each"
 
 
+def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> None:
+    long = msgspec.structs.replace(
+        failing("cnn", "no-sync").diagnosis[0],
+        evidence="; ".join(f"clause {n} of what was seen in this case" for n in range(9)),
+        suggestion="a first thing to look at, " * 20,
+    )
+    report = Report(
+        environment=ENVIRONMENT,
+        cases=(msgspec.structs.replace(failing("cnn", "no-sync"), diagnosis=(long,)),),
+        saved_to=".distcheck/runs/1",
+    )
+    screen = render_text(report, width=80)
+    cut = [line for line in screen.splitlines() if line.endswith("...")]
+    assert [line.rpartition(" ")[0][-10:] for line in cut] == ["this case;", "t, a first"]
+    more = 'distcheck explain no-sync | distcheck open | -v    # all of "...": distcheck open or -v'
+    assert screen.splitlines()[-1] == f"more   {more}"
+    assert "..." not in render_text(report, width=80, verbose=True)
+    *_, whole = screen_of(as_document(report), width=80)
+    assert whole == 'more    all of "...": --html FILE'
+    assert "all of" not in render_text(REPORTS["mismatch"], width=80)
+
+
+def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
+    names = ("one-rank-only", "dropped-rank", "duplicated-rank")
+    alike = [
+        Diagnosis(
+            cause=name,
+            evidence=f"step 0: every rank holds rank 1's own gradient; {APART} "
+            f"{' or '.join(other for other in names if other != name)} (a world of 3 ranks can)",
+            suggestion=f"mend {name}",
+        )
+        for name in names
+    ]
+    report = msgspec.structs.replace(failing("cnn", "no-sync"), diagnosis=tuple(alike))
+    lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=120).splitlines()
+    assert [line.strip() for line in lines[1:3]] == [
+        "cause    step 0: every rank holds rank 1's own gradient",
+        "or       dropped-rank, duplicated-rank, of which the same is seen; --world 3 tells them "
+        "apart",
+    ]
+
+
 def test_what_nothing_explains_is_not_taken_for_the_same() -> None:
     cases = (failing("cnn", "unexplained"), failing("mlp", "unexplained"))
     text = render_text(Report(environment=ENVIRONMENT, cases=cases), width=100)
@@ -396,7 +439,7 @@ def test_no_line_ends_in_blanks_and_no_number_is_broken(name: str, width: int) -
             assert "7.weight[103,1332]" in text
         whole = render_text(REPORTS[name], width=width, verbose=True)
         assert [line for line in whole.splitlines() if line != line.rstrip()] == []
-        for number in ("actual 0.00243089534", "7.weight[103,1332]", "1 ULP", "bound 3.4e-10"):
+        for number in ("got 0.00243089534", "7.weight[103,1332]", "1 ULP", "bound 3.4e-10"):
             assert number in whole
 
 

@@ -194,7 +194,7 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
         name_cause(
             "wrong-on-server",
             "every rank with data holds the right mean, but the one without does not: "
-            f"{where(first)}, actual {first.first.actual}, expected {first.first.expected}",
+            f"{where(first)}, got {first.first.actual}, expected {first.first.expected}",
         )
     ]
 

@@ -15,7 +15,6 @@ from distcheck.judge.diagnosis import parts, precision, weights
 from distcheck.judge.diagnosis.combinations import all_parallel, distance
 from distcheck.judge.diagnosis.facts import Facts, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import (
-    APART,
     coefficients_text,
     number_text,
     parameters_text,
@@ -24,7 +23,7 @@ from distcheck.judge.diagnosis.wording import (
     some_of,
 )
 from distcheck.records import Diagnosis
-from distcheck.records.causes import name_cause
+from distcheck.records.causes import APART, name_cause
 
 FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
 
@@ -78,10 +77,18 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
     shorter = any(found.cause == "low-precision" for found in before)
     if before and (step.mean_of_left or shorter):  # roundings like these look like anything
         return before
-    found = _said_together(explain_all(step, step.parameters))
+    found = _said_together(_first_alone(explain_all(step, step.parameters)))
     if not found and len(step.parameters) > 1:
         found = _one_by_one(step)
     return [*before, *(_beside_missing(finding, step) for finding in found)]
+
+
+def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
+    """Without what only follows: where one rank alone holds the mean of whole parameters, these
+    were exchanged, and that the other ranks hold their own there is not a second cause.
+    """
+    alone = any(one.cause == "one-rank-only" for one in found)
+    return [one for one in found if not alone or not one.evidence.endswith(parts.OWN_THERE)]
 
 
 def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:

@@ -9,6 +9,7 @@ from distcheck.judge.diagnosis.wording import parameters_text, positions_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
+OWN_THERE = "ranks hold their own gradients there, and not in the other parameters"
 _LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by chance
 
 
@@ -36,7 +37,7 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
         what = f"{own:,} of {elements:,} elements (over all ranks) are the rank's own, the others "
         what += "the mean over all samples"
     else:
-        what = "ranks hold their own gradients there, and not in the other parameters"
+        what = OWN_THERE
     return [name_cause("partial-sync", f"{where}: {what}")]
 
 

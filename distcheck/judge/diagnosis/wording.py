@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from distcheck.judge.diagnosis.facts import Fit, ParameterFacts, StepFacts
 from distcheck.records import CheckResult
 
-APART = "what was recorded cannot tell this from"  # begins what follows several causes
 Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
 

@@ -16,6 +16,7 @@ import msgspec
 from distcheck.records import Diagnosis
 
 FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
+APART = "what was recorded cannot tell this from"  # begins what follows several causes
 _USUAL = "usual"  # the variant where a call names none
 LineKind = Literal[
     "given", "exchanges", "reduces", "backward", "clip", "step", "loader", "collective"
