@@ -282,6 +282,13 @@ def test_what_a_missing_broadcast_leaves_on_the_other_rank_is_not_a_second_cause
     """Nor where a parameter is right, so that it might be a part that is never exchanged."""
     part = measured([equal(2), [0.0, 1.0]], equal(2), only=(0, 1))
     assert causes(part) == {"one-rank-only"}
+    forgotten = measured([[1.0, 0.0], [0.0, 1.0]], equal(2), only=(2,))
+    together = explain_step(
+        msgspec.structs.replace(part, parameters=(*part.parameters, *forgotten.parameters))
+    )
+    of = {found.cause: found.evidence for found in together}
+    assert "p0, p1 (2 of 3" in of["one-rank-only"]
+    assert "p2 (1 of 3" in of["partial-sync"]
 
 
 def test_one_damaged_element_leaves_a_rank_its_mean() -> None:

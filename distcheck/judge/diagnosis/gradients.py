@@ -77,7 +77,7 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
     shorter = any(found.cause == "low-precision" for found in before)
     if before and (step.mean_of_left or shorter):  # roundings like these look like anything
         return before
-    found = _said_together(_first_alone(explain_all(step, step.parameters)))
+    found = _said_together(explain_all(step, step.parameters))
     if not found and len(step.parameters) > 1:
         found = _one_by_one(step)
     return [*before, *(_beside_missing(finding, step) for finding in found)]
@@ -154,7 +154,7 @@ def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[D
     """What every family says of these parameters, taken together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
-    return [f for family in FAMILIES for f in family.explain(step, parameters)]
+    return _first_alone([f for family in FAMILIES for f in family.explain(step, parameters)])
 
 
 def _one_by_one(step: StepFacts) -> list[Diagnosis]:
