@@ -5,8 +5,9 @@ process too, so that times compare like with like.
 """
 
 import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.plan import cases as plan
 from distcheck.plan.request import Request
-from distcheck.records import Case
+from distcheck.records import Case, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
+from distcheck.reports import training_screen
 from distcheck.reports.files import check_outputs, write_text
+from distcheck.reports.terminal import console_for
+from distcheck.reports.training_screen import print_failure
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_defects, preparation
 from distcheck.worlds import blame
@@ -62,17 +66,18 @@ def train_command(
     check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
     pool = front_pool(launch, [case])
     try:
-        table, failure = _train(
+        table, failed = _train(
             pool, case, epochs=epochs, steps=steps, log_every=log_every, download=download
         )
-        dismiss(pool, int(ExitCode.RANK_FAILED if failure else ExitCode.PASS), failure)
+        first = f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}" if failed else ""
+        dismiss(pool, int(ExitCode.RANK_FAILED if failed else ExitCode.PASS), first)
     except DistcheckError as error:
         dismiss(pool, int(error.exit_code), str(error))
         raise
     finally:
         pool.close()
-    if failure:
-        say(f"distcheck: {failure}", err=True)
+    if failed:
+        print_failure(case, failed, console_for(sys.stderr))
         return int(ExitCode.RANK_FAILED)
     document = msgspec.json.encode({"schema": SCHEMA, "case": case, "epochs": table})
     if json_file is not None:
@@ -132,8 +137,8 @@ def _train(
     steps: int | None,
     log_every: int,
     download: bool,
-) -> tuple[list[dict[str, Any]], str]:
-    """The table of epochs, and what went wrong (empty if nothing)."""
+) -> tuple[list[dict[str, Any]], list[Outcome]]:
+    """The table of epochs, and the ranks that failed."""
     pool.wait_ready()
     table = _Table(case, epochs)
     with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:
@@ -177,9 +182,7 @@ def _train(
             raise refused
         if defect is not None:
             raise defect
-    if failed:
-        return [], f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}"
-    return table.rows, ""
+    return ([], failed) if failed else (table.rows, [])
 
 
 class _Table:
@@ -189,15 +192,11 @@ class _Table:
         self._case, self._epochs = case, epochs
         self._heard: dict[int, list[EpochFigures]] = defaultdict(list)
         self.rows: list[dict[str, Any]] = []
+        self._width = console_for().width
 
     def head(self, environment: dict[str, Any]) -> None:
         """What is being trained."""
-        case = self._case
-        how = f"{case.strategy}, world {case.world}" if case.strategy else "one process"
-        click.echo(
-            f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
-            f"{case.dtype}, 1 thread a rank, torch {environment['torch']}"
-        )
+        self._say(training_screen.heading(self._case, environment["torch"], width=self._width))
 
     def hear(self, payload: bytes) -> None:
         """Takes what a rank said."""
@@ -231,14 +230,11 @@ class _Table:
             "step_s": list(first.step_s),
         }
         self.rows.append(row)
-        accuracy = "not known"  # some buffers of the model are on no rank as a whole
-        if first.tested:
-            accuracy = f"{100 * row['accuracy']:.2f} % of {first.tested:,}"
-        click.echo(
-            f"epoch {row['epoch']}/{self._epochs}: loss {loss:.4f}, accuracy {accuracy}, "
-            f"{row['mean_step_s']:.3f} s per step (mean of {len(timed)}, first left out; "
-            f"median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
-        )
+        self._say(training_screen.epoch(row, self._epochs, width=self._width))
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            click.echo(line)
 
 
 def _step_losses(figures: Sequence[EpochFigures]) -> list[float | None]:

@@ -23,6 +23,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART
+from distcheck.reports import training_screen
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.json_report import as_document, render_json
@@ -563,6 +564,28 @@ def test_json(name: str) -> None:
     text = render_json(REPORTS[name])
     json.loads(text)
     compare(f"{name}.json", text)
+
+
+@pytest.mark.parametrize("width", [100, 80])
+def test_the_screen_of_training(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, highlight=False, color_system=None)
+    trained = msgspec.structs.replace(case(workload="vgg11"), data="cifar10", strategy="m.py:sync")
+    row = {
+        "epoch": 1, "loss": 2.30258, "accuracy": 0.1012, "tested": 10_000, "steps": 195,
+        "mean_step_s": 0.8123, "median_step_s": 0.8011, "max_step_s": 1.2345,
+    }  # fmt: skip
+    lines = [
+        *training_screen.heading(trained, "2.15.0+cpu", width=width),
+        *training_screen.epoch(row, 20, width=width),
+        *training_screen.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
+    ]
+    training_screen.print_failure(trained, crash().outcomes, console)
+    failure = stream.getvalue().splitlines()
+    assert all(len(line) <= width for line in [*lines, *failure[:-1]])
+    assert failure[0].startswith("FAIL")
+    assert len(failure) <= 12
+    compare(f"train-{width}.txt", "\n".join([*lines, *failure]))
 
 
 def test_markup_in_names_is_shown_as_it_is() -> None:

@@ -413,5 +413,8 @@ def test_a_layout_that_divides_nothing_is_refused_where_it_would_train(distcheck
 def test_train_names_the_rank_that_failed(distcheck: Run) -> None:
     ran = distcheck("train", "--strategy", "bad.py:crash", "--world", "2", "--workload", "mlp")
     assert ran.returncode == 4
-    assert ran.stderr.startswith("distcheck: rank 1 raised, step 0, sync")
+    first, second, *_, last = ran.stderr.splitlines()
+    assert first == "FAIL    bad.py:crash   2 ranks"
+    assert second.startswith("      rank 1  raised, step 0, sync")
     assert "the reason" in ran.stderr
+    assert last.startswith("next   distcheck verify --strategy bad.py:crash --world 2 ")
