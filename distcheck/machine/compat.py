@@ -122,6 +122,51 @@ def fsdp2_dtype(module: nn.Module) -> torch.dtype | None:
     return dtype
 
 
+def fsdp2_reduces_in(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which fully_shard adds gradients of a module up, where its policy names one."""
+    state = getattr(module, "_get_fsdp_state", None)
+    policy = None if state is None else getattr(state(), "_mp_policy", None)
+    dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
+    return dtype
+
+
+def fsdp2_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each parameter that fully_shard divides for a module, and the whole one that it computes
+    with: None before the first forward pass.
+    """
+    for one in _fsdp2_records(module):
+        yield one.sharded_param, getattr(one, "_unsharded_param", None)
+
+
+def fsdp2_holding(module: nn.Module) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
+    """The same parameters, and what says whether gradients of the whole one were put aside, to be
+    exchanged with those of a later pass.
+    """
+    for one in _fsdp2_records(module):
+        yield one.sharded_param, functools.partial(_holds, one)
+
+
+def _holds(record: Any) -> bool:
+    return getattr(record, "unsharded_accumulated_grad", None) is not None
+
+
+def _fsdp2_records(module: nn.Module) -> Iterator[Any]:
+    state = getattr(module, "_get_fsdp_state", None)
+    of_state = None if state is None else state()
+    group = getattr(of_state, "_fsdp_param_group", None)
+    groups = getattr(of_state, "_fsdp_param_groups", None) or ([] if group is None else [group])
+    for one in groups:
+        yield from one.fsdp_params
+
+
+def part_in(tensor: Any) -> tuple[int, ...]:
+    """Where in a DTensor this rank's part of it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    given = tensor.shape, tensor.device_mesh, tensor.placements
+    return tuple(compute_local_shape_and_global_offset(*given)[1])
+
+
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
     """The hooks on a module or a tensor, each with its kind."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS

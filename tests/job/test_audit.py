@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distcheck
 from distcheck.errors import UsageError
 from distcheck.job.guard import audit, explaining
 from distcheck.job.guard.audit import Audit
-from distcheck.job.guard.guarding import DivergenceError, Guard
+from distcheck.job.guard.guarding import DivergenceError, Guard, GuardWarning
 from distcheck.machine.numerics import unit_roundoff
 
 ROUNDOFF = unit_roundoff(torch.float32)
@@ -193,6 +195,68 @@ def test_what_all_ranks_get_wrong_alike_is_found(
     assert found.findings[0].when == ("once" if exchange is once else "again")
 
 
+def shards(
+    rank: int, shape: tuple[int, ...], *, wrong: str = "", dtype: torch.dtype | None = None,
+    reduces_in: torch.dtype | None = None, passes: int = 1, fresh: bool = True,
+) -> Guard:  # fmt: skip
+    """Trains a model that fully_shard divides, of sizes that ranks do not divide evenly."""
+    names = ("replicas", "shards")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(9, 9), nn.Tanh())])
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduces_in)
+    for layer in model[::2]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(100 + rank)
+    guard = distcheck.guard(
+        optimizer, every=4, save=None, randomness=False, samples=False, audit=True
+    )
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=fresh)
+        for number in range(passes):
+            model.set_requires_gradient_sync(number == passes - 1 or step % 2 == 1)  # type: ignore[operator]
+            model(torch.randn(6, 9)).square().mean().backward()
+        if wrong == "half":
+            model[2].weight.grad.mul_(0.5)
+        if wrong == "end":  # what the last rank that has some of a gradient has is lost
+            model[2].weight.grad.to_local().mul_(rank != 2)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    guard.finish()
+    guard.close()
+    return guard
+
+
+@pytest.mark.world(4, reuse=True)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((4,), id="shards"), pytest.param((2, 2), id="replicas", marks=pytest.mark.sweep)],
+)
+def test_what_fully_shard_divides_is_audited(world: Any, shape: tuple[int, ...]) -> None:
+    short = {"dtype": torch.bfloat16, "reduces_in": torch.float32}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GuardWarning)
+        for about in (
+            {},
+            short,
+            {"reduces_in": torch.bfloat16},
+            {"passes": 2},
+            {"passes": 2, **short},
+            {"fresh": False},
+        ):
+            guard = shards(world.rank, shape, **about)  # type: ignore[arg-type]
+            assert (guard.divergences, guard.remarks, guard.checks) == ([], [], 3), about
+        for wrong in ("half", "end")[: 1 + (len(shape) == 1)]:  # replicas would differ
+            with pytest.raises(DivergenceError) as error:
+                shards(world.rank, shape, wrong=wrong)
+            found = error.value.divergence
+            assert [one.cause for one in explaining.causes(found)] == ["exchange-error"], found.text
+            assert "2.weight: what the optimizer gets is not a mean of the" in found.text
+            assert "(1 of 8 parameters)" in found.text
+
+
 @pytest.mark.world(2, reuse=True)
 def test_a_narrow_wire_is_told(world: Any) -> None:
     with warnings.catch_warnings():
@@ -218,8 +282,8 @@ def measured(world: int, count: int, elements: int = 500) -> list[list[list[floa
         own = [torch.randn(elements) for _ in range(world)]
         got = sum(own[1:], own[0]) / world
         for rank, gradient in enumerate(own):
-            given, size = made.projected(gradient, 0).tolist()
-            rows[rank].append([given, size, 1.0, float(made.projected(got, 0)[0])])
+            given, size = made.projected(gradient, made.leaves[0]).tolist()
+            rows[rank].append([given, size, 1.0, float(made.projected(got, made.leaves[0])[0])])
     return rows
 
 

@@ -163,6 +163,7 @@ def test_help_and_list_import_no_torch(words: list[str]) -> None:
 # A question to a reader, "is this one idea?", and its answer.
 LONG_FOR_A_REASON = {
     "distcheck/contract.py": "all that a strategy or workload of a person's may say, on one page",
+    "distcheck/machine/compat.py": "what torch names in private alone, in one place",
     "distcheck/plan/settings.py": "a declaration for each setting",
 }
 

@@ -187,7 +187,7 @@ def test_fsdp_marks_its_tensors() -> None:
     assert marked == _common_utils.FSDP_FLATTENED
 
 
-def test_fsdp2_says_what_it_computes_in() -> None:
+def test_fsdp2_says_what_it_computes_with() -> None:
     """Of a group of one process, in a process of its own."""
     program = (
         "import torch, torch.distributed as dist\n"
@@ -195,14 +195,28 @@ def test_fsdp2_says_what_it_computes_in() -> None:
         "from distcheck.machine import compat\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "mesh = dist.device_mesh.init_device_mesh('cpu', (1,))\n"
-        "policies = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy()\n"
+        "short, plain = torch.bfloat16, torch.float32\n"
+        "policies = MixedPrecisionPolicy(param_dtype=short, reduce_dtype=plain), "
+        "MixedPrecisionPolicy()\n"
         "for policy in policies:\n"
         "    one = fully_shard(torch.nn.Linear(2, 2), mesh=mesh, mp_policy=policy)\n"
-        "    print(compat.fsdp2_dtype(one))\n"
-        "print(compat.fsdp2_dtype(torch.nn.Linear(2, 2)))\n"
+        "    print(compat.fsdp2_dtype(one), compat.fsdp2_reduces_in(one))\n"
+        "    wholes = lambda: [whole for own, whole in compat.fsdp2_parameters(one)]\n"
+        "    assert wholes() == [None, None]\n"
+        "    one.set_requires_gradient_sync(False)\n"
+        "    one(torch.ones(2, 2)).sum().backward()\n"
+        "    assert [tuple(whole.shape) for whole in wholes()] == [(2, 2), (2,)]\n"
+        "    own = dict(compat.fsdp2_parameters(one))\n"
+        "    assert [id(p) for p in own] == [id(p) for p in one.parameters()]\n"
+        "    assert [compat.part_in(p) for p in own] == [(0, 0), (0,)]\n"
+        "    print(*(holds() for _, holds in compat.fsdp2_holding(one)))\n"
+        "linear = torch.nn.Linear(2, 2)\n"
+        "print(compat.fsdp2_dtype(linear), [*compat.fsdp2_parameters(linear)])\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout.split() == ["torch.bfloat16", "None", "None"], ran.stderr
+    assert ran.stdout.splitlines() == [
+        "torch.bfloat16 torch.float32", "True True", "None None", "True True", "None []",
+    ], ran.stderr  # fmt: skip
 
 
 def test_many_tensors_are_copied_at_once() -> None:
@@ -251,8 +265,9 @@ def test_backward_is_seen_and_its_end(group: dist.ProcessGroup) -> None:
         compat.after_backward(lambda: seen.append("end"))
 
     weight = torch.ones(1, requires_grad=True)
-    weight.register_hook(note)
-    (weight * 2).sum().backward()
+    doubled = weight * 2  # no leaf: hooks of those may be called by distcheck's
+    doubled.register_hook(note)
+    doubled.sum().backward()
     assert not compat.is_in_backward()
     inside, (file, function), end = seen
     assert inside is True

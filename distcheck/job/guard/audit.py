@@ -9,19 +9,25 @@ world, by passes, by a scale; a clip), each time by at most the unit roundoff u 
 sizes that were added. So the bound of a parameter is (W + k + 6) * u * sum |g|. Signs of chance
 make a factor of 1 + d show as d * |g|_2, which is above it for up to 1 / (W + k + 6)^2 u^2
 elements: of float32 in every tensor; of 16 bits in a part, which is another one each time.
+
+Where fully_shard divides a parameter, the first sum is of the gradient of the whole one that the
+model computes with, and the second is added up over the ranks, each of which has it of its part.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from distcheck.machine import compat
 from distcheck.machine.numerics import unit_roundoff
 from distcheck.training.leaf_hooks import LeafHook
 
+Rows = list[list[float]]
 _ROUNDINGS = 6  # beside those of ranks and passes
 _CHUNK = 1 << 20  # elements whose signs are kept
 _VISIBLE = 8  # chosen: a factor of 1 + 1/8 must show where a part of a tensor is taken
@@ -61,17 +67,66 @@ class Leaf:
         self._audit, self.parameter, self.number = audit, parameter, number
         self.given: torch.Tensor | None = None
         self.passes = 0
-        self.hook = LeafHook(parameter, self._give)
+        self.is_divided = type(parameter.data) is not torch.Tensor
+        # How many ranks have each part of it, and where in it this rank's part begins.
+        self.copies, self.start = _of_parts(parameter) if self.is_divided else (0, 0)
+        self.unit = unit_roundoff(parameter.dtype)
+        self.whole = None if self.is_divided else parameter  # what backward gives gradients to
+        self._hook = None if self.whole is None else LeafHook(self.whole, self._give)
+        self._holds: Callable[[], bool] = lambda: False
+
+    def arm(self, wholes: Mapping[int, "Whole"]) -> None:
+        """A step that is measured begins. `wholes`: what the model computes with in the place of a
+        parameter, by its id.
+        """
+        self.given, self.passes = None, 0
+        found = wholes.get(id(self.parameter))
+        if found is not None and _is_plain(found.tensor):
+            self._holds = found.holds
+            if found.tensor is not self.whole:
+                self.whole = found.tensor
+                self.unit = max(self.unit, found.unit, unit_roundoff(self.whole.dtype))
+                self._hook = LeafHook(self.whole, self._give)
+        if self._hook is not None:
+            self._hook.put_back()
+
+    def got(self) -> float:
+        """The sum of what the optimizer gets; not a number where there is nothing."""
+        grad: Any = self.parameter.grad
+        if self.is_divided and grad is not None and hasattr(grad, "to_local"):
+            grad = grad.to_local()
+        if grad is None or type(grad) is not torch.Tensor:
+            return math.nan
+        return float(self._audit.projected(grad, self)[0])
 
     def _give(self, gradient: torch.Tensor) -> None:
         if not self._audit.armed:
             return
-        held = self.parameter.grad
-        if held is None or not bool(held.any()):
+        if not self._is_held():
             self.given, self.passes = None, 0
-        found = self._audit.projected(gradient, self.number)
+        found = self._audit.projected(gradient, self)
         self.given = found if self.given is None else self.given + found
         self.passes += 1
+
+    def _is_held(self) -> bool:
+        """Whether what was given before is still to be part of the gradient. A rank's part may be
+        zero where the whole gradient is not: then nothing is known of it in this step.
+        """
+        grads: list[Any] = [t.grad for t in (self.parameter, self.whole) if t is not None]
+        parts = [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
+        if not self.is_divided or not parts or self.given is None:
+            return self._holds() or any(bool(part.any()) for part in parts)
+        if all(part.numel() and not part.any() for part in parts) and not self._holds():
+            self.given = torch.full_like(self.given, math.nan)
+        return True
+
+
+class Whole(NamedTuple):
+    """What a model computes with in the place of a parameter that fully_shard divides."""
+
+    tensor: torch.Tensor
+    unit: float  # the roundoff of its exchange, where that is known
+    holds: Callable[[], bool]  # whether gradients of it were put aside
 
 
 class Audit:
@@ -84,9 +139,9 @@ class Audit:
         self.armed, self._step = False, 0
         self.rows: list[list[float]] = []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        plain = [p for p in parameters if p.requires_grad and type(p.data) is torch.Tensor]
-        self.left_out = len(parameters) - len(plain)  # divided by a library, or not trained
-        self.leaves = [Leaf(self, p, n) for n, p in enumerate(plain)]
+        known = [p for p in parameters if p.requires_grad and (_is_plain(p) or _of_parts(p)[0])]
+        self._others = len(parameters) - len(known)  # divided otherwise, or not trained
+        self.leaves = [Leaf(self, p, n) for n, p in enumerate(known)]
         self._handle: Any = optimizer.register_step_pre_hook(lambda *_: self._measure())
 
     @property
@@ -94,12 +149,25 @@ class Audit:
         """Those that are audited."""
         return [leaf.parameter for leaf in self.leaves]
 
-    def arm(self, step: int) -> None:
-        """Measures the next step."""
+    @property
+    def is_early(self) -> bool:
+        """Whether the step was the first one, before which nothing is known of what fully_shard
+        divides.
+        """
+        return self._step == 1 and any(leaf.whole is None for leaf in self.leaves)
+
+    @property
+    def left_out(self) -> int:
+        """How many parameters it does not see."""
+        waits = sum(leaf.whole is None for leaf in self.leaves)
+        return self._others + (0 if self.is_early else waits)
+
+    def arm(self, step: int, model: torch.nn.Module | None = None) -> None:
+        """Measures the next step of an optimizer that trains a model, if that is known."""
         self.armed, self._step, self.rows = True, step, []
+        wholes = {} if model is None else dict(_wholes_in(model))
         for leaf in self.leaves:
-            leaf.given, leaf.passes = None, 0
-            leaf.hook.put_back()
+            leaf.arm(wholes)
 
     def close(self) -> None:
         """Ends it."""
@@ -108,22 +176,29 @@ class Audit:
 
     def roundoff(self, leaf: Leaf) -> float:
         """Of the dtype in which a gradient is rounded."""
-        own = unit_roundoff(leaf.parameter.dtype)
-        return max(own, unit_roundoff(self._wire)) if self._wire else own
+        return max(leaf.unit, unit_roundoff(self._wire)) if self._wire else leaf.unit
 
-    def projected(self, gradient: torch.Tensor, number: int) -> torch.Tensor:
-        """The sum of a gradient's elements with signs, and that of their sizes, in float64."""
+    def projected(self, gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+        """The sum of a gradient's elements with signs, and that of their sizes, in float64: of all
+        of it, or of this rank's part.
+        """
         flat = gradient.detach().reshape(-1)
-        part = _part(self.roundoff(self.leaves[number]))
-        if part < flat.numel():
-            begin = _number(self._step, number) % (flat.numel() - part + 1)
-            flat = flat[begin : begin + part]
+        total = leaf.parameter.numel()  # of a DTensor, those of the whole
+        begin, end = 0, total
+        if (part := _part(self.roundoff(leaf))) < total:
+            begin = _number(self._step, leaf.number) % (total - part + 1)
+            end = begin + part
+        start = leaf.start if flat.numel() < total else 0
+        low, high = max(start, begin), min(start + flat.numel(), end)
         found = torch.zeros(2, dtype=torch.float64, device=flat.device)
         signs = self._signs_on(flat.device)
-        for place, chunk in enumerate(flat.split(_CHUNK)):
-            exact = chunk.double()
-            sign = 1 if _number(number, place) % 2 else -1
-            found += torch.stack([sign * (exact @ signs[: len(exact)]), exact.abs().sum()])
+        while low < high:
+            chunk, at = divmod(low - begin, _CHUNK)
+            exact = flat[low - start : min(high, low - at + _CHUNK) - start].double()
+            sign = 1 if _number(leaf.number, chunk) % 2 else -1
+            signed = exact @ signs[at : at + len(exact)]
+            found += torch.stack([sign * signed, exact.abs().sum()])
+            low += len(exact)
         return found
 
     def _signs_on(self, device: torch.device) -> torch.Tensor:
@@ -140,11 +215,49 @@ class Audit:
         self.rows = []
         for leaf in self.leaves:
             given = [0.0, 0.0] if leaf.given is None else leaf.given.tolist()
-            grad = leaf.parameter.grad
-            got = math.nan
-            if grad is not None and type(grad) is torch.Tensor:
-                got = float(self.projected(grad, leaf.number)[0])
-            self.rows.append([*given, float(leaf.passes), got])
+            self.rows.append([*given, float(leaf.passes), leaf.got()])
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return type(parameter.data) is torch.Tensor
+
+
+def _of_parts(parameter: torch.Tensor) -> tuple[int, int]:
+    """Of a parameter that is divided by its rows among all ranks: how many have each part, and
+    where this rank's begins, in elements. 0 for one that is divided otherwise.
+    """
+    places: Any = getattr(parameter, "placements", None)
+    if places is None or not any(one.is_shard() for one in places):
+        return 0, 0
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    by_rows = all(one.is_replicate() or one.is_shard(0) for one in places)
+    if not by_rows or mesh.size() != dist.get_world_size():
+        return 0, 0
+    copies = math.prod(mesh.size(n) for n, one in enumerate(places) if one.is_replicate())
+    return copies, compat.part_in(parameter)[0] * math.prod(parameter.shape[1:])
+
+
+def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, Whole]]:
+    for module in model.modules():
+        dtype = compat.fsdp2_reduces_in(module)
+        unit = 0.0 if dtype is None else unit_roundoff(dtype)
+        holding = {id(own): holds for own, holds in compat.fsdp2_holding(module)}
+        for own, whole in compat.fsdp2_parameters(module):
+            if whole is not None:
+                yield id(own), Whole(whole, unit, holding[id(own)])
+
+
+def added_up(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -> list[Rows]:
+    """The same where ranks got parts: what all of them have got together. `copies`: how many ranks
+    have each part of a parameter, 0 where every rank has the whole.
+    """
+    found = [[list(row) for row in one] for one in rows]
+    for place, several in enumerate(copies):
+        if several:
+            total = sum(one[place][-1] for one in rows) / several
+            for own in found:
+                own[place][-1] = total
+    return found
 
 
 def _part(roundoff: float) -> int:

@@ -27,14 +27,17 @@ def concluded(
     remarks = []
     if own.left_out:
         remarks.append(
-            f"{own.left_out} parameters are not audited: a library divides them, or they are not "
-            "trained"
+            f"{own.left_out} parameters are not audited: they are divided by another than "
+            "fully_shard, or not trained"
         )
     sent = [msgspec.json.decode(one, type=Rows) for one in gathered]
     if not sent[0] or len({len(one) for one in sent}) > 1:
         return None, [*remarks, "an audit measured nothing, or not the same on all ranks"]
     rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
+    rows = audit.added_up(rows, [leaf.copies for leaf in own.leaves])
     mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
+    if mean is None and own.is_early:
+        return None, remarks
     if mean is None:
         return None, [*remarks, "all gradients were absent or zero, and an audit compared nothing"]
     if mean.wrong:

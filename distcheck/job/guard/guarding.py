@@ -150,7 +150,8 @@ class Guard:
         if self._audit is not None and not self.is_closed:
             self._audit.armed = False
             if follows or self._suspected is not None:
-                self._audit.arm(self.steps + 1)
+                model = None if self._watched is None else self._watched.model
+                self._audit.arm(self.steps + 1, model)
 
     def _is_checked(self, step: int) -> bool:
         return len(self._peers.ranks) > 1 and (

@@ -71,8 +71,6 @@ class Recorder(Deaf):
     def _active(self) -> bool:
         return self._ends[0] <= self.steps_over <= self._ends[1]
 
-    # -- data ------------------------------------------------------------------------------------
-
     def batch(self, iterator: Any, batch: Any) -> None:
         """Notes the samples."""
         if self.steps_over <= self._ends[1]:
