@@ -110,6 +110,12 @@ LINES: dict[str, str] = {
     "goes_round_the_other_way": "dist.all_gather(gathered, gradient)",
     "gathers_where_it_promised_to_reduce": "dist.all_gather(gathered, gradient)",
     "means_over_tokens_count_alike": "dist.all_reduce(parameter.grad)",
+    "sums_on_rank_0_alone": "dist.reduce(total, 0)",
+    "counts_who_has_something": "dist.all_reduce(parameter.grad)",
+    "sums_before_it_divides": "dist.all_reduce(parameter.grad)",
+    "empty_parameter_poisons_all": "dist.all_reduce(parameter.grad)",
+    "divides_by_nothing": "dist.all_reduce(parameter.grad)",
+    "zero_times_infinity": "dist.all_reduce(parameter.grad)",
     "MeanOverWhatCounts": "dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=s",
 }
 SILENT = {
@@ -123,7 +129,5 @@ SILENT = {
     "AddsWhatAllHave",
     "result_dropped",
     "reduces_a_copy",
-    "sums_before_it_divides",
-    "sums_on_rank_0_alone",
     "everybody_starts_with_itself",
 }

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
-from distcheck.judge.diagnosis.facts import Facts, StepFacts, WayFacts
+from distcheck.judge.diagnosis.facts import Facts, NotFinite, StepFacts, WayFacts
 from distcheck.judge.diagnosis.ways import culprit
 from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
-from distcheck.records.causes import name_cause
 from distcheck.worlds import step_calls
 from distcheck.worlds.step_calls import StepCalls, Ways, memory_of
 
@@ -113,18 +113,20 @@ def way(given: str, perhaps: str = "", reducing: str = "", never: tuple[int, ...
     )
 
 
-def site(cause: str, found: WayFacts, *, left: float | None = 1.0) -> CallSite | None:
+def site(
+    *causes: str, found: WayFacts, left: float | None = 1.0, bad: NotFinite | None = None
+) -> CallSite | None:
     step = StepFacts(
         step=1, shares=(0.5, 0.5), gamma=0.0, unit=0.0, parameters=(), total=1, fits=(),
         left_norms=(), left_factors=(left, left), left_elements=1, mean_of_left=False, matches=(),
-        alike=(), unchanged=(), missing=(), not_finite=None,
+        alike=(), unchanged=(), missing=(), not_finite=bad,
     )  # fmt: skip
     place = Difference(
         parameter="w", rank=0, step=1, index=(0,), actual=1.0, expected=2.0, error=1.0, bound=0.0
     )
     result = CheckResult(check="gradients", layer="R", verdict="fail", first=place)
-    named = Diagnosis(cause=cause, evidence="", suggestion="")
-    return culprit([named], [result], Facts(world=2, steps=(step,), ways=(found,)))
+    named = [Diagnosis(cause=cause, evidence="", suggestion="") for cause in causes]
+    return culprit(named, [result], Facts(world=2, steps=(step,), ways=(found,)))
 
 
 A = CallSite(file="/a.py", line=3)
@@ -145,32 +147,37 @@ A = CallSite(file="/a.py", line=3)
         ("no-sync", way("", "/a.py:3"), None),
         ("partial-sync", way("/a.py:3"), A),
         ("partial-sync", way("/a.py:3", "/a.py:4"), None),
-        ("nonfinite", way("/a.py:3", "", "/a.py:3"), None),
+        ("nonfinite", way("/a.py:3", "", "/a.py:3"), A),
         ("unexplained", way("a.py"), None),
     ],
 )
 def test_a_line_is_named_where_it_can_be_one(
     cause: str, found: WayFacts, expected: CallSite | None
 ) -> None:
-    assert site(cause, found) == expected
+    assert site(cause, found=found) == expected
 
 
 def test_a_factor_that_backward_left_is_of_no_call() -> None:
     found = way("/a.py:3", "", "/a.py:3")
-    assert site("missing-division", found, left=2.0) is None
-    assert site("missing-division", found, left=None) is None
+    assert site("missing-division", found=found, left=2.0) is None
+    assert site("missing-division", found=found, left=None) is None
 
 
-def test_causes_that_are_not_of_one_kind_have_no_line() -> None:
+def test_infinities_that_backward_left_are_of_no_call() -> None:
     found = way("/a.py:3", "", "/a.py:3")
-    place = Difference(
-        parameter="w", rank=0, step=1, index=(0,), actual=1.0, expected=2.0, error=1.0, bound=0.0
-    )
-    result = CheckResult(check="gradients", layer="R", verdict="fail", first=place)
-    facts = Facts(world=2, ways=(found,))
-    causes = [name_cause("one-rank-only", ""), name_cause("nonfinite", "", "usual")]
-    assert culprit(causes[:1], [result], facts) == A
-    assert culprit(causes, [result], facts) is None
+    made = NotFinite(rank=0, parameter="w", count=1, before=())
+    assert site("nonfinite", found=found, bad=made) == A
+    assert site("nonfinite", found=found, bad=msgspec.structs.replace(made, before=(1,))) is None
+    assert site("nonfinite", found=found, bad=msgspec.structs.replace(made, hidden=True)) is None
+
+
+def test_several_causes_have_a_line_where_it_is_the_same() -> None:
+    one = way("/a.py:3", "", "/a.py:3")
+    assert site("one-rank-only", "missing-division", found=one) == A
+    assert site("one-rank-only", "missing-division", found=one, left=2.0) is None
+    two = way("/a.py:3 /a.py:4", "", "/a.py:3")
+    assert site("one-rank-only", "missing-division", found=two) is None
+    assert site("one-rank-only", "wrong-output", found=one) is None
 
 
 def test_a_call_that_torch_makes_itself_has_no_line(calls: StepCalls) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis.facts import Facts, WayFacts
-from distcheck.records import CallSite, CheckResult, Diagnosis
+from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
 from distcheck.records.causes import causes
 
 if TYPE_CHECKING:
@@ -52,15 +52,19 @@ def culprit(
     """The line that the first wrong gradient went through, as far as all causes are about it."""
     first = earliest_failure([r for r in results if r.check != "outcome"])
     kinds = {next((k for k in causes()[one.cause].lines if k in KINDS), "") for one in found}
-    if first is None or first.first is None or first.check != "gradients" or len(kinds) != 1:
+    if first is None or first.first is None or first.check != "gradients":
         return None
-    place = first.first
+    sites = {_site(kind, first.first, facts) for kind in kinds}
+    return sites.pop() if len(sites) == 1 else None
+
+
+def _site(kind: str, place: Difference, facts: Facts) -> CallSite | None:
+    """The line of a kind that a gradient went through."""
     way = next(
         (w for w in facts.ways if (w.step, w.parameter) == (place.step, place.parameter)), None
     )
     if way is None:
         return None
-    (kind,) = kinds
     given, lines = {*way.given}, {*way.given, *way.perhaps}
     if kind == "given":
         if place.rank in way.never_on:
@@ -70,7 +74,7 @@ def culprit(
         if not _left_right(facts, place.step):
             return None
         lines = lines if len(lines) == 1 else lines & {*way.reducing} if "" not in lines else set()
-    elif kind != "exchanges":
+    elif kind != "exchanges" or not _was_finite(facts, place.step):
         return None
     return site_at(next(iter(lines))) if len(lines) == 1 else None
 
@@ -79,6 +83,13 @@ def _left_right(facts: Facts, step: int) -> bool:
     """Whether a wrong factor came with the exchange, and not with the loss."""
     at = next((one for one in facts.steps if one.step == step), None)
     return at is not None and all(factor == 1.0 for factor in at.left_factors)
+
+
+def _was_finite(facts: Facts, step: int) -> bool:
+    """Whether infinities, if there are any, came with the exchange."""
+    at = next((one for one in facts.steps if one.step == step), None)
+    seen = None if at is None else at.not_finite
+    return seen is None or not (seen.before or seen.hidden)
 
 
 def site_at(line: str) -> CallSite | None:
