@@ -150,6 +150,11 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
         f"{max(case.most_dimensions for case in cases)} dimensions, modules nested deeper than "
         f"{max(case.depth for case in cases)}"
     )
+    together = max(case.elements * _bytes_of(case.dtype) for case in cases) / (1 << 20)
+    yield (
+        f"a second bucket where one takes {together:.2g} MiB or more, which is what all gradients "
+        "have together"
+    )
     kinds = sorted({kind for case in cases for kind in case.kinds})
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
@@ -176,6 +181,12 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
         )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"
+
+
+def _bytes_of(dtype: str) -> int:
+    """How many an element has: 4 of "float32"."""
+    digits = "".join(filter(str.isdigit, dtype))
+    return int(digits) // 8 if digits else 0
 
 
 def _of_schedules(cases: Sequence[Contents], simulated: bool) -> str:

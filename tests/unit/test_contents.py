@@ -135,6 +135,15 @@ def test_a_separate_rerun_has_late_ranks() -> None:
     assert Run(factors=FACTORS).contents.features == ("late_ranks", "process_state")
 
 
+def test_a_small_model_shows_one_bucket_alone() -> None:
+    small = Run(parameters=(spec("a", 1 << 18),)).contents
+    large = Run(parameters=(spec("a", 3 << 18),)).contents
+    one, two = "a second bucket where one takes 1 MiB", "a second bucket where one takes 3 MiB"
+    assert one in "; ".join(not_shown([small]))
+    assert two in (text := "; ".join(not_shown([small, large])))
+    assert one not in text
+
+
 def test_sizes_are_those_of_the_largest() -> None:
     deep = Run(parameters=(spec("a.b.c.weight", 2, 3, 4, 5, 6), spec("d", 1_100_000)))
     text = "; ".join(not_shown([Run().contents, deep.contents]))
