@@ -36,6 +36,7 @@ _FOLLOWS = "and may follow from that"  # in the reason of a failure that another
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
 )
+_OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]{1,30})(?![\w-])")
 _OPEN_CASES = 3  # a report of so few cases shows them all in full
 _BAR = 56
 
@@ -106,9 +107,17 @@ def _style() -> str:
 
 
 def breakable(text: object) -> Markup:
-    """Text whose long words may be broken, so that a path does not widen a phone's page."""
-    parts = _BREAKS.split(str(text))
-    return Markup("".join(f"{escape(p)}<wbr>" if i % 2 else escape(p) for i, p in enumerate(parts)))
+    """Text whose long words may be broken, so that a path does not widen a phone's page; an option
+    is not, since browsers break between its hyphens.
+    """
+    found = []
+    for number, part in enumerate(_OPTION.split(str(text))):
+        if number % 2:
+            found.append(f"<nobr>{escape(part)}</nobr>")
+            continue
+        pieces = _BREAKS.split(part)
+        found += [f"{escape(p)}<wbr>" if i % 2 else escape(p) for i, p in enumerate(pieces)]
+    return Markup("".join(found))
 
 
 def _headline(cases: list[Document]) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib.util
 import json
 import re
 from html.parser import HTMLParser
@@ -18,9 +19,11 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records.by_module import ByModule, ModuleSeen
 from distcheck.reports import html_report, json_report
 from distcheck.reports.aggregated import as_entries
+from distcheck.reports.html_report import breakable
 from distcheck.reports.pictures import histogram, losses
 from tests import documents
 
+ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr", "path"}
 MODULES = ByModule(
     first=f"first wrong module: layers.1.up {documents.HOSTILE}", name="layers.1.up",
@@ -341,12 +344,32 @@ def test_bad_places(tmp_path: Path) -> None:
     assert isinstance(error, CannotRunError)
     assert "cannot be written" in str(error)
     for words, said in (
-        ((tmp_path / "none.json", "--html", "x"), "cannot be read"),
+        ((tmp_path / "none.json", "--html", "x"), "does not exist"),
         ((path, "--json", path), "write to another file"),
     ):
         error = ask(*words).exception
         assert isinstance(error, UsageError)
         assert said in str(error)
+
+
+def test_an_option_is_not_broken_between_its_hyphens() -> None:
+    found = breakable("give --loss mean/world, or a--b --nproc-per-node=2")
+    assert "<nobr>--loss</nobr> mean/<wbr>world" in found
+    assert "<nobr>--nproc-per-node</nobr>" in found
+    assert found.count("<nobr>") == 2
+
+
+def test_the_picture_of_the_docs_is_of_the_code_that_the_readme_shows() -> None:
+    spec = importlib.util.spec_from_file_location("make_picture", ROOT / "docs/make_picture.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    lines = module.code_of(readme).splitlines()
+    where = re.search(r"where    my_sync\.py:(\d+)  (.*)", readme)
+    assert where is not None
+    assert lines[int(where[1]) - 1].strip() == where[2]
 
 
 def test_the_page_begins_with_its_causes_each_once() -> None:
