@@ -467,3 +467,14 @@ def test_pages_have_a_row_for_every_strategy_cell_and_form() -> None:
     for page, names in pages.items():
         text = (ROOT / page).read_text()
         assert [name for name in names if f"`{name}`" not in text] == [], page
+
+
+def test_each_row_names_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "whats-here.md").read_text()
+    table = page.partition("## To add one")[2].partition("\n\nThe strategies")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]+)`", row[-1])
+        assert named, row[0]
+        assert all((ROOT / name).exists() for name in named), row[0]
