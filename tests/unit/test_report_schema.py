@@ -2,7 +2,11 @@
 
 import copy
 import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import click.testing
 import jsonschema
@@ -16,6 +20,7 @@ from distcheck.reports.json_report import as_document, document_of, render_json
 from tests import documents
 from tests.unit.test_screens import REPORTS
 
+ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads(msgspec.json.encode(json_schema()))
 
 
@@ -90,3 +95,25 @@ def test_the_command_prints_it() -> None:
 def test_a_document_is_made_of_dictionaries_and_lists() -> None:
     document = as_document(REPORTS["crash"])
     assert json.loads(msgspec.json.encode(document)) == written("crash")
+
+
+def test_the_page_sends_numbers_to_trackers_of_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the two libraries pretended: neither is installed for tests."""
+    monkeypatch.chdir(tmp_path)
+    Path("report.json").write_text(render_json(REPORTS["several"]))
+    Path("report.html").write_text("<p>a page</p>")
+    wandb, mlflow = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    page = (ROOT / "docs" / "report.md").read_text().partition("## To an experiment tracker")[2]
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    (numbers,) = mlflow.log_metrics.call_args.args
+    assert numbers["allreduce-w4-cnn-float32/passed"] == 1.0
+    share = numbers["allreduce-w4-cnn-float32/gradients R/share of bound"]
+    assert share == pytest.approx(3.46e-10 / 7.24e-10)
+    logged = wandb.init.return_value.__enter__.return_value.log.call_args_list
+    assert logged[0].args == (numbers,)
