@@ -173,8 +173,14 @@ class Said:
         return new, old
 
     def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
-        """These causes of a case were said."""
-        self.causes |= {self._key(case, one.cause): case.case.world for one in causes}
+        """These causes of a case were said. One of several that could not be told apart is news
+        where it stands alone.
+        """
+        self.causes |= {
+            self._key(case, one.cause): case.case.world
+            for one in causes
+            if APART not in one.evidence
+        }
 
     def world_of(self, case: CaseReport, one: Diagnosis) -> int:
         """The world in which a cause was said first of this case's strategy."""

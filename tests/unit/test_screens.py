@@ -365,6 +365,9 @@ def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
         "or       dropped-rank, duplicated-rank, of which the same is seen; --world 3 tells them "
         "apart",
     ]
+    alone = failing("cnn", "dropped-rank", world=3)
+    both = Report(environment=ENVIRONMENT, cases=(report, alone))
+    assert "      cause    seen in cnn" in render_text(both, width=120).splitlines()
 
 
 def test_what_nothing_explains_is_not_taken_for_the_same() -> None:
