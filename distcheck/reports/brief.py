@@ -6,14 +6,12 @@ At most some twelve lines for the cases of one strategy in one world; `terminal`
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
-from distcheck.records.causes import APART
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -23,8 +21,9 @@ from distcheck.records.layers import (
 )
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import Key, ends_of_ranks, failures_alike
+from distcheck.reports.failures import ends_of_ranks, failures_alike
 from distcheck.reports.next_step import next_step
+from distcheck.reports.said import Said, by_evidence
 from distcheck.reports.wording import (
     STYLE,
     describe_accepted,
@@ -151,43 +150,6 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
     first.stylize("bold", _VERDICT, _VERDICT + len(cases[0].case.strategy))
     for line in (first, *map(Text, lines[1:])):
         console.print(line, soft_wrap=True)
-
-
-@dataclass
-class Said:
-    """What a screen has said: failures and a strategy's causes, each with its world."""
-
-    failures: dict[Key, int] = field(default_factory=dict)
-    causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    cut: bool = False  # whether there is more of some line
-
-    def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
-        """A case's causes, each once: those that are new, and those that were said of its strategy.
-        What nothing explains is new each time.
-        """
-        once = {one.cause: one for one in reversed(case.diagnosis)}
-        new, old = list[Diagnosis](), list[Diagnosis]()
-        for cause in dict.fromkeys(one.cause for one in case.diagnosis):
-            was_said = cause != "unexplained" and self._key(case, cause) in self.causes
-            (old if was_said else new).append(once[cause])
-        return new, old
-
-    def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
-        """These causes of a case were said. One of several that could not be told apart is news
-        where it stands alone.
-        """
-        self.causes |= {
-            self._key(case, one.cause): case.case.world
-            for one in causes
-            if APART not in one.evidence
-        }
-
-    def world_of(self, case: CaseReport, one: Diagnosis) -> int:
-        """The world in which a cause was said first of this case's strategy."""
-        return self.causes[self._key(case, one.cause)]
-
-    def _key(self, case: CaseReport, cause: str) -> tuple[str, str, str]:
-        return case.case.strategy, case.case.backend, cause
 
 
 class Lines:
@@ -346,16 +308,16 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
     """What there is to say of a failure, with those of its causes that are new on this screen."""
     for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
-    by_evidence = _by_evidence(causes)
-    for evidence, alike in [*by_evidence.items()][:_MOST_FAILURES]:
-        lines.add("cause", evidence, most=3 if len(by_evidence) == 1 else 2)
+    first = earliest_failure([r for r in case.checks if r.check != "outcome"])
+    seen = by_evidence(causes, first if first is not None and first.first is not None else None)
+    for evidence, alike in [*seen.items()][:_MOST_FAILURES]:
+        lines.add("cause", evidence, most=3 if len(seen) == 1 else 2)
         if len(alike) > 1:
             others = ", ".join(one.cause for one in alike[1:])
             larger = "; --world 3 tells them apart" * any("world of 3" in a.evidence for a in alike)
             lines.add("or", f"{others}, of which the same is seen{larger}", most=2)
     if case.modules is not None:
         lines.add("module", of_modules(case.modules), most=3)
-    first = earliest_failure([r for r in case.checks if r.check != "outcome"])
     if first is not None and first.first is not None:
         lines.add("first", f"{first.check}, {_place(first.first)}", most=2)
     elif not case.ranks_failed and (
@@ -374,15 +336,6 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
             by_reason.setdefault(result.reason, []).append(result.check)
     for reason, checks in [*by_reason.items()][:_MOST_REASONS]:
         lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
-
-
-def _by_evidence(causes: Sequence[Diagnosis]) -> dict[str, list[Diagnosis]]:
-    """Causes of which the same is seen, together."""
-    found: dict[str, list[Diagnosis]] = {}
-    for one in causes:
-        seen, apart, _ = one.evidence.partition(f"; {APART} ")
-        found.setdefault(seen if apart else one.evidence, []).append(one)
-    return {alike[0].evidence if len(alike) == 1 else seen: alike for seen, alike in found.items()}
 
 
 def _place(difference: Difference) -> str:

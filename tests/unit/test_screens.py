@@ -370,6 +370,17 @@ def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
     assert "      cause    seen in cnn" in render_text(both, width=120).splitlines()
 
 
+def test_what_nothing_explains_has_its_evidence_and_not_the_first_place_twice() -> None:
+    found = mismatch().diagnosis[0]
+    whole = f"{found.evidence}; in rank 0's result the ranks' gradients count 1, 1"
+    report = msgspec.structs.replace(
+        mismatch(), diagnosis=(msgspec.structs.replace(found, evidence=whole),)
+    )
+    lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=100).splitlines()
+    assert lines[1] == "      cause    in rank 0's result the ranks' gradients count 1, 1"
+    assert lines[2].startswith("      first    gradients, step 1, ")
+
+
 def test_what_nothing_explains_is_not_taken_for_the_same() -> None:
     cases = (failing("cnn", "unexplained"), failing("mlp", "unexplained"))
     text = render_text(Report(environment=ENVIRONMENT, cases=cases), width=100)
