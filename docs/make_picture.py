@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "report.png"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WINDOW, SCALE = "750,465", 2  # pixels of the page, and of the picture for each
+WINDOW, SCALE = "1000,620", 1.5  # pixels of the page, and of the picture for each
 
 
 def code_of(readme: str) -> str:

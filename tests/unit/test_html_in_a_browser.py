@@ -16,8 +16,12 @@ from typing import Any
 
 import pytest
 
+from distcheck.compare import page as compare_page
 from distcheck.reports import html_report, training_report
+from distcheck.reports.json_report import as_document
 from tests import documents
+from tests.unit.test_golden_outputs import compared
+from tests.unit.test_screens import REPORTS as SCREENS
 from tests.unit.test_training_page import runs
 
 BROWSER = next(
@@ -25,7 +29,7 @@ BROWSER = next(
 )
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
 
-WIDTHS = (360, 1280)
+WIDTHS = (360, 390, 1280)
 DOCUMENTS = {
     "pass": documents.document(documents.passing(), changed=False),
     "several": documents.document(
@@ -35,6 +39,11 @@ DOCUMENTS = {
     "hostile": documents.document(documents.hostile(), **{documents.HOSTILE: documents.HOSTILE}),
 }  # fmt: skip
 REPORTS = {name: html_report.render(document) for name, document in DOCUMENTS.items()}
+REPORTS["job"] = html_report.render(as_document(SCREENS["job"]))
+REPORTS["comparison"] = compare_page.render(
+    compared(("fail", "changed", 3), ("pass", "same", 0)), command="distcheck compare before"
+)
+PICTURED = {*DOCUMENTS, "training"}
 REPORTS["training"] = training_report.render(runs(documents.HOSTILE, steps=900), version="0")
 
 MEASURE = """<!doctype html><body><script>
@@ -134,6 +143,10 @@ def measured(dom: str) -> list[dict[str, Any]]:
     return found
 
 
+def name_of(page: dict[str, Any]) -> str:
+    return Path(page["name"]).stem
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_fits_and_obeys_its_own_policy(site: tuple[Path, str], *, dark: bool) -> None:
     folder, address = site
@@ -146,9 +159,10 @@ def test_it_fits_and_obeys_its_own_policy(site: tuple[Path, str], *, dark: bool)
         assert not page["lost"], "wider than the window, in nothing that scrolls"
         assert not page["cut"], "words of a picture beyond its edge"
         assert page["scripts"] == page["images"] == 0
-        assert page["pictures"] == page["drawn"] > 0, page
+        assert page["pictures"] == page["drawn"], page
+        assert bool(page["drawn"]) == (name_of(page) in PICTURED), page
         assert page["text"] > 500
-        if page["name"].rpartition("/")[2] not in ("pass.html", "training.html"):
+        if name_of(page) not in ("pass", "training", "comparison"):
             assert 0 < page["cause"] < 3 * 800, "at most three screens of a phone before it"
     light = {sum(map(int, re.findall(r"\d+", page["background"])[:3])) > 384 for page in found}
     assert light == {not dark}
@@ -161,6 +175,7 @@ def test_it_can_be_read_where_its_style_is_blocked(site: tuple[Path, str]) -> No
     assert all("style" in line for line in console)
     for page in measured(dom):
         assert page["wide"] <= int(page["width"]), page
-        assert page["pictures"] == page["drawn"] > 0, page
+        assert page["pictures"] == page["drawn"], page
+        assert bool(page["drawn"]) == (name_of(page) in PICTURED), page
         assert "system-ui" not in page["styled"]
         assert page["text"] > 500
