@@ -13,6 +13,7 @@ from rich.text import Text
 from distcheck.backend_probe.patterns import DTYPES
 from distcheck.backend_probe.records import NOT_CALLED, Baseline, ProbedCell, Sweep, VerdictName
 from distcheck.errors.shown_text import shown
+from distcheck.reports.wrapping import print_trimmed
 
 _WORDS: dict[VerdictName, str] = {
     "right": "ok",
@@ -59,7 +60,7 @@ def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
     if not sweep.cells:
         return
     console.print()
-    console.print(_table(sweep.cells, verbose=verbose))
+    print_trimmed(_table(sweep.cells, verbose=verbose), console)
     console.print()
     for line in (*_legend(sweep.cells), *_remarks(sweep.cells, verbose=verbose)):
         console.print(Text(line), style="dim")

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from distcheck.errors.shown_text import shown
 from distcheck.reports import json_report
+from distcheck.reports.wrapping import print_trimmed
 from distcheck.selftest.records import DetectionCounts, Naming, Row, Verdict, show_checks
 
 SCHEMA = "distcheck.selftest/1"
@@ -59,9 +59,9 @@ def render(found: Detection, console: Console, *, verbose: bool = False) -> None
     mutants = [row for row in found.rows if row.kind == "mutant"]
     correct = [row for row in found.rows if row.kind == "correct"]
     if mutants:
-        console.print(_mutant_table(mutants))
+        print_trimmed(_mutant_table(mutants), console)
     if correct:
-        console.print(_correct_table(correct, verbose=verbose))
+        print_trimmed(_correct_table(correct, verbose=verbose), console)
     for row in found.rows:
         if not row.good or (row.detail and row.verdict != "left out"):
             _print_surprise(row, console)
@@ -154,4 +154,4 @@ def _print_surprise(row: Row, console: Console) -> None:
     words: Iterable[str] = filter(None, [row.detail, row.replay])
     console.print(Text(f"{row.name}: {row.verdict}, named {row.naming}"), style="bold")
     for word in words:
-        console.print(Padding(Text(word), (0, 0, 0, 2)), soft_wrap=True)
+        console.print(Text(f"  {word}"), soft_wrap=True)  # whole, so that it can be copied

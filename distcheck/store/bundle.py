@@ -87,7 +87,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
         raise UsageError(f"{target} exists and is not a zip; give the bundle another name")
     files = sorted(run.glob("cases/*.json"))
     if not files:
-        raise UsageError(f"{run} holds no cases; give a run that distcheck verify has saved")
+        raise UsageError(f"{run} holds no cases; {store.KEPT_RUNS}")
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
     report = read_document(place) if place.exists() else None

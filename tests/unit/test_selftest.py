@@ -243,6 +243,17 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
     assert document["rows"][1]["verdict"] == "missed"
 
 
+def test_a_command_that_repeats_a_mutant_is_whole_on_a_narrow_screen() -> None:
+    replay = "distcheck verify --strategy distcheck_mutants.subtle.absent:" + "zeros_" * 9
+    row = Row(kind="mutant", name="one", file="f", verdict="missed", replay=replay)
+    found = Detection(rows=(row,), counts=count([row], planted=1, correct=0), environment={})
+    console = Console(width=60)
+    with console.capture() as screen:
+        render(found, console)
+    assert f"  {replay}" in screen.get().splitlines()
+    assert not [line for line in screen.get().splitlines() if line != line.rstrip()]
+
+
 def shown(found: Detection) -> str:
     from distcheck.reports.terminal import console_for
 
