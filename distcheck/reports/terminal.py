@@ -21,6 +21,7 @@ from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import print_failure
+from distcheck.reports.said import Said
 from distcheck.reports.wording import (
     STYLE,
     count,
@@ -94,7 +95,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     groups = [list(group) for _, group in groupby(judged, key=_group_key)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
-    said = brief.Said()
+    said = Said()
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
         if quiet:
