@@ -30,7 +30,7 @@ class Said:
         return new, old
 
     def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
-        """These causes of a case were said. One of several that could not be told apart is news
+        """These causes of a case were said. One of several of which the same is seen is news
         where it stands alone.
         """
         self.causes |= {

@@ -151,6 +151,8 @@ def read_replay(given: str) -> Replay:
     path = Path(given)
     if path.is_file() and zipfile.is_zipfile(path):
         return open_bundle(path)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; {store.KEPT_RUNS}")
     files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
     if not files:
         raise UsageError(f"{path} holds no cases; {store.KEPT_RUNS}")

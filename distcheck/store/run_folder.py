@@ -323,8 +323,6 @@ def read_case(path: Path, *, jobs: bool = False) -> Case:
     try:
         case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)
         return _check_job(case, allowed=jobs) if case.job else check_case(case)
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist; {KEPT_RUNS}") from error
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:

@@ -213,7 +213,7 @@ def test_every_strategy_meets_every_world_once() -> None:
 def test_names_that_shorten_alike_keep_ids_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
     files = [tmp_path_factory.mktemp("x") / "sync.py" for _ in range(2)]
     for file in files:
-        file.write_text("")
+        file.write_text("f = print")
     found = cases(strategies=[f"{file}:f" for file in files], workloads=["mlp"])
     assert len({case.id for case in found}) == len(found)
 
@@ -221,7 +221,7 @@ def test_names_that_shorten_alike_keep_ids_apart(tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize("name", ["my sync (v2)", ".hidden", "a" * 240, "文" * 80, "-v"])
 def test_any_name_of_a_file_gives_cases_that_can_be_kept(tmp_path: Path, name: str) -> None:
     """Kept under a name that a file may have, and read again from there."""
-    (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / f"{name}.py").write_text("f = W = print")
     found = cases(strategies=[f"{tmp_path}/{name}.py:f"], workloads=[f"{tmp_path}/{name}.py:W"])
     for case in [*found, *cases(workloads=["generated:conv2.strided-linear3.bias;adam"])]:
         assert len(f"{case.id}.json".encode()) < 255

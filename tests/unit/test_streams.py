@@ -59,7 +59,7 @@ def test_an_output_drops_what_it_cannot_write(
         ("--help >/dev/full", 3, "standard output was not written: No space left on device"),
         ("report there-is-none 2>/dev/full", 2, ""),
         ("report there-is-none 2>&-", 2, ""),
-        ("report there-is-none | true", 2, "there-is-none cannot be read"),
+        ("report there-is-none | true", 2, "there-is-none does not exist"),
     ],
 )
 def test_the_exit_code_is_that_of_the_command(
