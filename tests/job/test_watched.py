@@ -158,6 +158,15 @@ def test_what_is_asked_of_a_model_never_reaches_the_script(reads: str, tmp_path:
     assert json.loads(watched) == json.loads(alone)
 
 
+def test_names_that_a_model_has_for_itself(tmp_path: Path) -> None:
+    """Megatron's wrapper keeps its buckets as `buffers`."""
+    script = LISTS.replace("    def parameters(self, recurse=True):\n", "").replace(
+        "        return [*super().parameters(recurse)]", "    buffers = []"
+    )
+    alone, watched = both(script + TELL, tmp_path)
+    assert watched == alone
+
+
 BEATS = """
 from distcheck.job.inside import hooks
 from distcheck.job.inside.recorder import Recorder

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ def install(gpus: int) -> None:
 
 def _replace_cuda(gpus: int) -> None:
     cuda: Any = torch.cuda
+    before = dict(vars(cuda))
     for name in _NOTHING:
         setattr(cuda, name, lambda *_, **__: None)
     for name in _ZERO:
@@ -143,12 +144,12 @@ def _replace_cuda(gpus: int) -> None:
     )
     cuda.is_available = lambda: True
     cuda.device_count = lambda: gpus
-    cuda.get_device_name = lambda *_: "CPU"
-    cuda.get_device_capability = lambda *_: (8, 0)
-    cuda.get_device_properties = lambda *_: about
-    cuda.mem_get_info = lambda *_: (_MEMORY, _MEMORY)
+    cuda.get_device_name = lambda *_, **__: "CPU"
+    cuda.get_device_capability = lambda *_, **__: (8, 0)
+    cuda.get_device_properties = lambda *_, **__: about
+    cuda.mem_get_info = lambda *_, **__: (_MEMORY, _MEMORY)
     cuda.is_bf16_supported = lambda *_, **__: True
-    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state_all = list
     cuda.Stream = cuda.Event = cuda.ExternalStream = _Stream
     cuda.current_stream = cuda.default_stream = cuda.stream = lambda *_, **__: _Stream()
@@ -162,6 +163,11 @@ def _replace_cuda(gpus: int) -> None:
     cuda.CUDAGraph = cuda.graph = _refuse_graphs
     for name in ("range_push", "range_pop", "mark", "range"):
         setattr(cuda.nvtx, name, lambda *_, **__: contextlib.nullcontext())
+    # Where they are defined, and libraries also call them: torch.cuda.random.get_rng_state.
+    for module in [one for one in before.values() if isinstance(one, ModuleType)]:
+        for name, defined in list(vars(module).items()):
+            if before.get(name) is defined and getattr(cuda, name) is not defined:
+                setattr(module, name, getattr(cuda, name))
 
 
 def _refuse_graphs(*_: Any, **__: Any) -> Any:

@@ -107,7 +107,7 @@ class Parameters:
                     of = f"{type(root).__name__}-{place}." if plain in found else ""
                     found[f"{of}{plain}"] = buffer
                     seen.add(id(buffer))
-        own = seen if within is None else {id(buffer) for buffer in within.buffers()}
+        own = seen if within is None else set(map(id, _buffers_of(within)))
         return {name: buffer for name, buffer in found.items() if id(buffer) in own}
 
     def used(self, called: Iterable[torch.nn.Module]) -> set[str]:
@@ -117,7 +117,7 @@ class Parameters:
         """
         trained = {id(p) for one in self.optimizers for _, p in _places_in(one)}
         train = [one for one in self.roots if any(id(p) in trained for p in one.parameters())]
-        own = {id(t) for one in (*train, *called) for t in (*one.parameters(), *one.buffers())}
+        own = {id(t) for one in (*train, *called) for t in (*one.parameters(), *_buffers_of(one))}
         named = (*self.by_name.items(), *self.buffers().items())
         return {name for name, tensor in named if id(tensor) in own | trained}
 
@@ -145,6 +145,11 @@ class Parameters:
     def has_parts(self) -> bool:
         """Whether ranks hold parts of some parameter: to look at it is a collective."""
         return any(is_in_parts(one) for one in self.by_name.values())
+
+
+def _buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Not by `buffers()`: Megatron's wrapper has an attribute of that name."""
+    return torch.nn.Module.buffers(module)
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
