@@ -15,7 +15,7 @@ from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 # list of options has one group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
-        "orders", "vary", "from_step", "reference", "no_reference", "weights", "continues",
+        "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh", "continues",
         "strict", "config", "shard", "last_failed", "failed_first",
     ),
     CALLED: (),

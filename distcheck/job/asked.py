@@ -24,6 +24,7 @@ class JobOptions:
     no_reference: bool = False
     reference: str | None = None
     weights: str | None = None
+    mesh: str = ""
     on_cpu: bool = False
     accept: tuple[str, ...] = ()
     strict: bool = False

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from distcheck.job import against_reference
+from distcheck.job import against_reference, layouts
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks import averaging
 from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
-from distcheck.job.checks.samples import ALIKE
+from distcheck.job.checks.samples import ALIKE, TOGETHER
 from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.recordings.jobs.reading import JobRecording
@@ -31,10 +31,8 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
-    if ("finite", NO_LAYER) in failed:
-        return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
-    if averaging.CHECK in checks:
-        return [averaging.explain(job, failed[averaging.CHECK, ROUNDING])]
+    if alone := _alone(job, failed, reference):
+        return alone
     found = [*_of_data(failed), *_of_state(failed)]
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
@@ -51,7 +49,7 @@ def diagnose(
         result = next(r for (check, _), r in failed.items() if check == "loss scale")
         between = _between_passes(job, _step_of(result))
         found += [one for one in between if one.cause == "lost-micro-batch"] or [
-            *_of_loss_scale(failed)
+            *_of_loss_scale(job, failed)
         ]
     if ("learning rate", NO_LAYER) in failed:
         found.append(_of_settings(failed))
@@ -60,6 +58,18 @@ def diagnose(
     if reference is not None:
         found += against_reference.explain(job, reference, results)
     return found or [_unexplained(failed, step)]
+
+
+def _alone(
+    job: JobRecording, failed: dict[tuple[str, str], CheckResult], reference: Reference | None
+) -> list[Diagnosis]:
+    """Causes from which all else follows."""
+    if ("finite", NO_LAYER) in failed:
+        return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
+    if (averaging.CHECK, ROUNDING) in failed:
+        return [averaging.explain(job, failed[averaging.CHECK, ROUNDING])]
+    before = [*_of_data(failed), *_of_state(failed)]
+    return [] if before or reference is None else layouts.explain(job, reference, failed)
 
 
 def _reason(failed: dict[tuple[str, str], CheckResult], check: str) -> str:
@@ -82,6 +92,8 @@ def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     if "data" in checks and ALIKE in (reason := _reason(failed, "data")):
         evidence = f"{reason}, so their augmentations are copies"
         yield name_cause("same-randomness", evidence, "job-data")
+    elif "data" in checks and TOGETHER in reason:
+        yield name_cause("data-differs", reason, "mesh")
     elif ("data", NO_LAYER) in failed:
         same = "have the same" in reason
         yield name_cause("same-data" if same else "overlapping-data", reason, "job-sampler")
@@ -186,8 +198,13 @@ def _of_settings(failed: dict[tuple[str, str], CheckResult]) -> Diagnosis:
     return name_cause(cause, _reason(failed, "learning rate"), "settings")
 
 
-def _of_loss_scale(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
+def _of_loss_scale(
+    job: JobRecording, failed: dict[tuple[str, str], CheckResult]
+) -> Iterator[Diagnosis]:
     result = next(r for (check, _), r in failed.items() if check == "loss scale")
+    if any(axis.kind == "pipeline" for axis in job.ranks[0].axes):
+        yield name_cause("micro-batch-scale", _reason(failed, "loss scale"))
+        return
     twice = result.first is not None and float(result.first.actual) < 1
     cause = "scaled-twice" if twice else "accumulation-not-scaled"
     yield name_cause(cause, _reason(failed, "loss scale"))

@@ -7,7 +7,16 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job import continuing, leftovers, machines, moved_runs, replaying, running, settings
+from distcheck.job import (
+    condensing,
+    continuing,
+    leftovers,
+    machines,
+    moved_runs,
+    replaying,
+    running,
+    settings,
+)
 from distcheck.job.asked import JobOptions
 from distcheck.job.by_module import is_worth_a_look, look_again
 from distcheck.job.checks.averaging import averaging
@@ -90,7 +99,7 @@ def _judged(
 ) -> tuple[Report, JobRecording, Yardstick]:
     """The report of a whole recording; what was judged of it; and how far right runs part."""
     missing = _why_none(asked) or copied.missing
-    job = reading.read(folder / "recording")
+    job = condensing.read(folder / "recording", folder / "whole", asked.mesh)
     own_steps = averaging(job)
     if own_steps is None:
         job = dataclasses.replace(job, steps=job.steps[: asked.steps])
@@ -164,6 +173,7 @@ def _settings_of(asked: JobOptions) -> JobSettings:
         kept=asked.save is not None or asked.continues is not None,
         modules=asked.watches_modules,
         ops=asked.ops,
+        mesh=asked.mesh,
         on_cpu=asked.on_cpu,
     )
 
@@ -180,8 +190,15 @@ def _replay(
     asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
 ) -> tuple[Reference | None, str]:
     """The reference, or why there is none."""
-    if job.world == 1 or not job.steps or job.divided_by:
+    if job.processes == 1 or not job.steps or job.divided_by:
         return None, "there is nothing to compare it with"
+    if any(len(unit) > 1 for unit in job.units) and any(
+        one.draws and one.live for record in job.records.values() for one in record.passes
+    ):
+        return None, (
+            "ranks that train one model draw random numbers in forward passes, each for its own "
+            "part, and one process draws them for all; set dropout to 0 for this check"
+        )
     folder.mkdir()
     try:
         return replaying.replay(

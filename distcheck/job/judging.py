@@ -13,7 +13,7 @@ from distcheck.job.by_module import by_module, with_evidence
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
-from distcheck.job.checks.ranks import finite
+from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.lines import culprit
 from distcheck.job.replaying import Reference
@@ -29,7 +29,7 @@ def judge(
     asked: JobOptions, job: JobRecording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
     """Judges what was recorded; `missing` says why there is no reference."""
-    ends = ran.outcomes(job.world)
+    ends = ran.outcomes(job.processes)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
         results.append(_divided(job.divided_by))
@@ -59,8 +59,11 @@ def judge(
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
     elif not (own_steps or not_finite or job.divided_by) and asked.wants_reference:
-        results += [_no_reference(missing)] if job.world > 1 else []
-    results = [_not_vacuous(result) if job.world > 1 else result for result in results]
+        results += [_no_reference(missing)] if job.processes > 1 else []
+    results = [
+        _not_vacuous(one) if job.world > 1 or one.layer == IN_FLOAT32 else one for one in results
+    ]
+    results = [_if_known(job, reference, result) for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
     accepted = accepting.allowance(asked.accept, diagnosis)
@@ -108,10 +111,10 @@ def _until(
 def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
-        return case_of_words(asked, script=script, world=job.world)
+        return case_of_words(asked, script=script, world=job.processes)
     records = job.at(job.steps[0])
     return case_of_words(
-        asked, script=script, world=job.world, backend=first.backend or "none",
+        asked, script=script, world=job.processes, backend=first.backend or "none",
         device=first.device, dtype=next(iter(records[0].dtypes.values()), "float32"),
         batch=sum(len(one.rows) for record in records for one in record.passes if one.live),
         steps=len(job.steps),
@@ -123,6 +126,7 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options = ["--no-reference"] if asked.no_reference else []
     options += ["--reference", asked.reference] if asked.reference else []
     options += ["--weights", asked.weights] if asked.weights else []
+    options += ["--mesh", asked.mesh] if asked.mesh else []
     options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
     options += ["--continues", asked.continues] if asked.continues else []
@@ -168,7 +172,7 @@ def _outcome_check(
         )
     elif asked.continues is not None:
         pass  # as far as both recordings go
-    elif job.world == 1:
+    elif job.processes == 1:
         verdict = "unknown"
         reasons.append(
             "the job has one rank, which exchanges nothing; start at least 2: distcheck job "
@@ -185,7 +189,7 @@ def _outcome_check(
         check="outcome",
         layer=NO_LAYER,
         verdict=verdict,  # type: ignore[arg-type]
-        compared=Compared(ranks=job.world, steps=len(job.steps)),
+        compared=Compared(ranks=job.processes, steps=len(job.steps)),
         reason="; ".join(reasons),
     )
 
@@ -196,6 +200,44 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
         return result
     said = "; ".join(filter(None, ["nothing was there to be compared", result.reason]))
     return msgspec.structs.replace(result, verdict="unknown", reason=said)
+
+
+def _if_known(job: JobRecording, reference: Reference | None, result: CheckResult) -> CheckResult:
+    """The result, unknown where what failed may be meant."""
+    if reference is None:
+        return if_parts(job, result)
+    return if_interacts(job, result) if reference.replayed.interacts else result
+
+
+def if_interacts(job: JobRecording, result: CheckResult) -> CheckResult:
+    """A failure that is unknown where a term of the loss is not a mean over samples, and one batch
+    of all has another one: as a loss that balances experts over the samples of each rank.
+    """
+    passes = [one for record in job.records.values() for one in record.trained]
+    own = any(term.call < 0 for one in passes for term in one.terms)  # a sum of the script's own
+    unread = own or any(one.unread for one in passes)
+    of_sums = ("gradients", "clipped gradients", "loss")
+    is_it = result.verdict == "fail" and result.layer == IN_FLOAT32 and result.check in of_sums
+    if not (unread and is_it):
+        return result
+    said = (
+        "a term of the loss is not a mean over samples, and one batch of all samples has another "
+        "one than the ranks' batches (a loss that balances experts over each rank's own samples is "
+        "such a term); leave it out for this check, or compute it over the samples of all ranks"
+    )
+    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+
+
+def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
+    """A failure that is unknown where ranks may have hand-written parts of one model."""
+    name = differs_in_units(job)
+    if result.verdict != "fail" or result.check not in ("initial state", "agreement") or not name:
+        return result
+    said = (
+        f"ranks that train one model hold different tensors as {name}; whether these are parts of "
+        "one, or copies that differ, is not known without a DTensor or a reference"
+    )
+    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
 
 
 def _divided(by: str) -> CheckResult:

@@ -11,11 +11,10 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import DistcheckError
-from distcheck.job import running, settings
+from distcheck.job import condensing, running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings
 from distcheck.judge.parting.yardstick import DRAWS, Yardstick, measure
-from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 
 
@@ -44,7 +43,7 @@ def measured(
             if ran.hung:
                 raise DistcheckError(f"it made no progress for {deadline_s:g} s")
             running.check_recorded(own, ran, command)
-            found = reading.read(own)
+            found = condensing.read(own, folder / f"whole-{draw}", asked.mesh)
             moved.append(dataclasses.replace(found, steps=found.steps[: len(job.steps)]))
         except (OSError, shutil.Error, DistcheckError) as error:
             return Yardstick(

@@ -22,7 +22,8 @@ _MOST_PARENTS = 8
 # Options that say how many ranks there are, or how many machines or GPUs.
 _COUNTS = re.compile(
     r"--?(?:dist[-_])?(?:world(?:[-_]size)?|n(?:um)?[-_]?(?:nodes|gpus?|processes|procs|ranks|devices)"
-    r"|nproc(?:[-_]per[-_]node)?|(?:n?gpus|devices)(?:[-_]per[-_]node)?|ranks|nodes)",
+    r"|(?:tp|dp|pp|cp|ep|sp|(?:tensor|data|pipeline|context|sequence|expert|model)(?:[-_]parallel)?)"
+    r"(?:[-_](?:size|degree))?|nproc(?:[-_]per[-_]node)?|(?:n?gpus|devices)(?:[-_]per[-_]node)?|ranks|nodes)",
     re.IGNORECASE,
 )
 _ONE_RANK = {
@@ -83,13 +84,14 @@ def replay(
     is_forked = first.process and not (job.folder / f"python-{first.process}").exists()
     spawned = bool(is_forked) or _is_spawned(first.arguments)
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
-    words, replaced = (words, ()) if command else of_one(words, job.world)
+    sizes = {job.processes, *(axis.size for axis in first.axes)}
+    words, replaced = (words, ()) if command else of_one(words, *sizes)
     in_processes = _is_lost_in_a_fork(first.device)
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
-        spawns=job.world if spawned and not command else 0, project=str(copy.folder),
-        gpus=job.world if spawned else 1,
+        spawns=job.processes if spawned and not command else 0, project=str(copy.folder),
+        gpus=job.processes if spawned else 1,
     )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     variables |= {} if in_processes else _WITHOUT_GPUS
@@ -106,7 +108,7 @@ def replay(
     ran = run(asked)
     if on_cpu and not ran.hung and not (folder / "replayed.json").exists():
         # There are scripts that leave, or raise, where they see fewer GPUs than they are to use.
-        ran = run(msgspec.structs.replace(asked, gpus=job.world))
+        ran = run(msgspec.structs.replace(asked, gpus=job.processes))
     if ran.hung:
         raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")
     return _read(folder, ran, replaced)
@@ -138,9 +140,9 @@ def _of_launcher(job: JobRecording) -> Sequence[str]:
     )
 
 
-def of_one(words: Sequence[str], world: int) -> tuple[list[str], tuple[str, ...]]:
-    """A command of which options that say how many ranks, machines or GPUs there are say one; and
-    what was replaced, for the report.
+def of_one(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...]]:
+    """A command of which options that say how many ranks, machines or GPUs there are say one: their
+    number is one of `sizes`; and what was replaced, for the report.
     """
     found, replaced = list(words), []
     for place, word in enumerate(words):
@@ -149,7 +151,7 @@ def of_one(words: Sequence[str], world: int) -> tuple[list[str], tuple[str, ...]
             continue
         at = place if equals else place + 1
         given = value if equals else next(iter(words[at : at + 1]), "")
-        if given.isdecimal() and int(given) > 1 and (int(given) == world or "node" in name):
+        if given.isdecimal() and int(given) > 1 and (int(given) in sizes or "node" in name):
             found[at] = f"{name}=1" if equals else "1"
             replaced.append(f"{name} {given}")
     return found, tuple(replaced)

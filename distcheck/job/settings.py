@@ -58,6 +58,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """How a replay went: by which batches, `pads` if they were padded, at which steps, or why it
     could not go on; and why the passes of an accumulation could not be made as one. A right job has
     the gradients of one process times one of `scales`; those of the replay are times `scale`.
+    `interacts`: one batch of all samples has another gradient than the mean of the ranks' batches.
     """
 
     mode: str
@@ -68,6 +69,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     scales: tuple[float, ...] = (1.0,)
     scale: float = 1.0
     pads: bool = False
+    interacts: bool = False
     reads: tuple[Read, ...] = ()
 
 
@@ -103,6 +105,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_processes      in a replay: whether copies are processes of their own, and no forks
     role, role_mode   in such a process: what it is, in which mode of the replay
     weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
+    mesh              the axes of the ranks' mesh, as a person gives them: data=2,tensor=2
     on_cpu            whether a script that asks for a GPU gets the CPU
     gpus              in a replay: how many GPUs are said to be there then; 0: as many as ranks
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
@@ -127,6 +130,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Role | None = None
     role_mode: str = ""
     weights: str = ""
+    mesh: str = ""
     on_cpu: bool = False
     gpus: int = 0
     every: int = 100

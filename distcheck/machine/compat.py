@@ -167,6 +167,18 @@ def part_in(tensor: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(*given)[1])
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The DeviceMesh that one was taken from."""
+    return mesh._get_root_mesh()
+
+
+def pipeline_stage() -> type:
+    """What a stage of a pipeline is, torch's own or one that was made by tracing."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    return _PipelineStageBase
+
+
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
     """The hooks on a module or a tensor, each with its kind."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS

@@ -114,3 +114,18 @@ def mesh_in(axes: Axes, world: int) -> Mesh | None:
         needs = f"a multiple of {given} ranks" if open_ended else f"{given} ranks"
         raise ValueError(f"the mesh {said} needs {needs}, and the world has {world}")
     return found
+
+
+def mesh_from_text(text: str, world: int) -> Mesh:
+    """`data=2,tensor=2` as a mesh of a world. Raises ValueError for other text."""
+    given = dict[str, int]()
+    for word in text.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if not size.lstrip("-").isdecimal():
+            raise ValueError(f"the mesh {text!r} is not understood; give data=2,tensor=2")
+        if name in given:
+            raise ValueError("an axis of the mesh is named twice")
+        given[name] = int(size)
+    found = mesh_in(axes_of(given), world)
+    assert found is not None
+    return found

@@ -77,8 +77,7 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
         assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["world"] == world
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
-    # What ranks compute of parameters that are divided among them is not seen.
-    layers = ["S32"] if name == "fsdp2.py" else ["R", "S32"]
+    layers = ["R", "S32"]
     assert [c["layer"] for c in of_gradients] == layers
     assert {c["compared"]["ranks"] for c in of_gradients} == {world}
     # Trainer divides by a number that it counts from a batch ahead: the replay covers one step.

@@ -18,13 +18,14 @@ from distcheck.records.causes import Cause, causes, name_cause, shared
 ROOT = Path(__file__).parents[2]
 OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
 OF_ENDS = ROOT / "distcheck/judge/diagnosis/outcomes.py"
-OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS]
+OF_LAYOUTS = ROOT / "distcheck/judge/diagnosis/layouts.py"
+OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS]
 OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
 OF_VERIFY = [*(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py"]
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
 SHOWN_IN = (
     "tests/mutants/causes.py", "tests/mutants/subtle/causes.py", "examples/jobs/planted.toml",
-    "examples/jobs/resuming.toml",
+    "examples/jobs/resuming.toml", "examples/jobs/layouts/planted.toml",
     "tests/wrong_programs/*.py", "tests/job/test_*.py", "tests/launchers/test_deaths.py",
 )  # fmt: skip
 
@@ -90,7 +91,8 @@ def test_only_the_table_makes_a_diagnosis() -> None:
     [("verify", OF_VERIFY), ("job", OF_JOB), ("guard", OF_GUARD), ("compare", OF_COMPARE)],
 )
 def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) -> None:
-    only_simulated = {"unmatched-message"} if command == "job" else set()
+    # Of a simulated world, and of gradients that are compared with those of the step before.
+    only_simulated = {"unmatched-message", "stale-gradient"} if command == "job" else set()
     names = {name for name, cause in causes().items() if command in cause.by}
     assert names == named_in(files) - only_simulated
 

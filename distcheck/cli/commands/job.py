@@ -27,6 +27,9 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--weights", type=click.Choice(["samples", "targets", "equal"]), metavar="HOW",
               help="What each rank counts for, where its loss does not say so: samples, targets or "
               "equal.")  # fmt: skip
+@click.option("--mesh", default="", metavar="AXES",
+              help="How ranks are arranged, where the script has no DeviceMesh that says so: "
+              "data=2,tensor=2, with tensor, sequence, pipeline and expert.")  # fmt: skip
 @click.option("--continues", metavar="DIR", type=click.Path(),
               help="A recording (--save) of the same job, uninterrupted: does this one resume as "
               "if it had not stopped?")  # fmt: skip

@@ -270,7 +270,11 @@ def divided_later(job: JobRecording, step: int) -> float:
     """
     factors = _times(job, step)
     passes = len(job.records[0, step].trained)
-    if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
+    if passes < 2 or factors is None:
+        return 1.0
+    # A pipeline's schedule divides, whatever the loss is divided by.
+    staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
+    if not staged and any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
     local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
     record, own = job.records[0, step], mean(local, [1 / job.world] * job.world)

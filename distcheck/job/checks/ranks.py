@@ -34,9 +34,49 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
             )  # fmt: skip
 
 
-def _distance(job: JobRecording, rank: int, step: int, name: str) -> Place:
+def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
+    """The same of ranks that train one model: those that hold the same part of a tensor, and what
+    two stages of a pipeline began with alike, as tied weights.
+    """
+    if job.apart is None:
+        return
+    apart, first = job.apart, job.steps[0]
+    for unit in job.units:
+        seen: dict[object, int] = {}
+        for rank in unit:
+            record = apart.records[rank, step]
+            for name in (n for n in record.digests if n.startswith(kind)):
+                plain, part = _plain(name), record.parts.get(name)
+                began = apart.records[rank, first].digests.get(f"before/{plain}", "")
+                place = (name, None if part is None else part.at, began if _is_staged(job) else "")
+                other = seen.setdefault(place, rank)
+                if other == rank:
+                    continue
+                same = record.digests[name] == apart.records[other, step].digests[name]
+                apart_by = None if same else _distance(apart, rank, step, name, other)
+                places = () if apart_by is None else (apart_by,)
+                tally.add(
+                    Comparison(same, 1, worst=apart_by, first=apart_by, places=places),
+                    parameter=plain, rank=rank, step=step,
+                )  # fmt: skip
+
+
+def differs_in_units(job: JobRecording) -> str:
+    """A parameter of which ranks that train one model begin with other numbers."""
+    tally = Tally("initial state", NO_LAYER)
+    for step in job.steps[:1]:
+        _same_in_units(job, tally, step, "before/")
+    first = tally.result().first
+    return "" if first is None else first.parameter
+
+
+def _is_staged(job: JobRecording) -> bool:
+    return any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
+
+
+def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Place:
     """How far apart two ranks are, as the norm that their 64 sums estimate."""
-    own, other = job.sums(rank, step, name), job.sums(0, step, name)
+    own, other = job.sums(rank, step, name), job.sums(beside, step, name)
     if own is None or other is None or own.shape != other.shape:
         zero = torch.zeros(1)
         own, other = zero + float("inf"), zero
@@ -70,7 +110,8 @@ def initial_state(job: JobRecording) -> CheckResult:
     """Before the first recorded step all ranks have the same parameters and buffers."""
     tally = Tally("initial state", NO_LAYER)
     _same_digests(job, tally, job.steps[0], ("before/", "buffer/"))
-    if job.world == 1:
+    _same_in_units(job, tally, job.steps[0], "before/")
+    if job.processes == 1:
         tally.remark("one rank has nothing to be compared with")
     return tally.result()
 
@@ -82,6 +123,7 @@ def agreement(job: JobRecording) -> CheckResult:
         if step != job.steps[0]:
             _same_digests(job, tally, step, ("before/",))
         _same_digests(job, tally, step, ("after/",))
+        _same_in_units(job, tally, step, "after/")
     return tally.result()
 
 
@@ -124,7 +166,7 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
     no two ranks draw the same ones.
     """
     tally = Tally("random streams", NO_LAYER)
-    compared = False
+    compared = _of_pieces(job, tally)
     for step in job.steps:
         seen: dict[str, int] = {}
         for rank in range(job.world):
@@ -145,6 +187,29 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
                     )  # fmt: skip
     if compared:
         yield tally.result()
+
+
+def _of_pieces(job: JobRecording, tally: Tally) -> bool:
+    """The same of ranks that have pieces of the same samples; whether there was any."""
+    compared = False
+    if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):
+        return False
+    for step in job.steps:
+        for unit in job.units:
+            several = zip(*(job.apart.records[rank, step].passes for rank in unit), strict=False)
+            for passes in (one for one in several if all(p.draws and p.live for p in one)):
+                pieces = len({p.inputs for p in passes}) == len(passes)
+                if not pieces:
+                    continue
+                compared = True
+                tally.count(parameter="torch", rank=unit[0], step=step, elements=len(passes))
+                if len({p.random["torch"] for p in passes}) < len(passes):
+                    tally.fail(
+                        f"step {step}: ranks {', '.join(map(str, unit))}, which have pieces of the "
+                        "same samples, draw the same random numbers in the forward pass",
+                        parameter="torch", rank=unit[-1], step=step,
+                    )  # fmt: skip
+    return compared
 
 
 def settings(job: JobRecording) -> CheckResult:

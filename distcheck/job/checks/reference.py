@@ -48,7 +48,7 @@ def with_reference(
         found = reference.tensors(seen.step)
         if any(record.skipped for record in job.at(seen.step)):
             continue
-        bounds = _bounds(job, found, seen.step)
+        bounds = bounds_of(job, found, seen.step)
         if not any(bounds.values()):
             raw.missing(f"step {seen.step}: every gradient of the reference is exactly zero")
             continue
@@ -105,7 +105,7 @@ def _add(tally: Tally, compared: Results, step: int) -> None:
         tally.add(one, parameter=name, rank=rank, step=step)
 
 
-def _bounds(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+def bounds_of(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
     """The tolerance of every parameter's gradient; 0 for all where all are exactly zero."""
     raw = reached(found, Kind.EXCHANGED)
     total = math.hypot(*(norm_of(t) for t in raw.values()))
@@ -207,24 +207,10 @@ def losses(
     """
     tally = Tally("loss", IN_FLOAT32)
     for seen in reference.replayed.steps:
-        found = reference.tensors(seen.step)
-        records = job.at(seen.step)
+        found, records = reference.tensors(seen.step), job.at(seen.step)
         if not all(record.trained for record in records) or math.isnan(float(found["loss"])):
             continue
-        weights = token_weights(job, seen.step)
-        own = [
-            sum(one.loss or 0.0 for one in record.trained) / (record.scale or 1.0)
-            for record in records
-        ]
-        actual = sum(loss * weight for loss, weight in zip(own, weights, strict=True))
-        expected, spread = float(found["loss"]), float(found["spread/loss"])
-        size = sum(abs(one.loss or 0.0) for record in records for one in record.trained)
-        size /= records[0].scale or 1.0
-        is_short = any(one.autocast for record in records for one in record.passes)
-        unit = unit_roundoff("bfloat16" if is_short else "float32")
-        # Derived: a loss is rounded once, and each rank's mean is a sum of its samples' losses.
-        count = max(1, max(len(one.rows) for record in records for one in record.passes))
-        bound = (0.0 if math.isnan(spread) else SPREADS * spread) + unit * count * size
+        actual, expected, bound = losses_beside(job, reference, seen.step)
         error = abs(actual - expected)
         place = Place(index=(), actual=actual, expected=expected, error=error, bound=bound,
                       ulp=None, unit="absolute")  # fmt: skip
@@ -233,10 +219,35 @@ def losses(
         )
         tally.add(Comparison(ok, 1, worst=place, first=None if ok else place),
                   parameter="loss", rank=0, step=seen.step)  # fmt: skip
-        tally.sums.add_losses(seen.step, own, mean=actual, expected=expected, bound=bound)
+        tally.sums.add_losses(
+            seen.step, _own_losses(job, seen.step), mean=actual, expected=expected, bound=bound
+        )
     result = tally.result()
     if result.compared.elements:  # not where some pass has no loss of its own
         yield result
+
+
+def _own_losses(job: JobRecording, step: int) -> list[float]:
+    return [
+        sum(one.loss or 0.0 for one in record.trained) / (record.scale or 1.0)
+        for record in job.at(step)
+    ]
+
+
+def losses_beside(job: JobRecording, reference: Reference, step: int) -> tuple[float, float, float]:
+    """The mean of the ranks' losses, the loss of one process, and how far they may be apart."""
+    found, records = reference.tensors(step), job.at(step)
+    own, weights = _own_losses(job, step), token_weights(job, step)
+    actual = sum(loss * weight for loss, weight in zip(own, weights, strict=True))
+    expected, spread = float(found["loss"]), float(found["spread/loss"])
+    size = sum(abs(one.loss or 0.0) for record in records for one in record.trained)
+    size /= records[0].scale or 1.0
+    is_short = any(one.autocast for record in records for one in record.passes)
+    unit = unit_roundoff("bfloat16" if is_short else "float32")
+    # Derived: a loss is rounded once, and each rank's mean is a sum of its samples' losses.
+    count = max(1, max(len(one.rows) for record in records for one in record.passes))
+    bound = (0.0 if math.isnan(spread) else SPREADS * spread) + unit * count * size
+    return actual, expected, bound
 
 
 def _trained_on(

@@ -21,6 +21,7 @@ from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
 
 WITH_REPLACEMENT = "replacement"
+TOGETHER = "train one model together"
 ALIKE = "draw the same random numbers to make their samples"
 _MOST = 8  # batches of two ranks whose parts are looked at
 Place = tuple[int, int, int]
@@ -50,8 +51,9 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
 def disjoint(job: JobRecording) -> CheckResult:
     """No sample is on two ranks at the same step, nor within what was recorded of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
-    if job.world == 1:
+    if job.processes == 1:
         tally.remark("one rank has all samples")
+    _shared(job, tally)
     for step in job.steps:
         found = {rank: samples(job, rank, step, trained) for rank in range(job.world)}
         for rank, own in found.items():
@@ -64,7 +66,7 @@ def disjoint(job: JobRecording) -> CheckResult:
                 said = f"have {shared} samples in common"
             else:
                 continue
-            _report(tally, trained, f"step {step}: ranks {one} and {two} {said}", two, step)
+            _report(tally, trained, f"step {step}: {_named(job, one, two)} {said}", two, step)
     result = tally.result()
     if result.verdict != "fail":
         _within_epochs(job, tally, trained)
@@ -72,6 +74,27 @@ def disjoint(job: JobRecording) -> CheckResult:
     if not result.compared.elements:
         tally.missing("no tensor with samples was seen among the arguments of the model")
     return tally.result()
+
+
+def _named(job: JobRecording, one: int, two: int) -> str:
+    return f"ranks {job.called(one)} and {job.called(two)}"
+
+
+def _shared(job: JobRecording, tally: Tally) -> None:
+    """Ranks that train one model read the same samples, where each reads them from a loader."""
+    if job.apart is None or any(a.kind == "pipeline" for a in job.ranks[0].axes):
+        return  # of a pipeline the first stage alone needs them
+    for step in job.steps:
+        for unit in job.units:
+            read = [job.apart.records[rank, step].batches for rank in unit]
+            told = [[(b.loader, b.indices or b.rows) for b in batches] for batches in read]
+            other = next((r for r, own in zip(unit, told, strict=True) if own != told[0]), None)
+            if other is not None and all(told):
+                tally.fail(
+                    f"step {step}: ranks {unit[0]} and {other} {TOGETHER}, and read different "
+                    "samples", parameter="samples", rank=other, step=step,
+                )  # fmt: skip
+                return
 
 
 def _trained(job: JobRecording) -> _Trained:

@@ -3,6 +3,7 @@
 A replay may fork, and what a backend's threads were doing would be lost in the fork.
 """
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -163,6 +164,16 @@ def install(*, forks: bool = True) -> None:
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return subgroup([0])
 
+    from torch.distributed import device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    @functools.wraps(make)
+    def init_device_mesh(device_type: str, mesh_shape: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(device_type, (1,) * len(tuple(mesh_shape)), *args, **kwargs)
+
+    for module in (dist, device_mesh):
+        setattr(module, "init_device_mesh", init_device_mesh)  # noqa: B010
     for module in (dist, dist.distributed_c10d):
         setattr(module, "init_process_group", init_process_group)  # noqa: B010
         setattr(module, "new_group", new_group)  # noqa: B010

@@ -29,6 +29,7 @@ class Choice:
     why: str = ""
     failure: str = ""
     scales: tuple[float, ...] = (1.0,)
+    interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
 
 
 def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
@@ -59,7 +60,7 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
             f"its first step, and {len(record.passes)} as {job.world} ranks"
         )
     exchanges = any(call.after_backward for call in record.calls)
-    if exchanges and abs(float(base["own"]) * job.world - 1) <= 1e-6:
+    if exchanges and job.world > 1 and abs(float(base["own"]) * job.world - 1) <= 1e-6:
         return Choice(
             failure=f"as one process the script's own exchange still divides by {job.world}, which "
             "it has from elsewhere than its process group; give the command that trains as one "
@@ -100,7 +101,8 @@ def _of_together(
         return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
     if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
         return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
-    return Choice(TOGETHER)  # samples interact, or ranks have unlike numbers of them
+    # Samples interact, or ranks have unlike numbers of them.
+    return Choice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:

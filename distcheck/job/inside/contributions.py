@@ -12,6 +12,7 @@ import torch
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.step_file import StepFile
+from distcheck.recordings.jobs.records import Part
 from distcheck.training.leaf_hooks import LeafHook
 
 Tensors = dict[str, torch.Tensor]
@@ -24,6 +25,8 @@ class Contributions:
         self._listens = listens  # called from within backward; it must not raise
         self._hooks: dict[str, LeafHook] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._leaves: dict[str, torch.Tensor] = {}  # that backward gives gradients to
+        self.parts: dict[str, Part] = {}  # what this rank has of gradients that are divided
         self.local: Tensors = {}
         self.sizes: Tensors = {}
         self.norms: Tensors = {}
@@ -31,15 +34,18 @@ class Contributions:
         self.backward = -1  # the number of the pass that runs, or ran last
         self.may_exchange = True  # whether a pass before the last one may
 
-    def watch(self, name: str, parameter: torch.Tensor) -> None:
-        """Hears of a parameter's gradients from now on, unless ranks hold parts of it."""
-        if parameter.requires_grad and parameter.is_leaf and not tensors.is_in_parts(parameter):
+    def watch(self, name: str, parameter: torch.Tensor, used: torch.Tensor | None = None) -> None:
+        """Hears of a parameter's gradients from now on: of those of the one that the model has
+        `used` in its place, where fully_shard divides it.
+        """
+        leaf = parameter if used is None else used
+        if leaf.requires_grad and leaf.is_leaf and leaf is not self._leaves.get(name):
 
             def heard(gradient: torch.Tensor) -> None:
                 self._listens(name, gradient)
 
-            self._hooks[name] = LeafHook(parameter, heard)
-            self._parameters[name] = parameter
+            self._hooks[name] = LeafHook(leaf, heard)
+            self._parameters[name], self._leaves[name] = parameter, leaf
 
     def begin(self) -> None:
         """A backward pass begins. What was added to a gradient that is not there any more, counts
@@ -47,7 +53,9 @@ class Contributions:
         """
         self.backward += 1
         self.forget(
-            name for name in list(self.passes) if not tensors.any_held([self._parameters[name]])
+            name
+            for name in list(self.passes)
+            if not tensors.any_held([self._parameters[name], self._leaves[name]])
         )
         for hook in self._hooks.values():
             hook.put_back()
@@ -55,6 +63,9 @@ class Contributions:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient is about to be added to `.grad`."""
         gradient = gradient.detach()
+        if (part := tensors.part_of(gradient)) is not None:
+            self.parts[name] = part
+            gradient = gradient.to_local()  # type: ignore[attr-defined]
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         norm = torch.linalg.vector_norm(tensors.magnitudes(gradient).float())
         if name not in self.local:
@@ -80,7 +91,7 @@ class Contributions:
     def write(self, names: Collection[str], file: StepFile, by: float) -> None:
         """Keeps what was added to some parameters' gradients, multiplied `by` a power of two."""
         for kind, found in (("local", self.local), ("sizes", self.sizes)):
-            file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by)
+            file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by, self.parts)
         for name, norm in self.norms.items():
             if name in names:
                 file.add(f"norms/{name}", norm * by)

@@ -92,12 +92,27 @@ class Feeding:
     def inputs(self, step: int, pairs: Pairs) -> Leaves:
         """The tensors among the model's arguments in forward passes."""
         of_ranks = [
-            [self._data(rank, step, name) for name in self.passes(step, rank)[number].inputs]
+            [self._data(rank, step, name) if name else None for name in one.inputs]
             for rank, number in pairs
+            for one in [self.passes(step, rank)[number]]
         ]
         if len({len(leaves) for leaves in of_ranks}) != 1:
             raise NotTogetherError("models have unlike numbers of inputs")
-        return [self._or_own(parts) for parts in zip(*of_ranks, strict=True)]
+        return [
+            self._or_own([part for part in parts if part is not None])
+            if all(part is not None for part in parts)
+            else None
+            for parts in zip(*of_ranks, strict=True)
+        ]
+
+    def pieces(self, step: int, pairs: Pairs, place: int) -> list[torch.Tensor]:
+        """The pieces of an input of which ranks of one model have pieces each."""
+        known = [(rank, self.passes(step, rank)[number].pieces) for rank, number in pairs]
+        return [
+            self._data(rank, step, name)
+            for rank, pieces in known
+            for name in (pieces[place] if place < len(pieces) else ())
+        ]
 
     def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
         """The target of a loss; None where the script has the right one itself."""

@@ -91,8 +91,17 @@ class HandingOut:
         """Puts in the recorded inputs of the pass that begins, and the random streams before it."""
         found = self._together(self.feeding.inputs, self.step, self.source(self.passes))
         self.set_random_streams(origin=False)
+        own = tensors.inputs_of((args, kwargs))
+        for place, tensor in enumerate(own):
+            pieces = self.feeding.pieces(self.step, self.source(self.passes), place)
+            if pieces and not _are_of(pieces, tensor):
+                self._fails(
+                    f"step {self.step}: the pieces of a sequence that the ranks had are not those "
+                    "of what the script gives its model as one process; have it read its batches "
+                    "from a DataLoader"
+                )
         self.passes, self.calls = self.passes + 1, 0
-        self._put("the model", tensors.inputs_of((args, kwargs)), found)
+        self._put("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         """Puts in the recorded target of the same loss, where it fits what was computed."""
@@ -133,3 +142,12 @@ class HandingOut:
                 counts = recorded.dim() == tensor.dim() == 0
                 if not (counts and float(recorded).is_integer()):
                     tensors.put(tensor, recorded)
+
+
+def _are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Whether pieces have the elements of a tensor, in whichever order they were cut."""
+    if sum(piece.numel() for piece in pieces) != whole.numel():
+        return False
+    together = torch.cat([piece.detach().cpu().flatten() for piece in pieces])
+    own = whole.detach().cpu().flatten().to(together.dtype)
+    return torch.equal(together.sort().values, own.sort().values)

@@ -76,7 +76,7 @@ def averages_held(parameters: Parameters, own: Collection[int]) -> tuple[str, ..
     """Digests of what looks like the model and does not train: modules, and dictionaries with a
     tensor for each of its parameters; not of distcheck's `own`, by their ids.
     """
-    if parameters.has_parts:  # to look is a collective, and ranks find objects in any order
+    if parameters.has_parts:  # ranks have parts of them as well, which are not put together
         return ()
     names = set(parameters.by_name)
     modules = averaged(parameters)

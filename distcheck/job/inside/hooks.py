@@ -36,7 +36,6 @@ COLLECTIVES = (
     "barrier", "broadcast_object_list", "all_gather_object",
 )  # fmt: skip
 
-
 _listener: Deaf | None = None
 _ops: "OpLog | None" = None  # hears of operators
 _on_defect: Callable[[], None] | None = None
@@ -279,7 +278,8 @@ def _hook_backward() -> None:
         watching = _watching
         watch(None)
         try:
-            say("backward", *given[:1])
+            first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
+            say("backward", first)  # an edge of the graph, of a pipeline's stage, is without a loss
             with _heard("backward"):
                 _once("backward", original, given, *args, **kwargs)
         finally:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from distcheck.job.inside.tensors import any_held, digest_of, is_in_parts, plain_name, whole
+from distcheck.machine.compat import fsdp2_parameters
 
 
 class Parameters:
@@ -132,6 +133,9 @@ class Parameters:
             gradient = self.by_name[name].grad
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                if is_in_parts(gradient):
+                    found[name] = gradient.detach().clone()
+                    continue
                 plain, known = whole(gradient), (copied or {}).get(name)
                 is_known = known is not None and _are_alike(plain, known)
                 found[name] = known if known is not None and is_known else plain.clone()
@@ -141,9 +145,17 @@ class Parameters:
         """Whether some parameter has a gradient that is not zero."""
         return any_held(self.by_name.values())
 
+    def of_fsdp2(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor | None]:
+        """What fully_shard divides, by name: the whole parameters that the model computes with."""
+        roots = self.roots if within is None else [within]
+        pairs = (
+            pair for root in roots for part in root.modules() for pair in fsdp2_parameters(part)
+        )
+        return {name: used for own, used in pairs if (name := self.name_of(own)) is not None}
+
     @property
     def has_parts(self) -> bool:
-        """Whether ranks hold parts of some parameter: to look at it is a collective."""
+        """Whether ranks hold parts of some parameter."""
         return any(is_in_parts(one) for one in self.by_name.values())
 
 

@@ -34,7 +34,9 @@ def world_of() -> tuple[int, int]:
     return 0, 1
 
 
-def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> None:
+def introduce(
+    folder: Path, rank: int, world: int, parameters: Parameters, axes: Sequence[records.Axis] = ()
+) -> None:
     """Makes the folder of a rank, and writes who it is."""
     mine = records.rank_folder(folder, rank)
     mine.mkdir()
@@ -61,6 +63,7 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
             },
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
             divided_by=divided_by(parameters),
+            axes=tuple(axes),
             schedules_by="accelerate" if _steps_per_rank() else "",
         ),
     )
@@ -97,10 +100,6 @@ def divided_by(parameters: Parameters) -> str:
             name = type(part).__name__
             if name in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"):
                 return name
-            if not any("FSDPModule" in one.__name__ for one in type(root).__mro__):
-                own = part.parameters(recurse=False)
-                if any(any(at.is_shard() for at in getattr(p, "placements", ())) for p in own):
-                    return "tensor parallelism"
     return ""
 
 
@@ -124,7 +123,7 @@ def averages(parameters: Parameters) -> dict[str, str]:
     """Digests of models that look like averages of one that trains, by the order in which they were
     made.
     """
-    found = averaged(parameters)
+    found = [] if parameters.has_parts else averaged(parameters)  # ranks have parts of them as well
     return {f"{type(one).__name__} {place}": state_digest(one) for place, one in enumerate(found)}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from distcheck.job.inside import hooks, rank, tensors
+from distcheck.job.inside import arrangement, hooks, passes, rank, tensors
 from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.held import HeldState
 from distcheck.job.inside.lines import LinesHeard
@@ -38,6 +38,7 @@ class Recorder(Deaf):
         self._apart = True  # nothing was exchanged in any step
         self._left = -1  # bytes of whole tensors that may still be written
         self._rank, self._world, self._runs = 0, 1, False
+        self._keeps = True  # whole state, and not sums of it
         self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
         self._through: set[tuple[int, int]] = set()  # the same, of the backward pass that runs
         self._of_step: dict[int, int] = {}  # by optimizer: the backward pass before its last step
@@ -55,6 +56,7 @@ class Recorder(Deaf):
         self._calls: list[CollectiveCall] = []
         self._lines = LinesHeard()
         self._backwards, self._evaluations = 0, 0
+        self._before: Pass | None = None  # the last pass, before a backward pass
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
         self._looked, self._is_scaled = False, False
@@ -97,30 +99,16 @@ class Recorder(Deaf):
         is_new = not any(model is one for one in self.parameters.roots)
         file = self._open_step(self.parameters.add_root(model))
         buffers = self.parameters.buffers(model) if is_new else {}
-        # With parts, to look is a collective.
-        looks = self._passes and not (self.parameters.has_parts or self.parameters.hold())
+        looks = self._passes and not self.parameters.hold()
         if looks and (file.differ(self.parameters.by_name) or file.differ(buffers, "buffer")):
             file.restart()
             self._take_state(file, list(self.parameters.by_name))
         given, random = tensors.inputs_of((args, kwargs)), tensors.random_state()
         inputs = {f"input {place} of a forward pass": one for place, one in enumerate(given)}
         self._not_finite += tensors.not_finite(inputs)
-        autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
         self._roots.append(model)
-        self._passes.append(
-            Pass(
-                inputs=tuple(file.add_data(t) for t in given),
-                rows=tensors.rows_of(given) if given else (),
-                batches=self.loaders.for_pass(given),
-                live=False,
-                later=file.has_restarted,
-                random=tensors.random_digests(),
-                drew=tensors.has_drawn(self._origin, random),
-                exchanges=rank.exchanges(model),
-                exchange_s=rank.exchange_seconds(model),
-                autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
-            )
-        )
+        drew = tensors.has_drawn(self._origin, random)
+        self._passes.append(passes.begun(file, model, given, self.loaders, drew))
         number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
         file.add(f"random/{number}", random)
         file.add(f"origin/{number}", origin)
@@ -139,6 +127,8 @@ class Recorder(Deaf):
         """
         if not self._passes:
             return
+        for name, used in self.parameters.of_fsdp2(model).items():
+            self._added.watch(name, self.parameters.by_name[name], used)
         key = (self.steps_over, len(self._passes) - 1)
         self._change_pass(-1, draws=tensors.random_digests() != self._passes[-1].random)
         self._origin = tensors.random_state()
@@ -175,6 +165,7 @@ class Recorder(Deaf):
         self._added.begin()
         self._through = set(self._opaque)
         self._runs = True
+        self._before = self._passes[-1] if self._passes else None
         if self._passes and loss.numel() == 1:
             self._not_finite += tensors.not_finite({"the loss": loss})
             terms, unread = terms_of(loss, self._losses.heard)
@@ -210,7 +201,10 @@ class Recorder(Deaf):
         if self._passes:
             losses, terms = self._losses.of_backward(self._passes[-1])
             self._change_pass(-1, losses=losses, terms=terms)
-        self._losses, self._opaque = LossesHeard(), []
+            reached = [number for step, number in self._through if step == self.steps_over]
+            passes.give_loss(self._passes, self._before, reached)
+        self._losses = LossesHeard() if self._losses.is_over else self._losses
+        self._opaque = []
         for step, number in self._through:
             if step == self.steps_over and self._passes[number].exchanges:
                 wrapped = rank.ddp_in(self._roots[number])
@@ -271,7 +265,7 @@ class Recorder(Deaf):
             return  # a step without gradients, as before a schedule begins
         file = self._open_step([])
         self._lines.note("step")
-        if not self._evaluations and not self.parameters.has_parts:  # to look is a collective then
+        if not self._evaluations:
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
         self._at_step = self.parameters.gradients(names, self._raw)
@@ -301,7 +295,7 @@ class Recorder(Deaf):
         if file is None:
             return
         others = [name for name in self.parameters.left_out() if name in self._added.local]
-        keep = self._rank == 0 or bool(others)
+        keep = self._keeps or bool(others)
         for name in names:
             file.add_after(name, self.parameters.by_name[name], keep=keep)
         by = 1.0 / self._scale if self._scale else 1.0
@@ -363,15 +357,20 @@ class Recorder(Deaf):
 
     def _open_step(self, new: list[str]) -> StepFile:
         """The file of the step, begun here if it was not; `new` parameters are noted in it."""
-        for name in new:
-            self._added.watch(name, self.parameters.by_name[name])
+        divided = self.parameters.of_fsdp2() if new else {}
+        for name in new:  # what fully_shard divides is heard of in another tensor
+            if name not in divided:
+                self._added.watch(name, self.parameters.by_name[name])
         if self._file is not None:
             self._take_state(self._file, new)
             return self._file
         self._rank, self._world = rank.world_of()
         if self._left < 0:
             self._left = self._settings.budget // self._world
-            rank.introduce(self._folder, self._rank, self._world, self.parameters)
+            axes = arrangement.axes_of(self.parameters, self._world, self._settings.mesh)
+            self._keeps = self._rank == 0 or any(one.kind != "data" for one in axes)
+            self._apart &= all(one.kind == "data" for one in axes)
+            rank.introduce(self._folder, self._rank, self._world, self.parameters, axes)
         folder = records.rank_folder(self._folder, self._rank)
         self._file = StepFile(folder, self.steps_over, self._last)
         self._take_state(self._file, list(self.parameters.by_name))
@@ -382,10 +381,10 @@ class Recorder(Deaf):
         if not names:
             return
         for name in names:
-            file.add_state(f"before/{name}", self.parameters.by_name[name], keep=self._rank == 0)
+            file.add_state(f"before/{name}", self.parameters.by_name[name], keep=self._keeps)
         for name, buffer in self.parameters.buffers().items():
             if file.digest(f"buffer/{name}") is None:
-                file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
+                file.add_state(f"buffer/{name}", buffer, keep=self._keeps)
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         if new := self.parameters.add_others():

@@ -108,7 +108,7 @@ class Replayer(Deaf):
             mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
             unfolded=copies.folding.why, pads=self._hands.feeding.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
-            reads=tuple(self._hands.reads),
+            reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
         )  # fmt: skip
         records.write_json(self._folder / "replayed.json", replayed)
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from distcheck.job.inside import tensors
 from distcheck.recordings.jobs import records, sketches
 from distcheck.recordings.jobs.ops import Ops
-from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.jobs.records import Part, StepRecord
 from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
 
 _STATE = ("before/", "buffer/")
@@ -40,6 +40,7 @@ class StepFile:
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
+        self._parts: dict[str, Part] = {}
         self._modules: Watched | None = None
         self.ops: Ops | None = None
         self.has_restarted = False
@@ -59,7 +60,7 @@ class StepFile:
 
     def _written(self, state: Mapping[str, torch.Tensor], kind: str) -> Iterator[tuple[str, str]]:
         for name, one in state.items():
-            now = tensors.digest_of(tensors.whole(one))
+            now = tensors.digest_of(tensors.held(one))
             if now != self._digests.get(f"{kind}/{name}"):
                 yield name, now
 
@@ -81,11 +82,11 @@ class StepFile:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps a tensor as it is now."""
-        self._kept[name] = tensors.whole(tensor).clone()
+        self._kept[name] = tensors.held(tensor).clone()
 
     def add_data(self, tensor: torch.Tensor) -> str:
         """Keeps part of a batch once, however often it is seen; returns its digest."""
-        plain = tensors.whole(tensor)
+        plain = tensors.held(tensor)
         about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
         name = records.digest(about.encode())
         if f"data/{name}" not in self._kept:
@@ -95,7 +96,8 @@ class StepFile:
     def add_state(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """Notes a parameter or buffer before the step by its digest, and keeps it if asked to."""
         kind, _, of = name.partition("/")
-        plain = tensors.whole(tensor)
+        keep = self._is_part(name, tensor) or keep
+        plain = tensors.held(tensor)
         now = After(tensors.digest_of(plain), plain.dtype, plain.shape, None)
         self._digests[name] = now.digest
         last = self._last.get(of) if kind == "before" else None
@@ -108,7 +110,8 @@ class StepFile:
 
     def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """The same of a parameter after the step. What is kept is not copied: `write` follows."""
-        plain = tensors.whole(tensor)
+        keep = self._is_part(f"after/{name}", tensor) or keep
+        plain = tensors.held(tensor)
         sums = None if keep else sketches.sketch(plain)
         self.after[name] = After(tensors.digest_of(plain), plain.dtype, plain.shape, sums)
         self._digests[f"after/{name}"] = self.after[name].digest
@@ -118,17 +121,30 @@ class StepFile:
 
     def add_held(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """Notes what an optimizer holds."""
-        plain = tensors.whole(tensor)
+        plain = tensors.held(tensor)
         self._digests[name] = tensors.digest_of(plain)
-        if keep:
+        if self._is_part(name, tensor) or keep:
             self._kept[name] = plain.clone()
 
-    def add_gradients(self, kind: str, found: dict[str, torch.Tensor], by: float) -> None:
-        """Keeps gradients, multiplied `by` a power of two that undoes a scale. They are not copied:
-        `write` follows.
+    def _is_part(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it is divided among ranks; notes what this one has of it."""
+        part = tensors.part_of(tensor)
+        if part is not None:
+            self._parts[name] = part
+        return part is not None
+
+    def add_gradients(
+        self, kind: str, found: Mapping[str, torch.Tensor], by: float,
+        parts: Mapping[str, Part] | None = None,
+    ) -> None:  # fmt: skip
+        """Keeps gradients, multiplied `by` a power of two that undoes a scale; `parts` says what
+        they are of those that are divided among ranks. They are not copied: `write` follows.
         """
         for name, gradient in found.items():
-            plain = tensors.whole(gradient)
+            plain = tensors.held(gradient)
+            if parts is not None and name in parts:
+                self._parts[f"{kind}/{name}"] = parts[name]
+            self._is_part(f"{kind}/{name}", gradient)
             plain = plain if by == 1.0 else plain * by
             self._digests[f"{kind}/{name}"] = tensors.digest_of(plain)
             if kind != "sizes":
@@ -171,6 +187,7 @@ class StepFile:
             digests=self._digests,
             dtypes=self._dtypes,
             whole=whole,
+            parts=self._parts,
             modules=self._modules,
             ops=self.ops,
             checksum=checksum,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from distcheck.machine import compat
 from distcheck.machine.compat import WRAPPERS
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
-from distcheck.recordings.jobs.records import MOST_ROWS, digest
+from distcheck.recordings.jobs.records import MOST_ROWS, Part, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,6 +30,39 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if is_in_parts(tensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return tensor.cpu().contiguous()
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, of a tensor that is divided among the ranks what this one has."""
+    tensor = tensor.detach()
+    if is_in_parts(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return tensor.cpu().contiguous()
+
+
+def part_of(tensor: torch.Tensor) -> Part | None:
+    """What this rank has of a tensor that is divided among ranks. Raises ValueError where that is
+    another thing than a box of it, or a term of a sum.
+    """
+    if not is_in_parts(tensor):
+        return None
+    given: Any = tensor
+    mesh, places = given.device_mesh, given.placements
+    own = mesh.get_coordinate()
+    pairs = [*zip(places, own, strict=True)]
+    terms = tuple(slice(None) if one.is_partial() else here for one, here in pairs)
+    fixed = [one.is_partial() or one.is_replicate() for one in places]
+    whole = tuple(here if f else slice(None) for f, (_, here) in zip(fixed, pairs, strict=True))
+    kinds = {one.reduce_op for one in places if one.is_partial()}
+    if kinds - {"sum", "avg"} or len(kinds) > 1:
+        raise ValueError(f"parts that are put together by {', '.join(sorted(kinds))}")
+    return Part(
+        shape=tuple(tensor.shape),
+        at=compat.part_in(tensor),
+        of=tuple(mesh.mesh[whole].flatten().tolist()),
+        adds=tuple(mesh.mesh[terms].flatten().tolist()) if kinds else (),
+        mean=kinds == {"avg"},
+    )
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:

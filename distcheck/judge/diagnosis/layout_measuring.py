@@ -1,6 +1,6 @@
 """Measures one failed step of a model-parallel layout, against the whole batch in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import torch
@@ -98,36 +98,27 @@ def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutp
     )
 
 
-class _Measuring:
-    """One parameter at one step."""
+class Held:
+    """What ranks hold of one gradient, next to the right one. None of a rank that has not got one;
+    `without` are those that have not got the parameter either.
+    """
 
-    def __init__(self, at: AtStep, mesh: Mesh, index: int) -> None:
-        self._at, self._mesh, self._index = at, mesh, index
-        whole = at.references.whole
-        held = [whole.tensor(r, Kind.GRADIENT, at.step, index) for r in range(mesh.world)]
+    def __init__(
+        self, held: Sequence[torch.Tensor | None], expected: torch.Tensor | None, mesh: Mesh,
+        allowed: float = 0.0, without: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self._held = [None if h is None else wide(h) for h in held]
-        expected = at.full_batch.gradients[index]
         self._expected = None if expected is None else wide(expected)
-        self._allowed = self._known_allowed()
+        self._mesh, self._allowed, self._without = mesh, allowed, without
 
-    def _known_allowed(self) -> float:
-        if self._expected is None:
-            return 0.0
-        expected, tolerance = self._expected, whole_batch.tolerance(self._at, self._index)
-        errors = [float((h - expected).norm()) for h in self._held if h is not None]
-        error = max(errors, default=0.0)
-        if error <= tolerance:
-            return tolerance
-        rounding = whole_batch.gradient_rounding(self._at, self._index, error, tolerance)
-        return max(tolerance, rounding)
-
-    def measured(self) -> LayoutParameter | None:
+    def of(self, name: str) -> LayoutParameter | None:
         """What it is; None where it is right on every rank."""
-        name = self._at.specs[self._index].name
         expected = self._expected
         if expected is None:
             return None
-        absent = tuple(rank for rank, held in enumerate(self._held) if held is None)
+        absent = tuple(
+            rank for rank, h in enumerate(self._held) if h is None and rank not in self._without
+        )
         wrong = tuple(
             rank
             for rank, held in enumerate(self._held)
@@ -145,17 +136,10 @@ class _Measuring:
     def _related(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
-        earlier = self._earlier()
         return msgspec.structs.replace(
             found,
             factor=self._common_factor(held, expected),
             shares=self._axis_of_shares(expected),
-            shard=self._is_own_shard(),
-            even=self._is_even_mean(held),
-            earlier=earlier is not None and self._all_near(held, earlier),
-            added=earlier is not None and self._all_near(held, expected + earlier),
-            unexchanged=self._is_unexchanged(),
-            lost=self._lost_passes(held, expected),
             mixed=self._axis_of_mixed(held, expected),
             region=_region(held[0], expected, self._allowed),
             distance=max(float((one - expected).norm() / expected.norm()) for one in held),
@@ -178,12 +162,17 @@ class _Measuring:
 
     def _axis_of_shares(self, expected: torch.Tensor) -> str:
         """The axis along which ranks hold different parts of a sum."""
-        for axis, size in self._mesh.axes:
-            groups = [[self._held[r] for r in ranks] for ranks in self._mesh.along(axis)]
-            if size < 2 or any(t is None for group in groups for t in group):
+        for axis, _ in self._mesh.axes:
+            groups = [
+                [self._held[r] for r in ranks if r not in self._without]
+                for ranks in self._mesh.along(axis)
+            ]
+            groups = [group for group in groups if group]
+            if any(len(g) < 2 for g in groups) or any(t is None for g in groups for t in g):
                 continue
             sums = [torch.stack([t for t in group if t is not None]).sum(0) for group in groups]
-            apart = any(not self._near(t, expected / size) for t in groups[0] if t is not None)
+            even = expected / max(1, len(groups[0]) if groups else 1)
+            apart = any(not self._near(t, even) for t in groups[0] if t is not None)
             if apart and all(self._near(total, expected) for total in sums):
                 return axis
         return ""
@@ -199,6 +188,46 @@ class _Measuring:
                     if self._all_near(held, torch.cat([one] * size, dim)):
                         return axis
         return ""
+
+
+class _Measuring(Held):
+    """One parameter at one step."""
+
+    def __init__(self, at: AtStep, mesh: Mesh, index: int) -> None:
+        self._at, self._index = at, index
+        whole = at.references.whole
+        held = [whole.tensor(r, Kind.GRADIENT, at.step, index) for r in range(mesh.world)]
+        super().__init__(held, at.full_batch.gradients[index], mesh)
+        self._allowed = self._known_allowed()
+
+    def _known_allowed(self) -> float:
+        if self._expected is None:
+            return 0.0
+        expected, tolerance = self._expected, whole_batch.tolerance(self._at, self._index)
+        errors = [float((h - expected).norm()) for h in self._held if h is not None]
+        error = max(errors, default=0.0)
+        if error <= tolerance:
+            return tolerance
+        rounding = whole_batch.gradient_rounding(self._at, self._index, error, tolerance)
+        return max(tolerance, rounding)
+
+    def measured(self) -> LayoutParameter | None:
+        """What it is; None where it is right on every rank."""
+        return self.of(self._at.specs[self._index].name)
+
+    def _related(
+        self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
+    ) -> LayoutParameter:
+        earlier = self._earlier()
+        return msgspec.structs.replace(
+            super()._related(found, held, expected),
+            shard=self._is_own_shard(),
+            even=self._is_even_mean(held),
+            earlier=earlier is not None and self._all_near(held, earlier),
+            added=earlier is not None and self._all_near(held, expected + earlier),
+            unexchanged=self._is_unexchanged(),
+            lost=self._lost_passes(held, expected),
+        )
 
     def _is_own_shard(self) -> bool:
         """Whether every rank holds the gradient of its own samples alone."""

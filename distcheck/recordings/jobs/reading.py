@@ -91,6 +91,8 @@ class JobRecording:
     drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
     alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # what ranks
     # read with streams that are alike, by rank, loader and index: parts, the largest first
+    apart: "JobRecording | None" = None  # as its ranks wrote it, where this is put together of that
+    units: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
     _kept: Kept = field(default_factory=Kept)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
@@ -98,6 +100,15 @@ class JobRecording:
     def world(self) -> int:
         """How many ranks there are."""
         return self.ranks[0].world
+
+    @property
+    def processes(self) -> int:
+        """How many ranks the job had; some may be one here, as they train one model."""
+        return self.world if self.apart is None else self.apart.world
+
+    def called(self, rank: int) -> int:
+        """The number that a rank has in the job."""
+        return self.units[rank][0] if self.units else rank
 
     @property
     def divided_by(self) -> str:

@@ -16,7 +16,7 @@ the last may exchange), `raw/` (at the end of the exchange), `step/` (what the o
 another job's is compared with (a digest alone, unless small). `data/<digest>` are batches, inputs
 and targets; `random/<pass>` and `origin/<pass>` random streams before a forward pass, and when its
 batch was handed out. Beyond the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with
-`magnitude/<name>` for `local/`.
+`magnitude/<name>` for `local/`. Of a tensor that is divided among ranks each writes its own part.
 """
 
 import math
@@ -24,7 +24,7 @@ import os
 import stat
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -134,6 +134,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     live         whether the optimizer was given gradients that went through it
     later        whether parameters are those of `before/`, and not yet those of `start/`
     loss         what backward started from; None where none followed
+    pieces       of each input that ranks of one model have pieces of: their digests, rank by rank
     exchanges    whether DistributedDataParallel was to exchange in it; None without one
     exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
                  own measurement; None where it has none
@@ -154,6 +155,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[LossCall, ...] = ()
     terms: tuple[Term, ...] = ()
     unread: str = ""
+    pieces: tuple[tuple[str, ...], ...] = ()
     exchanges: bool | None = None
     exchange_s: float | None = None
     autocast: str = ""
@@ -184,6 +186,34 @@ class CollectiveCall(msgspec.Struct, frozen=True):
     after_backward: bool = False
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank holds of a tensor that is divided among ranks (a DTensor): the tensor's shape,
+    and where in it this part begins. The ranks `of` it have the whole together; those in `adds`
+    hold terms of one sum, or of a mean.
+    """
+
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+    of: tuple[int, ...]
+    adds: tuple[int, ...] = ()
+    mean: bool = False
+
+
+class Axis(msgspec.Struct, frozen=True, kw_only=True):
+    """One axis of the mesh of a job's ranks, and what it is for; ranks are counted along the last
+    one first.
+    """
+
+    name: str
+    kind: Literal["data", "tensor", "sequence", "pipeline", "expert"]
+    size: int
+
+
+# Kinds of axes along which ranks train one model on the same samples; along others each has its
+# own, as experts are computed for the samples of all.
+SHARING = ("tensor", "sequence", "pipeline")
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of one rank; `digests` are those of all tensors, kept or not.
 
@@ -202,6 +232,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     computed     the dtype of autocast, if there was one, in a forward pass or around it
     counters     the numbers that the optimizer counts its steps by, when it begins to step
     not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
+    parts        what this rank has of tensors that are divided among ranks, by their names
     modules      what the modules were given and returned, where they were watched
     ops          the operators that ran, where they were heard
     """
@@ -234,6 +265,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     computed: str = ""
     counters: dict[str, float] = {}
+    parts: dict[str, Part] = {}
     modules: Watched | None = None
     ops: Ops | None = None
     checksum: str = ""
@@ -259,6 +291,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0  # the process that has started it
     wrapper: str = ""
     divided_by: str = ""
+    axes: tuple[Axis, ...] = ()  # of the mesh, where the script has one
     schedules_by: str = ""  # accelerate, where its schedules step once per rank
 
 

@@ -1,0 +1,118 @@
+"""How the ranks of a job are arranged: the axes of the script's own mesh, and what each is for.
+
+They are read from what torch was given: a DeviceMesh that has all ranks, the placements of DTensors
+where its axes have no names that say it, the stages of a pipeline. What hand-written code does over
+groups of its own has no such mark, and a person says it (`--mesh`).
+"""
+
+import gc
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distcheck.job.inside.parameters import Parameters
+from distcheck.machine import compat
+from distcheck.recordings.jobs.records import SHARING, Axis
+from distcheck.records.mesh import mesh_from_text
+
+# What an axis is for, by the words that people call it by; a name is taken apart at underscores.
+_WORDS = {
+    "data": ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "replicate", "replica", "shard"),
+    "tensor": ("tp", "tensor", "mp", "model"),
+    "sequence": ("cp", "context", "sp", "sequence", "seq", "ring", "ulysses"),
+    "pipeline": ("pp", "pipe", "pipeline", "stage"),
+    "expert": ("ep", "expert", "experts", "moe"),
+}
+
+
+def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
+    """The axes along which there is more than one rank; nothing where no mesh is known."""
+    if asked:
+        try:
+            mesh = mesh_from_text(asked, world)
+        except ValueError:  # said where the job is judged
+            return ()
+        found = [Axis(name=name, kind=name, size=size) for name, size in mesh.axes]
+    else:
+        found = _of_meshes(parameters, world)
+        if not any(axis.kind == "pipeline" for axis in found):
+            found = _of_stages(world) or found
+    return tuple(axis for axis in found if axis.size > 1)
+
+
+def kind_of(name: str) -> str:
+    """What an axis with this name is for; nothing where no word of it says so."""
+    for word in name.lower().replace("-", "_").split("_"):
+        kinds = [kind for kind, words in _WORDS.items() if word in words]
+        if kinds:
+            return kinds[0]
+    return ""
+
+
+def _of_meshes(parameters: Parameters, world: int) -> list[Axis]:
+    """Those of the mesh that has all ranks, in torch's own order: one that says most of them."""
+    if world < 2 or "torch.distributed.device_mesh" not in sys.modules:
+        return []
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes: dict[Any, list[Axis]] = {}
+    for one in gc.get_objects():
+        if type(one) is not DeviceMesh:
+            continue
+        root = compat.root_mesh(one)
+        for mesh in (one, root):
+            ranks = mesh.mesh.flatten().tolist()
+            if ranks == list(range(world)):
+                key = (tuple(mesh.mesh.shape), mesh.mesh_dim_names)
+                meshes.setdefault(key, _named(mesh, parameters))
+    return max(meshes.values(), key=_says, default=[])
+
+
+def _says(axes: Sequence[Axis]) -> tuple[int, int]:
+    return sum(axis.kind in SHARING for axis in axes), len(axes)
+
+
+def _named(mesh: Any, parameters: Parameters) -> list[Axis]:
+    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.mesh.dim())]
+    found = []
+    for number, (name, size) in enumerate(zip(names, mesh.mesh.shape, strict=True)):
+        kind: Any = kind_of(name) or _by_use(mesh, number, parameters)
+        found.append(Axis(name=name, kind=kind, size=size))
+    return found
+
+
+def _by_use(mesh: Any, number: int, parameters: Parameters) -> str:
+    """An axis along which a parameter that fully_shard does not divide is in parts, divides layers
+    among ranks.
+    """
+    own = mesh.mesh.movedim(number, -1).reshape(-1, mesh.mesh.shape[number]).tolist()
+    wholes = parameters.of_fsdp2()
+    for name, parameter in parameters.by_name.items():
+        used: Any = wholes.get(name, parameter)
+        places = getattr(used, "placements", ())
+        for axis, place in enumerate(places):
+            ranks = used.device_mesh.mesh.movedim(axis, -1)
+            several = ranks.reshape(-1, ranks.shape[-1]).tolist()
+            if not place.is_replicate() and len(several[0]) > 1 and several[0] in own:
+                return "tensor"
+    return "data"
+
+
+def _of_stages(world: int) -> list[Axis]:
+    """Those of a pipeline, whose ranks are next to each other, or as far apart as possible."""
+    if world < 2 or "torch.distributed.pipelining.stage" not in sys.modules:
+        return []
+    kind = compat.pipeline_stage()
+    stages: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    if not stages:
+        return []
+    group = stages[0].group or torch.distributed.group.WORLD
+    ranks = torch.distributed.get_process_group_ranks(group)
+    others = world // len(ranks)
+    pipeline = Axis(name="pipeline", kind="pipeline", size=len(ranks))
+    data = Axis(name="data", kind="data", size=others)
+    if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+        return [data, pipeline]
+    return [pipeline, data]

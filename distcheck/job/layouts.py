@@ -1,0 +1,186 @@
+"""Causes of wrong gradients where ranks train one model together: which axis they come from."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from distcheck.job.checks.reference import bounds_of, losses_beside, reached
+from distcheck.job.replaying import Reference
+from distcheck.judge.diagnosis import layouts
+from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
+from distcheck.judge.diagnosis.layout_measuring import Held
+from distcheck.judge.fitting import fit
+from distcheck.judge.parting.yardstick import norm_of
+from distcheck.recordings.jobs.condensed import mesh_of, whole_of
+from distcheck.recordings.jobs.reading import STEMS, JobRecording
+from distcheck.recordings.jobs.records import Axis
+from distcheck.recordings.recording import Kind
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
+from distcheck.records.layers import IN_FLOAT32
+from distcheck.records.mesh import Mesh
+
+# Chosen: clipping leaves a norm that rounding moves by 1e-6 of it; another set of elements has
+# another norm by far more.
+_SAME_NORM = 1e-4
+Failed = Mapping[tuple[str, str], CheckResult]
+
+
+def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Diagnosis]:
+    """What the gradients of ranks that share a model are, next to those of one process."""
+    wrong = failed.get(("gradients", IN_FLOAT32)) or failed.get(("loss", IN_FLOAT32))
+    later = failed.get(("agreement", "-"))
+    if wrong is None and later is not None and job.apart is not None and job.world == 1:
+        return layouts.explain(failed, LayoutFacts(step=0, axes=(), micro_batches=1, total=0))
+    if wrong is None or wrong.first is None or job.apart is None:
+        return []
+    if later is not None and later.first is not None and later.first.step < wrong.first.step:
+        return []  # what ranks compute once they have parted follows from that
+    step = wrong.first.step
+    facts = _facts(job, job.apart, reference, step, failed)
+    if facts is None:
+        return []
+    clipped = [] if facts.loss_is_wrong else _of_norm(job, job.apart, reference, facts)
+    return clipped or layouts.explain(failed, facts)
+
+
+def _of_norm(
+    job: JobRecording, apart: JobRecording, reference: Reference, facts: LayoutFacts
+) -> list[Diagnosis]:
+    """Clipping by a norm that is not that of all gradients, each element once: after it that norm
+    is the one that it allows, which the gradients of one process have.
+    """
+    step, total = facts.step, len(job.parameters(facts.step))
+    right = reached(reference.tensors(step), Kind.GRADIENT)
+    allowed = math.hypot(*(norm_of(g) for g in right.values()))
+    parts = [part for r in apart.at(step) for k, part in r.parts.items() if k.startswith("step/")]
+    group = max([*job.units, *(part.of for part in parts)], key=len)
+    if not parts or len(group) < 2 or len(facts.parameters) < total or not allowed:
+        return []
+    norms = []
+    for rank in group:
+        names = apart.parameters(step)
+        held = [apart.gradient(Kind.GRADIENT, rank, step, name) for name in names]
+        norms.append(math.hypot(*(norm_of(one) for one in held if one is not None)))
+    said = f"step {step}: after clipping the gradients of one process have a norm of {allowed:.6g}"
+    if all(abs(norm - allowed) <= _SAME_NORM * allowed for norm in norms):
+        return [name_cause(
+            "clip-by-local-norm", f"{said}, and here the parts of every rank by themselves do"
+        )]  # fmt: skip
+    if abs(math.hypot(*norms) - allowed) <= _SAME_NORM * allowed:
+        return [name_cause(
+            "clip-by-local-norm",
+            f"{said}, and here what ranks {', '.join(map(str, group))} hold does, where what "
+            "several have alike is counted once for each",
+        )]  # fmt: skip
+    return []
+
+
+def _facts(
+    job: JobRecording, apart: JobRecording, reference: Reference, step: int, failed: Failed
+) -> LayoutFacts | None:
+    axes = job.ranks[0].axes
+    mesh = mesh_of([_renamed(axis) for axis in axes])
+    if mesh is None or len({name for name, _ in mesh.axes}) < len(mesh.axes):
+        return None
+    # What a script does to gradients by hand is in what was taken of them at the step alone.
+    by_hand = any(one.changes for one in reference.replayed.steps if one.step == step)
+    kind = Kind.GRADIENT if by_hand else Kind.EXCHANGED
+    times = _after_clipping(apart, reference, step, kind)
+    wrong, right = _measured(job, apart, reference, step, mesh, kind, times)
+    loss, expected_loss, bound = losses_beside(job, reference, step)
+    pipeline = any(axis.kind == "pipeline" for axis in axes)
+    return LayoutFacts(
+        step=step,
+        axes=tuple(("data" if a.kind == "expert" else _renamed(a).name, a.size) for a in axes),
+        micro_batches=len(job.records[0, step].trained) if pipeline else 1,
+        total=len(job.parameters(step)),
+        parameters=tuple(wrong),
+        right=tuple(right),
+        loss_is_wrong=("loss", IN_FLOAT32) in failed
+        and abs(loss - expected_loss) > bound
+        and not _is_scaled(wrong, len(job.parameters(step)), loss / (expected_loss or math.inf)),
+        loss=loss,
+        expected_loss=expected_loss,
+        apart=_losses_apart(job, apart, step, bound),
+    )
+
+
+def _is_scaled(wrong: Sequence[LayoutParameter], total: int, ratio: float) -> bool:
+    """Whether all gradients are multiples of the right ones, and the loss is the same multiple."""
+    factors = [one.factor for one in wrong if one.factor is not None]
+    alike = all(abs(one - ratio) <= _SAME_NORM * abs(ratio) for one in factors)
+    return alike and len(factors) == total
+
+
+def _measured(
+    job: JobRecording, apart: JobRecording, reference: Reference, step: int, mesh: Mesh,
+    kind: Kind, times: Mapping[int, float],
+) -> tuple[list[LayoutParameter], list[str]]:  # fmt: skip
+    """The wrong gradients, and the modules after the last of them, whose are right; as if ranks had
+    been given some `times` theirs.
+    """
+    found, wrong, right = reference.tensors(step), list[LayoutParameter](), list[str]()
+    bounds, stem = bounds_of(job, found, step), STEMS[kind]
+    for name in job.parameters(step):
+        plain = name.rpartition(": ")[2]
+        key = f"{stem}/{plain}"
+        held = [whole_of(apart, rank, step, key, times) for rank in range(apart.world)]
+        without = [r for r in range(apart.world) if not apart.holds(r, step, plain)]
+        expected = found.get(f"{stem}/{name}")
+        if expected is None or any(h is not None and h.shape != expected.shape for h in held):
+            continue
+        rough = bool(times) or stem == "step"
+        allowed = max(bounds.get(name, 0.0), rough * _SAME_NORM * norm_of(expected))
+        one = Held(held, expected, mesh, allowed, without).of(name)
+        wrong += [] if one is None else [one]
+        right = [*right, name.rpartition(".")[0]] if one is None else []
+    return wrong, [*dict.fromkeys(right)]
+
+
+def _after_clipping(
+    apart: JobRecording, reference: Reference, step: int, kind: Kind
+) -> dict[int, float]:
+    """What undoes the factor that most gradients of a rank have, or else the last of them, where
+    some have another: clipping by the norm of all makes right ones wrong where another one is.
+    """
+    found, times, others = reference.tensors(step), dict[int, float](), False
+    for rank, record in enumerate(apart.at(step)):
+        factors = []
+        for name in apart.parameters(step):
+            held = apart.gradient(kind, rank, step, name)
+            expected = found.get(f"{STEMS[kind]}/{name}")
+            if held is None or expected is None or not held.numel():
+                continue
+            part = record.parts.get(f"{STEMS[kind]}/{name}")
+            begins = part.at if part is not None else (0,) * held.dim()
+            pairs = zip(begins, held.shape, strict=True)
+            expected = expected[tuple(slice(a, a + size) for a, size in pairs)]
+            fitted = fit([(held, expected)]) if held.shape == expected.shape else None
+            if fitted is not None:
+                is_multiple = fitted.share <= _SAME_NORM
+                factors.append(fitted.factors[0] if is_multiple else math.nan)
+        known = sorted(one for one in factors if one == one)
+        usual = known[len(known) // 2] if known else 0.0
+        alike = sum(abs(one - usual) <= _SAME_NORM * abs(usual) for one in known)
+        others = others or alike < len(factors)
+        if alike * 2 < len(factors) and known:  # backward begins at the last one
+            usual = next(one for one in reversed(factors) if one == one)
+        if usual and abs(usual - 1) > _SAME_NORM:
+            times[rank] = 1 / usual
+    return times if others else {}
+
+
+def _renamed(axis: Axis) -> Axis:
+    name = "data" if axis.kind == "data" else axis.name
+    return Axis(name=name, kind=axis.kind, size=axis.size)
+
+
+def _losses_apart(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:
+    """Whether ranks that compute one loss together have another one each."""
+    if any(axis.kind in ("sequence", "pipeline") for axis in job.ranks[0].axes):
+        return False
+    for unit in job.units:
+        losses = [sum(p.loss or 0.0 for p in apart.records[rank, step].trained) for rank in unit]
+        if not math.isclose(min(losses), max(losses), rel_tol=0.0, abs_tol=2 * bound):
+            return True
+    return False
