@@ -2,8 +2,10 @@
 of planted bugs each is named.
 """
 
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,10 +17,11 @@ from safetensors.torch import save_file
 from distcheck.errors import UsageError
 from distcheck.job import condensing, judging
 from distcheck.job.causes import diagnose
-from distcheck.job.checks import without_reference
+from distcheck.job.checks import exchange, without_reference
 from distcheck.job.checks.ranks import agreement, initial_state, random_streams
 from distcheck.job.checks.samples import disjoint
 from distcheck.job.inside import arrangement
+from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.passes import give_loss
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.condensed import condensed, units_of
@@ -301,3 +304,39 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
     on_axes(folder, Axis(name="cp", kind="sequence", size=2))
     (result,) = random_streams(condensing.read(folder, tmp_path / "whole"))
     assert (result.verdict, "pieces of the same samples" in result.reason) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ({"tensor_model": 2, "data": 2}, ["data", "tensor"]),
+        ({"tensor_model": 2, "context": 2, "pipeline_model": 2, "data": 1},
+         ["pipeline", "sequence", "tensor"]),
+        ({"data": 4}, []),  # what it divides is the data alone
+        ({"tensor_model": 2, "data": 4}, []),  # which are not all ranks
+    ],
+)  # fmt: skip
+def test_axes_that_megatron_was_told(
+    sizes: dict[str, int], kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("tensor_model", "context", "pipeline_model", "data")
+    told = {f"get_{n}_parallel_world_size": lambda n=n: sizes.get(n, 1) for n in names}
+    state = SimpleNamespace(model_parallel_is_initialized=lambda: True, **told)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    world = 8 if "context" in sizes else 4
+    found = arrangement.axes_of(Parameters(), world, "")
+    assert [axis.kind for axis in found] == kinds
+
+
+def test_an_optimizer_without_gradients_is_said_to_train_nothing(tmp_path: Path) -> None:
+    """As torch's own beside Megatron's wrapper, which keeps them as `main_grad`."""
+    job = make(tmp_path)
+    job.records = {
+        key: replace(record, digests={
+            name: digest for name, digest in record.digests.items()
+            if not name.startswith(("local/", "raw/", "step/"))
+        })
+        for key, record in job.records.items()
+    }  # fmt: skip
+    result = exchange.gradients(job, job.steps)
+    assert (result.verdict, result.reason) == ("unknown", exchange.NOT_TRAINED)

@@ -164,6 +164,12 @@ given = torch.randn(4, 3, 2, device="cuda").half()
 torch.distributed.init_process_group("NCCL", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 assert len(torch.cuda.random.get_rng_state(device="cuda"))  # where it is defined, as Megatron calls
 print(torch.cuda.device_count(), bn(given).dtype)
+torch.distributed.destroy_process_group()
+from distcheck.job.inside import alone  # as a reference has it: nothing that a fork would lose
+alone.install()
+torch.distributed.init_process_group("nccl")
+group = torch.distributed.new_group([0, 1], backend="nccl")
+assert torch.distributed.get_backend(group) == alone.NAME, torch.distributed.get_backend(group)
 """
 
 

@@ -21,6 +21,10 @@ from distcheck.records.layers import NO_LAYER, ROUNDING
 # (an accumulation of 2, a world of 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
 NOT_SEEN = "no gradient before the exchange was seen"
+NOT_TRAINED = (
+    "no parameter had a gradient when the optimizer stepped, in any step: it trains nothing, "
+    "unless it keeps gradients elsewhere"
+)
 _AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
 
 
@@ -57,6 +61,12 @@ def token_weights(job: JobRecording, step: int) -> list[float]:
     return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
 
 
+def _is_trained(job: JobRecording, steps: Sequence[int]) -> bool:
+    """Whether some optimizer was given a gradient."""
+    digests = (record.digests for step in steps for record in job.at(step))
+    return any(name.startswith("step/") for one in digests for name in one)
+
+
 def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     """What an exchange has left is the mean of the ranks' local gradients within the rounding of
     any order, or their sum.
@@ -77,7 +87,7 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
             sums += _compare(job, tally, step, name, local, weights, later)
     result = tally.result()
     if not result.compared.elements:
-        tally.missing(NOT_SEEN)
+        tally.missing(NOT_SEEN if _is_trained(job, steps) else NOT_TRAINED)
     elif nothing:
         tally.missing("every gradient is exactly zero, so nothing can be compared")
     elif sums:

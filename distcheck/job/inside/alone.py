@@ -162,7 +162,7 @@ def install(*, forks: bool = True) -> None:
         begin(NAME, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return subgroup([0])
+        return subgroup([0], backend=NAME)
 
     from torch.distributed import device_mesh
 

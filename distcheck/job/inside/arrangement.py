@@ -1,11 +1,12 @@
 """How the ranks of a job are arranged: the axes of the script's own mesh, and what each is for.
 
 They are read from what torch was given: a DeviceMesh that has all ranks, the placements of DTensors
-where its axes have no names that say it, the stages of a pipeline. What hand-written code does over
-groups of its own has no such mark, and a person says it (`--mesh`).
+where its axes have no names that say it, the stages of a pipeline; and from Megatron-core. What
+hand-written code does over groups of its own has no such mark, and a person says it (`--mesh`).
 """
 
 import gc
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,24 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
         found = _of_meshes(parameters, world)
         if not any(axis.kind == "pipeline" for axis in found):
             found = _of_stages(world) or found
+        found = _of_megatron(world) or found
     return tuple(axis for axis in found if axis.size > 1)
+
+
+def _of_megatron(world: int) -> list[Axis]:
+    """Those that Megatron-core was told, in its own order, the last axis first."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return []
+    sizes = (
+        ("pp", state.get_pipeline_model_parallel_world_size()),
+        ("dp", state.get_data_parallel_world_size()),
+        ("cp", state.get_context_parallel_world_size()),
+        ("tp", state.get_tensor_model_parallel_world_size()),
+    )
+    axes = [Axis(name=name, kind=kind_of(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
+    shares = any(axis.size > 1 for axis in axes if axis.kind in SHARING)
+    return axes if shares and math.prod(axis.size for axis in axes) == world else []
 
 
 def kind_of(name: str) -> str:

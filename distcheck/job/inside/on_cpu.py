@@ -164,9 +164,10 @@ def _replace_cuda(gpus: int) -> None:
     for name in ("range_push", "range_pop", "mark", "range"):
         setattr(cuda.nvtx, name, lambda *_, **__: contextlib.nullcontext())
     # Where they are defined, and libraries also call them: torch.cuda.random.get_rng_state.
-    for module in [one for one in before.values() if isinstance(one, ModuleType)]:
+    modules = [one for one in before.values() if isinstance(one, ModuleType)]
+    for module in [one for one in modules if one.__name__.startswith("torch.cuda.")]:
         for name, defined in list(vars(module).items()):
-            if before.get(name) is defined and getattr(cuda, name) is not defined:
+            if name in before and before[name] is defined is not getattr(cuda, name):
                 setattr(module, name, getattr(cuda, name))
 
 
