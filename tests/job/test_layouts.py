@@ -142,6 +142,30 @@ def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path) -> None:
         condensed(reading.read(folder), tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"shape": (1 << 40, 1 << 20)}, {"at": (7, 0)}, {"at": (-1, 0)}, {"at": ()},
+        {"of": (0, 1, 0)}, {"of": (0, 7)}, {"adds": (9,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_a_damaged_recording_are_refused(harm: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "recording"
+    folder.mkdir()
+    make(folder, steps=1)
+    in_parts(folder)
+    job = reading.read(folder)
+    record = job.records[1, 0]
+    parts = {k: replace(p, **harm) if k == "raw/weight" else p for k, p in record.parts.items()}
+    job.records[1, 0] = replace(record, parts=parts)
+    try:
+        found = condensed(job, tmp_path / "whole")
+    except UsageError:
+        return
+    assert found.gradient(Kind.EXCHANGED, 1, 0, "weight") is None
+
+
 def test_ranks_of_one_model_are_one_rank(tmp_path: Path) -> None:
     job = shared(tmp_path)
     assert (job.world, job.processes, job.units) == (1, 2, ((0, 1),))

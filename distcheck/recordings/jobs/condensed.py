@@ -8,6 +8,7 @@ looked at in the recording as it was written (`JobRecording.apart`).
 """
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -205,6 +206,8 @@ class _Unit:
 
     def own(self, rank: int, key: str) -> torch.Tensor | None:
         """What a rank has written of a tensor."""
+        if (rank, self._step) not in self._job.records:
+            return None
         held = self._job.tensors(rank, self._step)
         kind, _, name = key.partition("/")
         found = held.get(key, held.get(f"raw/{name}") if kind == "step" else None)
@@ -213,23 +216,25 @@ class _Unit:
     def together(self, rank: int, key: str) -> torch.Tensor | None:
         """The whole of which a rank has a part; None where another rank has written none."""
         part = self._job.records[rank, self._step].parts[key]
-        found, filled = None, 0
+        boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for one in part.of:
-            its = self._job.records[one, self._step].parts.get(key)
+            record = self._job.records.get((one, self._step))
+            its = None if record is None else record.parts.get(key)
             value = None if its is None else self._added(one, key, its)
             if its is None or value is None:
                 return None
-            found = value.new_empty(part.shape) if found is None else found
-            box = tuple(
-                slice(begin, begin + size) for begin, size in zip(its.at, value.shape, strict=True)
-            )
-            found[box] = value
-            filled += value.numel()
-        if found is None or filled != found.numel():
+            boxes.append((its.at, value))
+        # A recording may be damaged: nothing is made as large as it says before the parts fit.
+        if not boxes or not all(_fits(at, value, part.shape) for at, value in boxes) or (
+            sum(value.numel() for _, value in boxes) != math.prod(part.shape)
+        ):  # fmt: skip
             raise UsageError(
                 f"the parts of {key} that ranks {', '.join(map(str, part.of))} have do not make up "
                 "the whole; give --no-reference with DistributedDataParallel in its place"
             )
+        found = boxes[0][1].new_empty(part.shape)
+        for at, value in boxes:
+            found[tuple(slice(b, b + n) for b, n in zip(at, value.shape, strict=True))] = value
         return found
 
     def _added(self, rank: int, key: str, part: Part) -> torch.Tensor | None:
@@ -298,6 +303,13 @@ class _Unit:
                 )  # fmt: skip
             one = _replace(one, draws=any(p.draws for p in several))
             yield _of_pieces(one, several) if cut else one
+
+
+def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a part that begins there lies within a tensor."""
+    if not len(at) == value.dim() == len(shape):
+        return False
+    return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))
 
 
 def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
