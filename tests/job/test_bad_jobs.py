@@ -184,6 +184,7 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
     assert {("gradients", "S32"), ("loss", "S32"), ("loss scaler", "-")} <= checks
 
 
+@pytest.mark.sweep
 def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
     """Standard input, output and files are the job's. What is wrong is named, although the replay,
     which crashes, can show nothing.
@@ -361,7 +362,7 @@ print([name for name in listener.heard if name in ("enters", "leaves", "backward
 """
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not"])
+@pytest.mark.parametrize("kind", ["reentrant", pytest.param("not", marks=pytest.mark.sweep)])
 def test_parts_that_are_computed_again_in_backward_are_no_pass(kind: str, tmp_path: Path) -> None:
     """Activation checkpoints call parts of the model while gradients are computed."""
     ran = subprocess.run(

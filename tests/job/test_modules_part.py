@@ -68,9 +68,8 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [h if h == "other" else pytest.param(h, marks=pytest.mark.sweep) for h in FIRST]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", FIRST)
 def test_the_first_module_that_parts_is_named(how: str, tmp_path: Path) -> None:
     walk = walked(tmp_path, how)
     found = walk.by_module()

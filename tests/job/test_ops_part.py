@@ -102,6 +102,7 @@ def test_the_first_operator_that_parts_is_named(how: str, tmp_path: Path) -> Non
     assert "(step 0, rank 0, number " in walk.by_op()
 
 
+@pytest.mark.sweep
 def test_what_is_compiled_is_one_operator(tmp_path: Path) -> None:
     """It is compiled as it is without, and its module is named."""
     script = tmp_path / "train.py"

@@ -177,9 +177,14 @@ assert torch.distributed.get_backend(group) == alone.NAME, torch.distributed.get
     ("gpus", "variables", "seen"),
     [
         (0, {"LOCAL_WORLD_SIZE": "3"}, 3),
-        (0, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
-        (0, {}, 2),
-        (1, {"LOCAL_WORLD_SIZE": "3"}, 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.sweep)
+            for row in (
+                (0, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
+                (0, {}, 2),
+                (1, {"LOCAL_WORLD_SIZE": "3"}, 1),
+            )
+        ),
     ],
 )
 def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(

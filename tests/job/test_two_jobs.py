@@ -68,7 +68,16 @@ def test_a_kept_job_its_continuation_and_the_same_job_again(
         assert compared.stdout.startswith("no bit changed in 4 steps")
 
 
-@pytest.mark.parametrize("harm", ["recording.json", "rank-0000/step-000001.json", "yardstick.json"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "recording.json",
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in ("rank-0000/step-000001.json", "yardstick.json")
+        ),
+    ],
+)
 def test_nothing_runs_beside_a_damaged_recording(tmp_path: Path, harm: str) -> None:
     folder = tmp_path / "whole"
     (folder / "rank-0000").mkdir(parents=True)

@@ -41,6 +41,7 @@ def _runs(program: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.sweep
 def test_plain_training_does_without_it() -> None:
     """And what is compiled afterwards is compiled: a function that torch keeps from its compiler is
     called through the compiler from then on.

@@ -151,6 +151,7 @@ def run_on_gitlab(
     return ends
 
 
+@pytest.mark.sweep
 def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path) -> None:
     service, artefacts = Service(tmp_path, BROKEN, SMALL), tmp_path / "artefacts"
     parts = run_on_github(service, "verify", artefacts)
