@@ -130,10 +130,13 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
 
 
 def _check_object(what: str, spec: str, file: Path) -> None:
-    """Raises UsageError for an object that nothing in a file binds, as far as its text says so."""
+    """Raises UsageError for an object that nothing in a file binds, as far as its text says so; of
+    a file that defines nothing, what happens when it is loaded says more.
+    """
     place, _, attribute = spec.partition(":")
-    if scripts.lacks(file, attribute.partition(".")[0]):
-        raise _no_object(what, spec, place, scripts.definitions(file))
+    names = scripts.definitions(file)
+    if names and scripts.lacks(file, attribute.partition(".")[0]):
+        raise _no_object(what, spec, place, names)
 
 
 def _no_object(what: str, spec: str, place: str, names: Sequence[str]) -> UsageError:

@@ -340,7 +340,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
         ({"tensor_model": 2, "data": 4}, []),  # which are not all ranks
     ],
 )  # fmt: skip
-def test_axes_that_megatron_was_told(
+def test_axes_of_megatron(
     sizes: dict[str, int], kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("tensor_model", "context", "pipeline_model", "data")

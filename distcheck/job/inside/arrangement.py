@@ -45,7 +45,7 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
 
 
 def _of_megatron(world: int) -> list[Axis]:
-    """Those that Megatron-core was told, in its own order, the last axis first."""
+    """Those of Megatron-core, in its own order, the last axis first."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return []
