@@ -63,7 +63,7 @@ def judge(
     results = [
         _not_vacuous(one) if job.world > 1 or one.layer == IN_FLOAT32 else one for one in results
     ]
-    results = [_if_known(job, reference, result) for result in results]
+    results = [_if_known(job, reference, result, results) for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
     accepted = accepting.allowance(asked.accept, diagnosis)
@@ -202,17 +202,25 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
     return msgspec.structs.replace(result, verdict="unknown", reason=said)
 
 
-def _if_known(job: JobRecording, reference: Reference | None, result: CheckResult) -> CheckResult:
+def _if_known(
+    job: JobRecording, reference: Reference | None, result: CheckResult, all_of: list[CheckResult]
+) -> CheckResult:
     """The result, unknown where what failed may be meant."""
     if reference is None:
         return if_parts(job, result)
-    return if_interacts(job, result) if reference.replayed.interacts else result
+    return if_interacts(job, result, all_of) if reference.replayed.interacts else result
 
 
-def if_interacts(job: JobRecording, result: CheckResult) -> CheckResult:
+def if_interacts(
+    job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult]
+) -> CheckResult:
     """A failure that is unknown where a term of the loss is not a mean over samples, and one batch
-    of all has another one: as a loss that balances experts over the samples of each rank.
+    of all has another one: as a loss that balances experts over the samples of each rank. Where the
+    mean of the ranks' losses is that of one batch, the term is over all samples here, too.
     """
+    losses = [one for one in all_of if (one.check, one.layer) == ("loss", IN_FLOAT32)]
+    if any(one.verdict == "pass" and one.compared.elements for one in losses):
+        return result
     passes = [one for record in job.records.values() for one in record.trained]
     own = any(term.call < 0 for one in passes for term in one.terms)  # a sum of the script's own
     unread = own or any(one.unread for one in passes)

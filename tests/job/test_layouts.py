@@ -28,7 +28,7 @@ from distcheck.recordings.jobs.condensed import condensed, units_of
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import Axis, Part, Pass
 from distcheck.recordings.recording import Kind
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, Compared
 from distcheck.records.mesh import mesh_from_text
 from tests.job.planted import FOLDER
 from tests.job.recordings import SHAPES, Facts, gradients, make, mean, reference, with_reference
@@ -304,7 +304,12 @@ def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> N
         folder.mkdir()
         job = make(folder, about, steps=1)
         failed = CheckResult(check="gradients", layer="S32", verdict="fail")
-        assert judging.if_interacts(job, failed).verdict == verdict
+        assert judging.if_interacts(job, failed, [failed]).verdict == verdict
+        # The same loss as of one batch: the term is over all samples on the ranks, too.
+        loss = CheckResult(
+            check="loss", layer="S32", verdict="pass", compared=Compared(elements=1, ranks=2)
+        )
+        assert judging.if_interacts(job, failed, [failed, loss]).verdict == "fail"
 
 
 def test_a_loss_belongs_to_the_pass_that_backward_went_through() -> None:
