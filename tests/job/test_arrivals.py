@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from distcheck.job.guard import arrivals
 from distcheck.job.guard.arrivals import Arrivals
+from distcheck.job.guard.exchange import Peers
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Arrivals]:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(arrivals, "_PATIENCE_S", 0.0)
-    return [Arrivals(SimpleNamespace(group_name="7"), place, 3) for place in range(3)]
+    return [Arrivals(store, place, 3) for place in range(3)]
 
 
 def test_a_rank_that_was_killed_is_the_one_behind(ranks: list[Arrivals]) -> None:
@@ -50,3 +50,16 @@ def test_a_store_that_is_gone_says_nothing(
     ranks[0].arrive(2)
     assert ranks[0].missing(2) == {}
     ranks[0].end()
+
+
+@pytest.mark.world(3, reuse=True)
+def test_a_guard_after_another_has_addresses_and_notes_of_its_own(world: Any) -> None:
+    """Of two ranks of three: the third does not call."""
+    group = dist.new_group([0, 1])
+    for number in range(3 if world.rank < 2 else 0):
+        peers = Peers(group, 20.0)
+        assert peers.gather([10 * world.rank + number]) == [[number], [10 + number]]
+        assert peers.arrivals is not None
+        assert peers.arrivals._read("end", 1 - world.rank) == -1
+        assert peers.gather_bytes(b"a" * (world.rank + 1)) == [b"a", b"aa"]
+        peers.close()

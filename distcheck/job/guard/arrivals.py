@@ -5,24 +5,17 @@ import contextlib
 import time
 from typing import Any
 
-import torch.distributed as dist
-
-from distcheck.machine import compat
-
 _PATIENCE_S = 5.0  # chosen: ranks that go on reach a check about when the first one does
 
 
 class Arrivals:
-    """Notes of each rank: the step of its last check, and the one that its guard ended after."""
+    """Notes of each rank, in the guard's own part of the store: the step of its last check, and the
+    one that its guard ended after.
+    """
 
-    def __init__(self, group: Any, place: int, world: int) -> None:
-        self._place, self._world = place, world
+    def __init__(self, store: Any, place: int, world: int) -> None:
+        self._store, self._place, self._world = store, place, world
         self._last = 0
-        self._store: Any = None
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError):
-            store = compat.default_store()
-            kind: Any = dist.PrefixStore  # type: ignore[attr-defined]
-            self._store = kind(f"distcheck guard {group.group_name}", store)
         atexit.register(self.end)
 
     def arrive(self, step: int) -> None:

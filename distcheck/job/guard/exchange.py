@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck.job.guard.arrivals import Arrivals
+from distcheck.machine import compat
 
 
 class Peers:
@@ -21,31 +22,29 @@ class Peers:
         self.ranks: list[int] = [0]
         self.rank = 0  # the place among them
         self._group: Any = None
-        self._owns = False
         self.arrivals: Arrivals | None = None
         if not dist.is_available() or not dist.is_initialized():
             return
-        self.ranks = list(dist.get_process_group_ranks(group or dist.group.WORLD))
+        group = group or dist.group.WORLD
+        self.ranks = list(dist.get_process_group_ranks(group))
         self.rank = self.ranks.index(dist.get_rank())
         if len(self.ranks) == 1:
             return
         if dist.get_backend(group) == "mpi":  # which has no store that gloo could begin with
             self._group = group
             return
-        self._group = dist.new_group(
-            self.ranks, backend="gloo", timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=True, group_desc="distcheck guard",
-        )  # fmt: skip
-        self._owns = True
-        self.arrivals = Arrivals(self._group, self.rank, len(self.ranks))
+        # Not by new_group: where not all ranks of the job call it, torch before 2.15 names a group
+        # by how many there are, and one that follows another reads that one's addresses.
+        kind: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+        store, place = _new_store(self.ranks), (self.rank, len(self.ranks))
+        self._group = kind(store, *place, timedelta(seconds=timeout_s))
+        self.arrivals = Arrivals(store, *place)
 
     def close(self) -> None:
         """Ends the group, if it is the guard's own."""
         if self.arrivals is not None:
             self.arrivals.end()
-        if self._owns:
-            dist.destroy_process_group(self._group)
-        self._group, self._owns = None, False
+        self._group = None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank. All ranks give equally many."""
@@ -53,7 +52,7 @@ class Peers:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64)
         room = [torch.empty_like(own) for _ in self.ranks]
-        dist.all_gather(room, own, group=self._group)
+        self._group.allgather([room], [own]).wait()
         return [one.tolist() for one in room]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -64,5 +63,12 @@ class Peers:
         room = [torch.empty_like(own) for _ in self.ranks]
         if len(self.ranks) == 1:
             return [data]
-        dist.all_gather(room, own, group=self._group)
+        self._group.allgather([room], [own]).wait()
         return [one.numpy().tobytes()[:length] for one, length in zip(room, lengths, strict=True)]
+
+
+def _new_store(ranks: Sequence[int]) -> Any:
+    """Of the job's store, a part that no earlier guard of these ranks has written to."""
+    kind: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    own = kind(f"distcheck guard {'_'.join(map(str, ranks))}", compat.default_store())
+    return kind(str(own.add(f"guards/{dist.get_rank()}", 1)), own)
