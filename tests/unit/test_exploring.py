@@ -573,5 +573,16 @@ def test_backends_add_a_strided_gradient_as_it_lies_in_memory() -> None:
         assert alike == isinstance(order, BackendAllReduce)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+def test_a_world_of_one_adds_nothing_whose_order_would_have_to_be_known(backend: str) -> None:
+    own = torch.randn(5)
+    contract = Contract(order=BackendAllReduce(), scale="divide-after")
+    (found,) = expected_gradients(
+        contract, backend, [[own]], weights=[1.0], step=0, ready_order=[0], like=[own]
+    )
+    assert found is not None
+    assert torch.equal(found, own)
+
+
 def test_every_word_that_can_be_left_out_is_known() -> None:
     assert len(set(DIMENSIONS)) == len(DIMENSIONS)

@@ -44,9 +44,12 @@ def test_strategies(
 
 
 @on_gpu
-def test_a_wrong_gradient_is_seen_there(distcheck: Run) -> None:
-    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, "--device", "cuda")
+def test_a_wrong_gradient_is_seen_and_named_there(distcheck: Run, tmp_path: Path) -> None:
+    """Also in the case that is compared with the CPU, whose bits are others."""
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, *CUDA)
     assert ran.returncode == 1, ran.stdout
+    cases = json.loads((tmp_path / "r.json").read_text())["cases"]
+    assert [[d["cause"] for d in case["diagnosis"]] for case in cases] == [["no-sync"]] * 2
 
 
 @on_gpu

@@ -66,7 +66,9 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
     """Measures; returns a Facts. What cannot be measured is said in `trouble`."""
     os.nice(5)
     seeds.pin_determinism()
-    device = devices.enter(job.case.judged_on, 0)
+    # On the ranks' own kind of device, also where another one judged: only there are what a step
+    # computes again and what was recorded equal to the bit.
+    device = devices.enter(job.case.device, 0)
     trace = TraceReader(fds["trace"], job.layout, device=device)
     if trained_with(job.case.adaptation.form) == job.case.workload:
         enter_world_of_one()  # which its reference runs in

@@ -51,7 +51,7 @@ def expected_gradients(
         for shard, weight in zip(shards, weights, strict=True)
     ]
     groups = _groups(contract, shards, step=step, ready_order=ready_order, like=like)
-    reduce_sum = _reduction(contract, backend)
+    reduce_sum = _reduction(contract, backend, world)
     in_memory = not isinstance(contract.order, RingOrder)
     permuted = [in_memory and _is_permuted(parameter) for parameter in like]
     result: list[torch.Tensor | None] = [None] * len(prepared[0])
@@ -192,8 +192,8 @@ def _is_absent(shards: Sequence[Gradients], index: int) -> bool:
     return all(shard[index] is None for shard in shards)
 
 
-def _reduction(contract: Contract, backend: str) -> Reduce:
-    if isinstance(contract.order, RankOrder):
+def _reduction(contract: Contract, backend: str, world: int) -> Reduce:
+    if isinstance(contract.order, RankOrder) or world == 1:  # in a world of one nothing is added
         return rank_order_sum
     if isinstance(contract.order, RingOrder):
         return ring_sum
