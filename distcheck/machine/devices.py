@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distcheck.machine.cores import cores
+
 if TYPE_CHECKING:
     import torch
 
 DEVICES = ("cpu", "cuda")
+_CONTEXT_BYTES = 1 << 30  # chosen: what CUDA and its libraries take of a GPU for a process; 0.5 GiB
+# was seen on an H100
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
@@ -93,6 +97,25 @@ def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
     torch.set_rng_state(whole[:cpu_bytes])
     if device.type == "cuda":
         torch.cuda.set_rng_state(whole[cpu_bytes:], device)
+
+
+def gpu_bytes_taken() -> int:
+    """The most memory that torch has taken on this process's GPU for tensors; 0 without one."""
+    import torch
+
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
+
+
+def copies_beside(taken: int) -> int:
+    """How many further processes that need as much as `taken` bytes for tensors there is room for
+    on this process's GPU, which it uses as well, and on the cores.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return cores()
+    _, total = torch.cuda.mem_get_info()
+    return max(1, min(cores(), total // (taken + _CONTEXT_BYTES) - 1))
 
 
 def describe(device: str) -> dict[str, object]:

@@ -35,12 +35,14 @@ class Judging:
 
 def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
     """The steps of each judge, of at most so many. The lattice trains on from its own beginning,
-    and what must happen in a run may take several steps, so these are not shared. A short world is
+    and what must happen in a run may take several steps, so these are not shared; nor are those
+    that a GPU judges, on which a step takes less than a process takes to begin. A short world is
     judged beside its rerun, in time, by fewer: to start one takes the cores from those ranks.
     """
     if steps == 0:
         return []
-    if "lattice" in run.case.layers or run.facts.must_happen:
+    is_whole = "lattice" in run.case.layers or run.facts.must_happen
+    if is_whole or run.case.judged_on != "cpu":
         return [tuple(range(steps))]
     judges = min(steps, most)
     if "world" in run.timings_s:

@@ -49,6 +49,8 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     shares = steps_of_judges(run, 12, session._most_judges, session._cores)
     assert len(shares) == judges
     assert [step for share in shares for step in share] == list(range(12))
+    run.case = msgspec.structs.replace(case, device="cuda")  # to begin there costs more than steps
+    assert steps_of_judges(run, 12, session._most_judges, session._cores) == [tuple(range(12))]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ class Copies:
     ) -> None:  # fmt: skip
         self._job, self._hands, self._fails = job, hands, fails
         self._weights, self._apart = settings.weights, _ON_GPU if settings.in_processes else ""
-        self.forks = Processes(folder, settings) if settings.in_processes else Forks(folder)
+        self.forks: Processes | Forks = Forks(folder)
+        if settings.in_processes:
+            taken = max(record.gpu_bytes for record in job.records.values())
+            self.forks = Processes(folder, settings, taken)
         self.folding = Folding(job, hands.feeding, self._apart)
         self.choice = choosing.Choice()
         self.watched = WatchedCopies(DRAWS, job.world)

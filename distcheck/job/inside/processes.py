@@ -23,8 +23,8 @@ from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.inside.marking import MARK
 from distcheck.job.settings import JobSettings, Role
+from distcheck.machine import devices
 
-_MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
 _PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python, and measure kernels
 
 Key = tuple[Role, str]
@@ -57,10 +57,12 @@ class _Copy:
 
 
 class Processes:
-    """Starts copies, at most some at once, and reads what they write."""
+    """Starts copies, as many at once as there is room for where each takes `gpu_bytes` of a GPU's
+    memory, as a rank of the job did; and reads what they write.
+    """
 
-    def __init__(self, folder: Path, asked: JobSettings) -> None:
-        self._folder, self._asked = folder, asked
+    def __init__(self, folder: Path, asked: JobSettings, gpu_bytes: int) -> None:
+        self._folder, self._asked, self._gpu_bytes = folder, asked, gpu_bytes
         self._project = Path(asked.project)
         # Each is watched as the rank that it is.
         self._environment = {k: v for k, v in os.environ.items() if k != MARK}
@@ -83,12 +85,12 @@ class Processes:
             if key not in self._copies:
                 name = f"copy-{mode.replace(' ', '-')}-{key[0].rank}-{key[0].draw}"
                 self._copies[key] = _Copy(self._folder / name)
-        begun = time.monotonic()
+        begun, most = time.monotonic(), devices.copies_beside(self._gpu_bytes)
         while missing := [key for key in keys if not self._has(key, step)]:
             running = sum(copy.runs for copy in self._copies.values())
             for key in missing:
                 copy = self._copies[key]
-                if copy.process is None and running < _MOST:
+                if copy.process is None and running < most:
                     self._start(key)
                     running += 1
                 elif copy.runs and time.monotonic() - max(begun, copy.begun) > _PATIENCE_S:

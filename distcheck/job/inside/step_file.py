@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from distcheck.job.inside import tensors
+from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
 from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.records import Part, StepRecord
@@ -190,6 +191,7 @@ class StepFile:
             parts=self._parts,
             modules=self._modules,
             ops=self.ops,
+            gpu_bytes=devices.gpu_bytes_taken(),
             checksum=checksum,
             **about,
         )

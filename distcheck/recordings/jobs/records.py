@@ -235,6 +235,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts        what this rank has of tensors that are divided among ranks, by their names
     modules      what the modules were given and returned, where they were watched
     ops          the operators that ran, where they were heard
+    gpu_bytes    the most memory that torch had taken on the rank's GPU until then
     """
 
     step: int
@@ -268,6 +269,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, Part] = {}
     modules: Watched | None = None
     ops: Ops | None = None
+    gpu_bytes: int = 0
     checksum: str = ""
 
     @property
