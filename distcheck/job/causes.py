@@ -31,9 +31,9 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
-    if alone := _alone(job, failed, reference):
-        return alone
     found = [*_of_data(failed), *_of_state(failed)]
+    if alone := _alone(job, failed, None if found else reference):
+        return alone
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
         found += [*_of_shards(job, _step_of(later)), *_of_writes(job, _step_of(later))]
@@ -68,8 +68,7 @@ def _alone(
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     if (averaging.CHECK, ROUNDING) in failed:
         return [averaging.explain(job, failed[averaging.CHECK, ROUNDING])]
-    before = [*_of_data(failed), *_of_state(failed)]
-    return [] if before or reference is None else layouts.explain(job, reference, failed)
+    return [] if reference is None else layouts.explain(job, reference, failed)
 
 
 def _reason(failed: dict[tuple[str, str], CheckResult], check: str) -> str:

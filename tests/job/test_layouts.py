@@ -341,6 +341,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
         ({"tensor_model": 2, "data": 2}, ["data", "tensor"]),
         ({"tensor_model": 2, "context": 2, "pipeline_model": 2, "data": 1},
          ["pipeline", "sequence", "tensor"]),
+        ({"expert_model": 2, "data": 4}, ["data", "expert"]),
         ({"data": 4}, []),  # what it divides is the data alone
         ({"tensor_model": 2, "data": 4}, []),  # which are not all ranks
     ],
@@ -348,9 +349,9 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
 def test_axes_of_megatron(
     sizes: dict[str, int], kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("tensor_model", "context", "pipeline_model", "data")
-    told = {f"get_{n}_parallel_world_size": lambda n=n: sizes.get(n, 1) for n in names}
-    state = SimpleNamespace(model_parallel_is_initialized=lambda: True, **told)
+    names = ("tensor_model", "context", "pipeline_model", "expert_model", "data")
+    answers = {f"get_{n}_parallel_world_size": lambda n=n: sizes[n] for n in names if n in sizes}
+    state = SimpleNamespace(model_parallel_is_initialized=lambda: True, **answers)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     world = 8 if "context" in sizes else 4
     found = arrangement.axes_of(Parameters(), world, "")

@@ -198,6 +198,7 @@ def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
         text=True, timeout=300,
     )  # fmt: skip
     assert ran.stdout.split() == [str(seen), "torch.float16"], ran.stderr
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:

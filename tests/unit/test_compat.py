@@ -214,9 +214,11 @@ def test_fsdp2_says_what_it_computes_with() -> None:
         "print(compat.fsdp2_dtype(linear), [*compat.fsdp2_parameters(linear)])\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout.splitlines() == [
-        "torch.bfloat16 torch.float32", "True True", "None None", "True True", "None []",
-    ], ran.stderr  # fmt: skip
+    *lines, plain, last = ran.stdout.splitlines() or ["", ""]
+    assert lines == ["torch.bfloat16 torch.float32", "True True", "None None"], ran.stderr
+    # Without a dtype to reduce in, some releases leave them in the gradient of the whole one.
+    assert plain in ("True True", "False False")
+    assert last == "None []", ran.stderr
 
 
 def test_many_tensors_are_copied_at_once() -> None:

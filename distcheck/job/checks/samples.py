@@ -87,9 +87,9 @@ def _shared(job: JobRecording, tally: Tally) -> None:
     for step in job.steps:
         for unit in job.units:
             read = [job.apart.records[rank, step].batches for rank in unit]
-            told = [[(b.loader, b.indices or b.rows) for b in batches] for batches in read]
-            other = next((r for r, own in zip(unit, told, strict=True) if own != told[0]), None)
-            if other is not None and all(told):
+            ids = [[(b.loader, b.indices or b.rows) for b in batches] for batches in read]
+            other = next((r for r, own in zip(unit, ids, strict=True) if own != ids[0]), None)
+            if other is not None and all(ids):
                 tally.fail(
                     f"step {step}: ranks {unit[0]} and {other} {TOGETHER}, and read different "
                     "samples", parameter="samples", rank=other, step=step,

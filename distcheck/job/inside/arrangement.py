@@ -49,15 +49,18 @@ def _of_megatron(world: int) -> list[Axis]:
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return []
+
+    def size_of(kind: str) -> int:  # a release that has no such groups has one rank along the axis
+        return int(getattr(state, f"get_{kind}_parallel_world_size", lambda: 1)())
+
+    experts = size_of("expert_model")
     sizes = (
-        ("pp", state.get_pipeline_model_parallel_world_size()),
-        ("dp", state.get_data_parallel_world_size()),
-        ("cp", state.get_context_parallel_world_size()),
-        ("tp", state.get_tensor_model_parallel_world_size()),
-    )
+        ("pp", size_of("pipeline_model")), ("dp", size_of("data") // experts), ("ep", experts),
+        ("cp", size_of("context")), ("tp", size_of("tensor_model")),
+    )  # fmt: skip
     axes = [Axis(name=name, kind=kind_of(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
-    shares = any(axis.size > 1 for axis in axes if axis.kind in SHARING)
-    return axes if shares and math.prod(axis.size for axis in axes) == world else []
+    is_divided = any(axis.size > 1 for axis in axes if axis.kind != "data")
+    return axes if is_divided and math.prod(axis.size for axis in axes) == world else []
 
 
 def kind_of(name: str) -> str:

@@ -133,11 +133,12 @@ class JobRecording:
         for name, own in digests.items():
             kind, _, parameter = name.removeprefix("start/").partition("/")
             after = f"after/{parameter}"
-            if kind == "before" and own == earlier.digests.get(after):
+            is_here = name in found or f"sums/{name}" in found
+            if kind == "before" and not is_here and own == earlier.digests.get(after):
                 left[name] = after
         if left:
             before = self._kept.peek((rank, step - 1)) or self._file_of(rank, step - 1)
-            found = {name: before[after] for name, after in left.items() if after in before} | found
+            found |= {name: before[after] for name, after in left.items() if after in before}
         return found
 
     def _file_of(self, rank: int, step: int) -> dict[str, torch.Tensor]:
