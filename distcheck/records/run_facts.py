@@ -2,6 +2,10 @@
 
 import msgspec
 
+# How a rerun's result says where it was, and that it left other bits, which are right as well.
+SEPARATELY = "in separate interpreters"
+DIFFERS = "; there the bits differ"
+
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What a case had in it, as far as a pass depends on it.

@@ -20,6 +20,7 @@ from distcheck.records.layers import (
     ROUNDING,
 )
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
+from distcheck.records.run_facts import DIFFERS, SEPARATELY
 from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import ends_of_ranks, failures_alike
 from distcheck.reports.next_step import next_step
@@ -196,9 +197,11 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     if closest is not None:
         share, of = closest
         lines.add("rounding", f"worst error {share:.2g} % of what rounding allows ({of})")
-    if any(result.check == "rerun" for result in results):
-        apart = " in fresh interpreters" * any(case.case.separate for case in cases)
-        lines.add("repeat", f"a second run{apart} gave the same bits")
+    if reruns := [result.reason for result in results if result.check == "rerun"]:
+        apart = " in fresh interpreters" * any(one.startswith(SEPARATELY) for one in reruns)
+        other = next((text for one in reruns if (text := one.partition(DIFFERS)[2])), "")
+        came_to = f"left other bits{other}" if other else "gave the same bits"
+        lines.add("repeat", f"a second run{apart} {came_to}", most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
         lines.add("also", ", ".join(others), most=2)

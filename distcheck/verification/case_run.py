@@ -17,6 +17,7 @@ from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.ends import RankEnd
+from distcheck.records.run_facts import SEPARATELY
 from distcheck.training.jobs import CaseFacts
 from distcheck.verification.process_state import state_lines
 from distcheck.worlds.shares import Shared
@@ -112,7 +113,7 @@ class CaseRun:
         elif not is_separate(case):
             why_not = "ranks on a GPU" if case.device != "cpu" else f"backend {case.backend}"
         if why_not:
-            self.rerun_in = f"not in separate interpreters: {why_not}"
+            self.rerun_in = f"not {SEPARATELY}: {why_not}"
             return
         self.surroundings = separate(
             case.seed, delayed=not case.delays, in_one_process=in_one_process

@@ -22,6 +22,7 @@ from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
+from distcheck.records.run_facts import DIFFERS
 from distcheck.verification import contents
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.process_state import with_code
@@ -211,9 +212,7 @@ def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":
         result = msgspec.structs.replace(result, verdict="pass")
         factor = run.separation.factors[0]
-        note += (
-            f"; there the bits differ, because of {factor} alone, and every check passes as well"
-        )
+        note += f"{DIFFERS}, because of {factor} alone, and every check passes as well"
     return _with_note(result, note) if result.verdict != "unknown" else result
 
 

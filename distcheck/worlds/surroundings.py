@@ -17,6 +17,7 @@ import msgspec
 
 from distcheck.machine.seeds import derive
 from distcheck.records import Delay
+from distcheck.records.run_facts import SEPARATELY
 
 # What points at a line most exactly comes first: a rerun that differs is taken apart in this order.
 FACTORS = ("delays", "memory", "nodes", "environment", "interpreters")
@@ -100,8 +101,8 @@ class Surroundings(msgspec.Struct, frozen=True):
         if "delays" in self.factors:
             most = _MOST_BACKWARD_MS + _MOST_COLLECTIVE_MS
             parts.append(f"ranks up to {most} ms late")
-        where = "separate interpreters" if "interpreters" in self.factors else "one process"
-        return f"in {where}: {', '.join(parts)}"
+        where = SEPARATELY if "interpreters" in self.factors else "in one process"
+        return f"{where}: {', '.join(parts)}"
 
 
 TOGETHER = Surroundings()
