@@ -19,6 +19,7 @@ from distcheck.job import running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
+from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.running import Ran
@@ -225,6 +226,20 @@ def test_a_group_of_one_rank_copies() -> None:
     assert torch.equal(room, given)
     assert group.barrier().is_completed()
     assert group.allreduce([given]).get_future().value() is not None
+
+
+@pytest.mark.parametrize(("folder", "seen"), [("fsdp", 0), ("tensor", 1)])
+def test_what_fsdp_gathers_is_no_exchange_of_the_scripts(
+    monkeypatch: pytest.MonkeyPatch, folder: str, seen: int
+) -> None:
+    """torch 2.11 gathers parameters by the function that scripts call as well."""
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hooks, "_listener", Deaf())
+    monkeypatch.setattr(hooks, "say", lambda *given: said.append(given))
+    call = hooks._collective("all_gather_into_tensor", lambda one: one)
+    file = Path(torch.distributed.__file__).with_name(folder) / "_collectives.py"
+    exec(compile("call(7)", file, "exec"), {"call": call})
+    assert len(said) == seen
 
 
 def test_what_was_recorded_can_still_be_resized() -> None:

@@ -6,7 +6,7 @@ a shorter wire or a grid widens, and which gradients are taken shard by shard, a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,18 @@ _AT_A_KINK = (
     "shard, which in float64 is the same"
 )
 
+_ON_ANOTHER_DEVICE = (
+    "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) samples are, "
+    "and another device rounds otherwise: there gradients may be as far off as putting these on "
+    "the other side moves them"
+)
+
+_OTHER_KINKS = (
+    "another device rounds otherwise, and puts other samples on other sides of a kink; there are "
+    "kinks here by which gradients may move, and by how much is not known ({}): float32 does not "
+    "show whether they are right"
+)
+
 _ROUNDED = (
     "{} rounded by more than the bound, in one process as well, as nearly equal numbers cancel: "
     "float32 does not show whether {} right; give --dtype float64"
@@ -56,36 +68,44 @@ _LONG_LOSS = (
 
 
 @dataclass(frozen=True)
-class WholeBatch(GradientForms):
-    """The gradients of one step's whole batch. `by_shards` has those that rounding puts on another
-    side of a kink, taken as the ranks take their samples. `rounding` has how far those may be off
-    that round by more than their tolerances in one process as well.
+class _Sides:
+    """What else gradients may be that are too far from the whole batch's, by their indices.
+
+    by_shards  those that rounding puts on another side of a kink, taken as ranks take their samples
+    further    how much further those may be off that another device has computed
+    rounding   how far those may be off of which float32 cannot say more, for the reason `why`
     """
+
+    by_shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    further: Mapping[int, float] = field(default_factory=dict)
+    rounding: Mapping[int, float] = field(default_factory=dict)
+    why: str = _ROUNDED.format("gradients are", "they are")
+
+
+@dataclass(frozen=True)
+class WholeBatch(GradientForms):
+    """The gradients of one step's whole batch."""
 
     gradients: Gradients
     tolerances: tuple[float, ...]
-    by_shards: Mapping[int, torch.Tensor]
-    rounding: Mapping[int, float]
+    sides: _Sides
     nan_is_expected: bool
 
     def of(self, index: int) -> Near | Either | None:
-        expected, tolerance = self.gradients[index], self.tolerances[index]
+        expected, tolerance, sides = self.gradients[index], self.tolerances[index], self.sides
         if expected is None:
             return None
-        rounding = self.rounding.get(index, 0.0)
-        near = Near(
-            expected,
-            tolerance,
-            self.nan_is_expected,
-            rounding,
-            _ROUNDED.format("gradients are", "they are"),
-        )
-        if index not in self.by_shards:
+        rounding = sides.rounding.get(index, 0.0)
+        near = Near(expected, tolerance, self.nan_is_expected, rounding, sides.why)
+        if index in sides.further:
+            wider = Near(expected, tolerance + sides.further[index])
+            return Either(near, wider, excuse=_ON_ANOTHER_DEVICE)
+        if index not in sides.by_shards:
             return near
-        return Either(near, Near(self.by_shards[index], tolerance), excuse=_AT_A_KINK)
+        return Either(near, Near(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        return lambda stride: self.tolerances[index]
+        return lambda stride: self.tolerances[index] + self.sides.further.get(index, 0.0)
 
 
 def gradients(at: AtStep) -> WholeBatch:
@@ -94,14 +114,19 @@ def gradients(at: AtStep) -> WholeBatch:
     tolerances = tuple(tolerance(at, index) for index in indices)
     in_float32 = at.whole_batch_layer == IN_FLOAT32
     refused = _refused(at, expected, tolerances) if in_float32 else {}
-    other_sides = _on_other_sides(at, expected, tolerances, refused)
+    sides = _Sides()
+    if refused and at.case.reference_device is not None:
+        sides = _on_another_device(at, expected, refused)
+    elif refused:
+        by_shards = _on_other_sides(at, expected, tolerances, refused)
+        rounding = _rounding(at, expected, tolerances, by_shards, refused)
+        sides = _Sides(by_shards=by_shards, rounding=rounding)
     return WholeBatch(
         at.shares,
         _computed(at),
         gradients=expected,
         tolerances=tolerances,
-        by_shards=other_sides,
-        rounding=_rounding(at, expected, tolerances, other_sides, refused),
+        sides=sides,
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
@@ -211,6 +236,22 @@ def _on_other_sides(
     if at.references.mesh is None or not left:
         return found
     return found | kinks.beside_kinks(at, left)
+
+
+def _on_another_device(
+    at: AtStep, expected: Gradients, refused: Mapping[int, Sequence[torch.Tensor]]
+) -> _Sides:
+    """How much further gradients may be off where the ranks' device, which is another one, puts
+    samples on other sides of kinks. By kinks of other functions they are not judged.
+    """
+    further, others = kinks.between_devices(at, [*refused])
+    errors = {
+        index: max(distance(one, right) for one in too_far)
+        for index, too_far in refused.items()
+        if (right := expected[index]) is not None
+    }
+    why = _OTHER_KINKS.format(", ".join(others))
+    return _Sides(further=further, rounding=errors if others else {}, why=why)
 
 
 def _rounding(

@@ -1,0 +1,144 @@
+"""Ranks on a device that rounds otherwise than the CPU, with which they are compared: pretended by
+models that give ranks, which have a process group, other roundings than a judge.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from distcheck.contract import Batch
+from distcheck.judge.jobs import JUDGE, JudgeRequest
+from distcheck.records import CheckResult
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.pool import Pool
+from tests.world.test_order_of_judging import STEPS, saved
+
+UNITS, OF_THEM = 64, 8
+
+
+def _rounding(like: torch.Tensor) -> torch.Tensor:
+    """Other signs in ranks than in a judge."""
+    drawn = torch.Generator().manual_seed(int(dist.is_initialized()))
+    return (torch.randint(0, 2, like.shape, generator=drawn) * 2 - 1) * 2.0**-28
+
+
+class _Model(nn.Module):
+    """Some of its units are at a kink in every step, whatever was learned."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, UNITS)
+        self.second = nn.Linear(features, UNITS)
+        self.last = nn.Linear(UNITS, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        one, other = self.first(inputs.flatten(1)), self.second(inputs.flatten(1))
+        found: torch.Tensor = self.last(self.units(one, other))
+        return found
+
+    def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        near = one - one.detach() + _rounding(one)
+        return F.relu(torch.cat([near[:, :OF_THEM], other[:, OF_THEM:]], dim=1))
+
+
+class _WithMaximum(_Model):
+    def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        near = other - other.detach() + one.detach() + _rounding(one)
+        other = torch.cat([near[:, :OF_THEM], other[:, OF_THEM:]], dim=1)
+        pairs = torch.stack([one, other], dim=2).unsqueeze(1)
+        return F.max_pool2d(pairs, (1, 2)).flatten(1)
+
+
+class _WithAnotherKink(_Model):
+    def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        near = one - one.detach() + _rounding(one)
+        return F.leaky_relu(torch.cat([near[:, :OF_THEM], other[:, OF_THEM:]], dim=1))
+
+
+class _Smooth(_Model):
+    def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(one) + other
+
+
+class WithReLU:
+    """A workload."""
+
+    made = _Model
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return self.made(torch.Size(sample_shape).numel(), classes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch.inputs), batch.labels)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+
+class WithMaximum(WithReLU):
+    made = _WithMaximum
+
+
+class WithAnotherKink(WithReLU):
+    made = _WithAnotherKink
+
+
+class Smooth(WithReLU):
+    made = _Smooth
+
+
+def correct(model, step):  # type: ignore[no-untyped-def]
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+
+
+def a_thousandth_more(model, step):  # type: ignore[no-untyped-def]
+    correct(model, step)
+    for parameter in model.parameters():
+        parameter.grad *= 1.001
+
+
+def undivided(model, step):  # type: ignore[no-untyped-def]
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> CheckResult:
+    """The check of a run whose ranks are taken for those of another device."""
+    names = f"{__name__}:{strategy}", [f"{__name__}:{workload.__name__}"]
+    run = next(saved(pool, folder, *names, batch=64))
+    case = msgspec.structs.replace(run.case, device="cuda", reference_device="cpu")
+    request = JudgeRequest(
+        case=case, contract=run.contract, layout=run.layout, description=b"",
+        steps=tuple(range(STEPS)), planned=(("gradients", "S32"),),
+    )  # fmt: skip
+    (found,) = run_job(pool, JUDGE, request, {"trace": run.traces["world"]})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workload", "verdict", "said"),
+    [
+        ("correct", WithReLU, "pass", "another device rounds otherwise"),
+        ("correct", WithMaximum, "pass", "another device rounds otherwise"),
+        ("correct", WithAnotherKink, "unknown", "is not known (leaky_relu)"),
+        ("correct", Smooth, "pass", ""),
+        ("undivided", WithReLU, "fail", ""),
+        ("undivided", WithMaximum, "fail", ""),
+        ("a_thousandth_more", Smooth, "fail", ""),
+    ],
+)
+def test_a_bound_is_wider_by_what_kinks_move_and_no_more(
+    pool: Pool, tmp_path: Path, strategy: str, workload: type, verdict: str, said: str
+) -> None:
+    found = against_cpu(pool, tmp_path / "run", strategy, workload)
+    assert found.verdict == verdict, found.reason
+    assert said in found.excuse + found.reason
+    assert workload is not Smooth or "another device" not in found.excuse + found.reason
