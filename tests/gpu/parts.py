@@ -44,6 +44,12 @@ MUTANTS = (
     "worlds.ranks_count_alike",
 )  # fmt: skip
 
+# Of streams.py.
+WRONG_STREAMS = ("divides_before_it_waits", "a_stream_that_nobody_waits_for")
+RIGHT_STREAMS = ("divides_after_it_has_waited", "a_stream_that_waits_and_is_waited_for")
+# Of a_usual_job.py.
+USUAL = ("float16", "bfloat16", "fsdp")
+
 # Edits of a_job.py, each with the cause that must be named.
 BUGS = {
     "no-sync": ("model(inputs)", "model.module(inputs)"),
@@ -270,6 +276,36 @@ def job(place: Place, backend: str, number: int, *, limit_s: float) -> Part:
     )  # fmt: skip
 
 
+def usual_job(place: Place, number: int) -> Part:
+    """A part that judges a job as it usually is on GPUs, in one of its precisions."""
+    how = USUAL[number]
+    ranks = torchrun(2, 29540 + number, "a_usual_job.py", place.over("nccl"), place.device, how)
+    command = [*DISTCHECK, "job", "--steps", "4", "--json", "r.json", "--", *ranks]
+    return Part(
+        f"usual job, {how}", command, 150, read_report, environment=TO_SHARE, newer_nccl=True,
+        files={"a_usual_job.py": (HERE / "a_usual_job.py").read_text()},
+    )  # fmt: skip
+
+
+def streams(place: Place) -> list[Part]:
+    """A part for each sync of streams.py, over NCCL."""
+    files = {"streams.py": (HERE / "streams.py").read_text()}
+    words = ("--world", "2", "--workload", "cnn", "--dtype", "float32")
+    return [
+        verify(
+            f"streams, {name}",
+            place,
+            "nccl",
+            f"streams.py:{name}",
+            *words,
+            limit_s=90,
+            code=int(name in WRONG_STREAMS),
+            files=files,
+        )
+        for name in (*WRONG_STREAMS, *RIGHT_STREAMS)
+    ]
+
+
 def sharing(place: Place) -> Part:
     """The part that finds the settings for those that come after it."""
 
@@ -287,7 +323,7 @@ def mutants(place: Place, shard: int) -> Part:
     chosen = MUTANTS[:2] if place.small else MUTANTS
     words = [word for name in chosen[shard::SHARDS] for word in ("-k", name)]
     command = [*DISTCHECK, "selftest", "--device", place.device, "--json", "r.json", *words]
-    return Part(f"mutants, {shard + 1} of {SHARDS}", command, 150, read_selftest)
+    return Part(f"mutants, {shard + 1} of {SHARDS}", command, 220, read_selftest)
 
 
 def probe(place: Place, backend: str) -> Part:
@@ -364,6 +400,8 @@ def phases(place: Place) -> list[tuple[list[Part], int]]:
         job(place, "nccl", 1, limit_s=90),
         *strategies(place, "nccl", 1, *FEWER),
         job(place, "nccl", 2, limit_s=90),
+        *(usual_job(place, number) for number in range(len(USUAL))),
+        *(streams(place) if place.device == "cuda" else ()),
         probe(place, "nccl"),
     ]
     over_gloo = [
@@ -375,14 +413,13 @@ def phases(place: Place) -> list[tuple[list[Part], int]]:
         program("bits", bits, read_printed, limit_s=90),
         probe(place, "gloo"),
     ]
-    beside = 1 if place.small else 6
-    alone = figures(place)
+    beside = 1 if place.small else 8
     return [
         (first, 2),
         ([sharing(place)], 1),
-        (over_nccl, min(3, beside)),
+        (figures(place), 1),
+        (over_nccl, min(4, beside)),
         (over_gloo, beside),
-        (alone, 1),
     ]
 
 

@@ -53,6 +53,17 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
         assert "not waited" not in second.suggestion
 
 
+def test_what_no_order_of_the_same_parts_gives_raced_however_small_it_is() -> None:
+    wrong = measured([[1.0] * 4] * 4, equal(4))
+    place = Difference(
+        parameter="w", rank=1, step=2, index=(), actual=1.0, expected=4.0, error=3.0, bound=1e-7
+    )
+    gradients = CheckResult(check="gradients", layer="R", verdict="fail", first=place, worst=place)
+    for twice, cause in ((1.0 + 1e-5, "nondeterministic"), (1.0 + 1e-7, "missing-division")):
+        results = [gradients, differing("w (gradient)", 1.0, twice)]
+        assert diagnose(ENDS, results, Facts(world=4, steps=(wrong,)))[0].cause == cause
+
+
 def test_randomness_is_named_beside_what_failed() -> None:
     facts = Facts(world=4, same_randomness=((0, 1, 2, 3),))
     assert named([failed("rerun")], facts) == ["nondeterministic", "same-randomness"]
