@@ -4,6 +4,7 @@ by how much gradients move, and those that make several passes as one.
 
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,6 +56,9 @@ class Copies:
         self._job.tensors(0, step)  # read once, for all copies that are forked
         if step == first:
             roles = choosing.tries(self._job, self._hands.feeding, self._apart)
+            if self._apart:  # these will be needed as well, and each takes long to begin
+                several = product(range(self._job.world), range(1, DRAWS + 1))
+                roles += [Role(rank, first, draw) for rank, draw in several]
             if self._becomes_a_copy(first, roles):
                 return
             said = self.forks.why.get(Role(0, first), "nothing was said")

@@ -109,7 +109,7 @@ def gradients_raced(failed: Failures) -> bool:
         (there.step, there.index) == (wrong.first.step, wrong.first.index)
     )
     if is_same_place and wrong.first.bound:  # any order of the same parts is within it of the mean
-        return float(there.error) > 2.0 * wrong.first.bound
+        return float(there.error) > 2.0 * float(wrong.first.bound)
     numbers = [abs(float(value)) for value in (there.actual, there.expected) if value != ""]
     return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 
