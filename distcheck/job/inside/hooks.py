@@ -10,7 +10,6 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +36,8 @@ COLLECTIVES = (
     "barrier", "broadcast_object_list", "all_gather_object",
 )  # fmt: skip
 
-# What FSDP exchanges before backward are parameters, which one process has whole; by public names
-# only in torch 2.11 and 2.12.
-_OF_FSDP = str(Path(torch.distributed.__file__ or "").with_name("fsdp"))
+# FSDP gathers parameters, which are no data; in torch 2.11 by the names that scripts use.
+_OF_FSDP = f"{torch.distributed.__path__[0]}/fsdp"
 
 _listener: Deaf | None = None
 _ops: "OpLog | None" = None  # hears of operators
@@ -385,21 +383,18 @@ def _hook_collectives() -> None:
     if not torch.distributed.is_available():
         return
     for name in COLLECTIVES:
-        original = getattr(torch.distributed, name, None)
-        if original is not None:
+        if original := getattr(torch.distributed, name, None):
             replaced = _collective(name, original)
-            setattr(torch.distributed, name, replaced)
-            if hasattr(torch.distributed.distributed_c10d, name):
-                setattr(torch.distributed.distributed_c10d, name, replaced)
+            for module in (torch.distributed, torch.distributed.distributed_c10d):
+                setattr(module, name, replaced)
 
 
 def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        frame, given = sys._getframe(1), (args, kwargs)
-        file = frame.f_code.co_filename
-        if _listener is not None and not file.startswith(_OF_FSDP):
-            say("collective", name, f"{file}:{frame.f_lineno}", given)
+        frame = sys._getframe(1)
+        if _listener is not None and not frame.f_code.co_filename.startswith(_OF_FSDP):
+            say("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", (args, kwargs))
         return original(*args, **kwargs)
 
     return call
