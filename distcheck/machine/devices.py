@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("cpu", "cuda")
+_MOST_BESIDE = 8  # chosen: each is a Python of its own, with its script's workers
 _CONTEXT_BYTES = 1 << 30  # chosen: what CUDA and its libraries take of a GPU for a process; 0.5 GiB
 # was seen on an H100
 
@@ -107,15 +108,16 @@ def gpu_bytes_taken() -> int:
 
 
 def copies_beside(taken: int) -> int:
-    """How many further processes that need as much as `taken` bytes for tensors there is room for
-    on this process's GPU, which it uses as well, and on the cores.
+    """How many further processes that need as much as `taken` bytes for tensors may run: as many as
+    this process's GPU has room for beside what it will need itself, and at most some.
     """
     import torch
 
     if not torch.cuda.is_initialized():
-        return cores()
-    _, total = torch.cuda.mem_get_info()
-    return max(1, min(cores(), total // (taken + _CONTEXT_BYTES) - 1))
+        return min(cores(), _MOST_BESIDE)
+    free, _ = torch.cuda.mem_get_info()
+    free -= max(0, taken - int(torch.cuda.memory_reserved()))
+    return max(1, min(cores(), _MOST_BESIDE, free // (taken + _CONTEXT_BYTES)))
 
 
 def describe(device: str) -> dict[str, object]:

@@ -214,8 +214,8 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, against a whole batch on the CPU. S32's bound is that of
-    two float32 sums in different orders, which is what two kinds of processor compute.
+    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and at
+    kinks by one that allows for other roundings (`judge/oracles/kinks.py`).
     """
     return msgspec.structs.replace(
         case,

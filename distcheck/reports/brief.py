@@ -198,10 +198,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
         share, of = closest
         lines.add("rounding", f"worst error {share:.2g} % of what rounding allows ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
-        apart = " in fresh interpreters" * any(one.startswith(SEPARATELY) for one in reruns)
-        other = next((text for one in reruns if (text := one.partition(DIFFERS)[2])), "")
-        came_to = f"left other bits{other}" if other else "gave the same bits"
-        lines.add("repeat", f"a second run{apart} {came_to}", most=2)
+        lines.add("repeat", _of_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
         lines.add("also", ", ".join(others), most=2)
@@ -209,6 +206,16 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     if shown:
         ranks = len(cases[0].case.with_data)
         lines.add("catches", would_have_caught(shown, ranks=ranks), most=3)
+
+
+def _of_reruns(reasons: Sequence[str]) -> str:
+    """What the second runs have shown, by what their results say."""
+    apart = " in fresh interpreters" * all(one.startswith(SEPARATELY) for one in reasons)
+    other = [text for one in reasons if (text := one.partition(DIFFERS)[2].partition(";")[0])]
+    if not other:
+        return f"a second run{apart} gave the same bits"
+    cases = f" in {len(other)} of {len(reasons)} cases" * (len(reasons) > 1)
+    return f"a second run{apart} left other bits{cases}{other[0]}"
 
 
 _SAID = ("outcome", "rerun", SENSITIVITY)

@@ -245,7 +245,7 @@ def _patch_cuda() -> None:
     cuda.get_device_name = lambda device=None: "pretended"
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.mem_get_info = lambda device=None: (8 << 30, 8 << 30)
-    cuda.max_memory_reserved = lambda device=None: 1 << 30
+    cuda.max_memory_reserved = cuda.memory_reserved = lambda device=None: 1 << 30
     cuda.get_rng_state = lambda device="cuda": state[0].clone()
     cuda.set_rng_state = set_state
     really_set = torch.set_default_device

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import distcheck
 from distcheck.job.guard import arrivals
 from distcheck.job.guard.arrivals import Arrivals
 from distcheck.job.guard.exchange import Peers
@@ -63,3 +65,22 @@ def test_a_guard_after_another_has_addresses_and_notes_of_its_own(world: Any) ->
         assert peers.arrivals._read("end", 1 - world.rank) == -1
         assert peers.gather_bytes(b"a" * (world.rank + 1)) == [b"a", b"aa"]
         peers.close()
+
+
+@pytest.mark.world(2)
+def test_a_guard_ends_with_the_groups_of_its_script(world: Any) -> None:
+    """Ranks that train on alone after that are not compared, and wait for none."""
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict({"weight": torch.ones(1, 3), "bias": torch.zeros(1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = distcheck.guard(optimizer, model=model, every=1, timeout_s=20.0)
+    drawn = torch.Generator().manual_seed(world.rank)
+    for step in range(3 + 2 * world.rank):
+        if step == 2:
+            dist.destroy_process_group()
+        model(torch.randn(1, 3, generator=drawn)).sum().backward()
+        for parameter in model.parameters() if step < 2 else ():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    assert guard.is_closed
+    assert guard.checks == 2

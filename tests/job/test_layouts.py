@@ -342,6 +342,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
         ({"tensor_model": 2, "context": 2, "pipeline_model": 2, "data": 1},
          ["pipeline", "sequence", "tensor"]),
         ({"expert_model": 2, "data": 4}, ["data", "expert"]),
+        ({"expert_model": 4, "data": 2, "tensor_model": 2}, ["data", "tensor"]),
         ({"data": 4}, []),  # what it divides is the data alone
         ({"tensor_model": 2, "data": 4}, []),  # which are not all ranks
     ],

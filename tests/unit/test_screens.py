@@ -23,7 +23,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART
-from distcheck.reports import training_screen
+from distcheck.reports import brief, training_screen
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.json_report import as_document, render_json
@@ -575,6 +575,15 @@ def test_a_pass_says_of_its_rerun_what_it_was(reason: str, said: str) -> None:
     first = msgspec.structs.replace(first, checks=(OUTCOME, check("rerun", "-", reason=reason)))
     text = render_text(Report(environment=ENVIRONMENT, cases=(first,)), width=100)
     assert f"      repeat  {said}" in text
+
+
+def test_reruns_of_several_cases_are_not_taken_for_one() -> None:
+    apart = "in separate interpreters: hash seed 7"
+    other = f"{apart}; there the bits differ, because of nodes alone; of rank 0: 3 of 4 differ"
+    assert brief._of_reruns([apart, other]) == (
+        "a second run in fresh interpreters left other bits in 1 of 2 cases, because of nodes alone"
+    )
+    assert brief._of_reruns([apart, f"not {apart}"]) == "a second run gave the same bits"
 
 
 def test_quiet_keeps_the_cause() -> None:

@@ -20,6 +20,7 @@ from distcheck.worlds.pool import Pool
 from tests.world.test_order_of_judging import STEPS, saved
 
 UNITS, OF_THEM = 64, 8
+OTHERWISE = "another device rounds otherwise"
 
 
 def _rounding(like: torch.Tensor) -> torch.Tensor:
@@ -61,6 +62,16 @@ class _WithAnotherKink(_Model):
         return F.leaky_relu(torch.cat([near[:, :OF_THEM], other[:, OF_THEM:]], dim=1))
 
 
+class _WithOverlaps(_Model):
+    """Windows that share numbers: the second largest of one is the largest of another."""
+
+    def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        near = other - other.detach() + one.detach() + _rounding(one)
+        pairs = torch.stack([one[:, :OF_THEM], near[:, :OF_THEM]], dim=2).flatten(1)
+        pooled = F.max_pool2d(pairs[:, None, None], (1, 3), (1, 2), (0, 1)).flatten(1)
+        return torch.cat([pooled, other[:, OF_THEM:]], dim=1)
+
+
 class _Smooth(_Model):
     def units(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.tanh(one) + other
@@ -83,6 +94,10 @@ class WithReLU:
 
 class WithMaximum(WithReLU):
     made = _WithMaximum
+
+
+class WithOverlaps(WithReLU):
+    made = _WithOverlaps
 
 
 class WithAnotherKink(WithReLU):
@@ -126,12 +141,20 @@ def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> Chec
 @pytest.mark.parametrize(
     ("strategy", "workload", "verdict", "said"),
     [
-        ("correct", WithReLU, "pass", "another device rounds otherwise"),
-        ("correct", WithMaximum, "pass", "another device rounds otherwise"),
+        ("correct", WithReLU, "pass", OTHERWISE),
+        pytest.param(
+            *("correct", WithMaximum, "pass", OTHERWISE),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            *("correct", WithOverlaps, "pass", OTHERWISE),
+            marks=pytest.mark.sweep,
+        ),
         ("correct", WithAnotherKink, "unknown", "is not known (leaky_relu)"),
-        ("correct", Smooth, "pass", ""),
+        pytest.param("correct", Smooth, "pass", "", marks=pytest.mark.sweep),
         ("undivided", WithReLU, "fail", ""),
-        ("undivided", WithMaximum, "fail", ""),
+        pytest.param("undivided", WithMaximum, "fail", "", marks=pytest.mark.sweep),
+        pytest.param("undivided", WithAnotherKink, "fail", "", marks=pytest.mark.sweep),
         ("a_thousandth_more", Smooth, "fail", ""),
     ],
 )
@@ -142,3 +165,11 @@ def test_a_bound_is_wider_by_what_kinks_move_and_no_more(
     assert found.verdict == verdict, found.reason
     assert said in found.excuse + found.reason
     assert workload is not Smooth or "another device" not in found.excuse + found.reason
+
+
+@pytest.mark.sweep
+def test_a_bound_that_is_wider_shows_less(pool: Pool, tmp_path: Path) -> None:
+    """What mistakes a comparison would have shown is said of the bound that it passed by."""
+    wide = against_cpu(pool, tmp_path / "wide", "correct", WithReLU).shown["first.weight"]
+    narrow = against_cpu(pool, tmp_path / "narrow", "correct", Smooth).shown["first.weight"]
+    assert float(narrow.scale) < 1e-3 < 1e-2 < float(wide.scale)

@@ -26,6 +26,7 @@ def _check_at_the_end() -> None:
         if group is None or group is dist.group.WORLD:
             for guard in [one for ref in _ending if (one := ref()) is not None]:
                 guard.finish()
+                guard.close()  # its own group would go on, and wait for ranks that do not
         destroy(group)
 
     for module in (dist, dist.distributed_c10d):

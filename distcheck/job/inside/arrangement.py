@@ -53,9 +53,11 @@ def _of_megatron(world: int) -> list[Axis]:
     def size_of(kind: str) -> int:  # a release that has no such groups has one rank along the axis
         return int(getattr(state, f"get_{kind}_parallel_world_size", lambda: 1)())
 
-    experts = size_of("expert_model")
+    data, experts = size_of("data"), size_of("expert_model")
+    if data % experts:  # experts lie across other axes than the data's, and are none of their own
+        experts = 1
     sizes = (
-        ("pp", size_of("pipeline_model")), ("dp", size_of("data") // experts), ("ep", experts),
+        ("pp", size_of("pipeline_model")), ("dp", data // experts), ("ep", experts),
         ("cp", size_of("context")), ("tp", size_of("tensor_model")),
     )  # fmt: skip
     axes = [Axis(name=name, kind=kind_of(name), size=size) for name, size in sizes]  # type: ignore[arg-type]

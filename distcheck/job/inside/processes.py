@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -85,7 +86,7 @@ class Processes:
             if key not in self._copies:
                 name = f"copy-{mode.replace(' ', '-')}-{key[0].rank}-{key[0].draw}"
                 self._copies[key] = _Copy(self._folder / name)
-        begun, most = time.monotonic(), devices.copies_beside(self._gpu_bytes)
+        begun, most = time.monotonic(), self._most
         while missing := [key for key in keys if not self._has(key, step)]:
             running = sum(copy.runs for copy in self._copies.values())
             for key in missing:
@@ -97,6 +98,11 @@ class Processes:
                     copy.end()
             time.sleep(0.01)
         return {role: self._read(key, step) for role, key in zip(roles, keys, strict=True)}
+
+    @cached_property
+    def _most(self) -> int:
+        """How many at once: asked when the model is on the GPU, and no copy is there."""
+        return devices.copies_beside(self._gpu_bytes)
 
     def keep_spare(self) -> bool:
         """Copies measure at every step."""

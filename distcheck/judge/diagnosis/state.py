@@ -108,8 +108,11 @@ def gradients_raced(failed: Failures) -> bool:
     is_same_place = there.parameter.startswith(f"{wrong.first.parameter} (") and (
         (there.step, there.index) == (wrong.first.step, wrong.first.index)
     )
-    if is_same_place and wrong.first.bound:  # any order of the same parts is within it of the mean
-        return float(there.error) > 2.0 * float(wrong.first.bound)
+    if is_same_place and wrong.first.bound and wrong.first.expected:
+        # Any order of the same parts is within the bound of the mean, a multiple of the mean within
+        # as many bounds of its own.
+        times = abs(float(wrong.first.actual) / float(wrong.first.expected))
+        return float(there.error) > 2.0 * max(1.0, times) * float(wrong.first.bound)
     numbers = [abs(float(value)) for value in (there.actual, there.expected) if value != ""]
     return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 

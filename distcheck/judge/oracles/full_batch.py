@@ -59,7 +59,8 @@ batch (samples that see each other, weights, a sum in place of a mean) does so a
 float32. Small networks over few samples were seen to need this once in some hundred runs. A long
 sum whose terms cancel, as that of a convolution over 65,536 positions, needs it as well: its
 rounding is as large as its terms, and larger than a share of what is left of them. In a layout, no
-rank has a shard's gradient: there kinks.py and own_rounding.py take this place.
+rank has a shard's gradient, and ranks on another device have others than are computed here: there
+kinks.py and own_rounding.py take this place.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most

@@ -116,7 +116,7 @@ def gradients(at: AtStep) -> WholeBatch:
     refused = _refused(at, expected, tolerances) if in_float32 else {}
     sides = _Sides()
     if refused and at.case.reference_device is not None:
-        sides = _on_another_device(at, expected, refused)
+        sides = _on_another_device(at, expected, tolerances, refused)
     elif refused:
         by_shards = _on_other_sides(at, expected, tolerances, refused)
         rounding = _rounding(at, expected, tolerances, by_shards, refused)
@@ -239,19 +239,28 @@ def _on_other_sides(
 
 
 def _on_another_device(
-    at: AtStep, expected: Gradients, refused: Mapping[int, Sequence[torch.Tensor]]
+    at: AtStep,
+    expected: Gradients,
+    tolerances: Sequence[float],
+    refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> _Sides:
     """How much further gradients may be off where the ranks' device, which is another one, puts
-    samples on other sides of kinks. By kinks of other functions they are not judged.
+    samples on other sides of kinks. What is further off decides nothing where there are kinks of
+    which this is not known, up to twice a gradient's size; and where long sums round by as much.
     """
     further, others = kinks.between_devices(at, [*refused])
-    errors = {
-        index: max(distance(one, right) for one in too_far)
-        for index, too_far in refused.items()
-        if (right := expected[index]) is not None
-    }
-    why = _OTHER_KINKS.format(", ".join(others))
-    return _Sides(further=further, rounding=errors if others else {}, why=why)
+    rounding = {}
+    for index, too_far in refused.items():
+        right = expected[index]
+        if right is None:
+            continue
+        error, bound = max(distance(one, right) for one in too_far), tolerances[index]
+        if not error <= bound + further[index]:
+            own = gradient_rounding(at, index, error, bound)
+            rounding[index] = max(own, 2 * norm(right) if others else 0.0)
+    known = _ROUNDED.format("gradients are", "they are")
+    why = _OTHER_KINKS.format(", ".join(others)) if others else known
+    return _Sides(further=further, rounding=rounding, why=why)
 
 
 def _rounding(
