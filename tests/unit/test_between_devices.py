@@ -13,7 +13,7 @@ from distcheck.errors import CannotRunError
 from distcheck.judge.diagnosis import observation
 from distcheck.judge.oracles import kinks
 from distcheck.judge.oracles.kinks import OtherSides
-from distcheck.judge.oracles.whole_batch import WholeBatch, _Sides
+from distcheck.judge.oracles.whole_batch import WholeBatch, _on_another_device, _Sides
 from distcheck.machine import cores, devices
 from distcheck.records import Case
 
@@ -142,3 +142,38 @@ def test_as_many_copies_as_the_gpu_has_room_for(
 def test_without_a_gpu_copies_fill_the_cores() -> None:
     assert devices.copies_beside(1 << 40) == min(cores.cores(), 8)
     assert devices.gpu_bytes_taken() == 0
+
+
+@pytest.mark.parametrize("moved", [{None: 1.0, 0: 3.0}, {None: 3.0, 0: 1.0}], ids=str)
+def test_the_larger_of_both_passes_counts_twice(moved: dict[int | None, float]) -> None:
+    def run(step: int, *, within: OtherSides) -> Any:
+        by = moved[None if within._half is None else 0]
+        return SimpleNamespace(gradients=[torch.tensor([by]), None])
+
+    at: Any = SimpleNamespace(
+        step=0, references=SimpleNamespace(full_batch=SimpleNamespace(run=run)),
+        full_batch=SimpleNamespace(gradients=[torch.zeros(1), None]),
+    )  # fmt: skip
+    assert kinks.between_devices(at, [0, 1]) == ({0: 6.0, 1: 0.0}, [])
+
+
+@pytest.mark.parametrize(
+    ("further", "others", "rounding", "why"),
+    [
+        (0.0, [], {0: 7.0}, "nearly equal numbers cancel"),  # a long sum's own rounding
+        (0.0, ["abs"], {0: 8.0}, "is not known (abs)"),
+        (4.5, [], {}, ""),  # right by the wider bound
+        (4.5, ["abs"], {}, ""),
+    ],
+)
+def test_what_is_further_off_decides_nothing_where_it_may_be_rounding(
+    monkeypatch: pytest.MonkeyPatch, further: float, others: list[str], rounding: dict[int, float],
+    why: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kinks, "between_devices", lambda *_: ({0: further}, others))
+    own = SimpleNamespace(allows=lambda taken, error, bound: 7.0)
+    at: Any = SimpleNamespace(own_rounding=own)
+    sides = _on_another_device(at, (torch.tensor([4.0]),), (1.0,), {0: [torch.tensor([9.0])]})
+    assert sides.rounding == rounding
+    assert sides.further == {0: further}
+    assert why in sides.why
