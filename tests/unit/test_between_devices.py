@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from distcheck.errors import CannotRunError
 from distcheck.judge.diagnosis import observation
-from distcheck.judge.oracles import kinks
+from distcheck.judge.oracles import between_devices, kinks
 from distcheck.judge.oracles.kinks import OtherSides
-from distcheck.judge.oracles.whole_batch import WholeBatch, _on_another_device, _Sides
+from distcheck.judge.oracles.whole_batch import WholeBatch, _Sides
 from distcheck.machine import cores, devices
 from distcheck.records import Case
 
@@ -158,22 +158,27 @@ def test_the_larger_of_both_passes_counts_twice(moved: dict[int | None, float]) 
 
 
 @pytest.mark.parametrize(
-    ("further", "others", "rounding", "why"),
+    ("moved", "exact", "others", "rounding", "why"),
     [
-        (0.0, [], {0: 7.0}, "nearly equal numbers cancel"),  # a long sum's own rounding
-        (0.0, ["abs"], {0: 8.0}, "is not known (abs)"),
-        (4.5, [], {}, ""),  # right by the wider bound
-        (4.5, ["abs"], {}, ""),
+        (0.0, 4.0, [], {0: 7.0}, ""),  # a long sum's own rounding
+        (0.0, None, [], {0: 7.0}, ""),  # no float64
+        (0.0, 4.0, ["abs"], {0: 8.0}, "is not known (abs)"),
+        (4.5, 2.0, [], {}, ""),  # right by the wider bound
+        (4.5, 4.0, ["abs"], {}, ""),
+        (0.5, 2.0, [], {}, ""),  # the reference is off by 2 itself
     ],
 )
 def test_what_is_further_off_decides_nothing_where_it_may_be_rounding(
-    monkeypatch: pytest.MonkeyPatch, further: float, others: list[str], rounding: dict[int, float],
-    why: str,
+    monkeypatch: pytest.MonkeyPatch, moved: float, exact: float | None, others: list[str],
+    rounding: dict[int, float], why: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(kinks, "between_devices", lambda *_: ({0: further}, others))
+    monkeypatch.setattr(kinks, "between_devices", lambda *_: ({0: moved}, others))
     own = SimpleNamespace(allows=lambda taken, error, bound: 7.0)
-    at: Any = SimpleNamespace(own_rounding=own)
-    sides = _on_another_device(at, (torch.tensor([4.0]),), (1.0,), {0: [torch.tensor([9.0])]})
-    assert sides.rounding == rounding
-    assert sides.further == {0: further}
-    assert why in sides.why
+    in_double = SimpleNamespace(gradients=[] if exact is None else [torch.tensor([exact]).double()])
+    at: Any = SimpleNamespace(own_rounding=own, in_double=SimpleNamespace(full_batch=in_double))
+    right, wrong = torch.tensor([4.0]), torch.tensor([9.0])
+    further, undecided, said = between_devices.allowed(at, (right,), (1.0,), {0: [wrong]})
+    assert undecided == rounding
+    asked = exact is not None and moved < 4.0  # float64, where it is needed
+    assert further == {0: moved + 2 * (4.0 - exact if asked and exact is not None else 0.0)}
+    assert why in said

@@ -17,6 +17,7 @@ What they start from:
     shards.py       each rank's own part, again, from the state that rank recorded
     update.py       the optimizer's step
     ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
+    kinks.py, own_rounding.py, between_devices.py   where rounding is beyond S32's bound
     quantum.py, low_rank.py, averaging.py   what --accept widens
     calibration.py  whether the orders that X relies on hold on this machine
 

@@ -43,7 +43,7 @@ _RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 _MAXIMUM = torch.ops.aten.max_pool2d_with_indices.default
 # Chosen: of a million normally distributed numbers the largest is so many times their median size.
 _LARGEST = 7.5
-_MOST_SIZES = 1 << 18  # of a layer, by which this is told
+_MOST_SIZES = 1 << 18  # of a layer, that the median is taken of
 # Functions whose derivative jumps, by their names in aten without the mark of what works in place,
 # and whose units are not looked for.
 _OTHERS = {

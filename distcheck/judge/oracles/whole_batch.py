@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from distcheck.judge.oracles import any_order, kinks, model_outputs
+from distcheck.judge.oracles import any_order, between_devices, kinks, model_outputs
 from distcheck.judge.oracles.forms import (
     AfterBatch,
     Either,
@@ -39,22 +39,12 @@ _AT_A_KINK = (
     "shard, which in float64 is the same"
 )
 
-_ON_ANOTHER_DEVICE = (
-    "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) samples are, "
-    "and another device rounds otherwise: there gradients may be as far off as putting these on "
-    "the other side moves them"
-)
-
-_OTHER_KINKS = (
-    "another device rounds otherwise, and puts other samples on other sides of a kink; there are "
-    "kinks here by which gradients may move, and by how much is not known ({}): float32 does not "
-    "show whether they are right"
-)
-
 _ROUNDED = (
     "{} rounded by more than the bound, in one process as well, as nearly equal numbers cancel: "
     "float32 does not show whether {} right; give --dtype float64"
 )
+
+_ROUNDED_GRADIENTS = _ROUNDED.format("gradients are", "they are")
 
 _TIMES_WORLD = (
     "the loss is {} times that of one process: the number of ranks, which an average of gradients "
@@ -79,7 +69,7 @@ class _Sides:
     by_shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
     further: Mapping[int, float] = field(default_factory=dict)
     rounding: Mapping[int, float] = field(default_factory=dict)
-    why: str = _ROUNDED.format("gradients are", "they are")
+    why: str = _ROUNDED_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ class WholeBatch(GradientForms):
         near = Near(expected, tolerance, self.nan_is_expected, rounding, sides.why)
         if index in sides.further:
             wider = Near(expected, tolerance + sides.further[index])
-            return Either(near, wider, excuse=_ON_ANOTHER_DEVICE)
+            return Either(near, wider, excuse=between_devices.EXCUSE)
         if index not in sides.by_shards:
             return near
         return Either(near, Near(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
@@ -116,7 +106,8 @@ def gradients(at: AtStep) -> WholeBatch:
     refused = _refused(at, expected, tolerances) if in_float32 else {}
     sides = _Sides()
     if refused and at.case.reference_device is not None:
-        sides = _on_another_device(at, expected, tolerances, refused)
+        further, rounding, why = between_devices.allowed(at, expected, tolerances, refused)
+        sides = _Sides(further=further, rounding=rounding, why=why or _ROUNDED_GRADIENTS)
     elif refused:
         by_shards = _on_other_sides(at, expected, tolerances, refused)
         rounding = _rounding(at, expected, tolerances, by_shards, refused)
@@ -236,31 +227,6 @@ def _on_other_sides(
     if at.references.mesh is None or not left:
         return found
     return found | kinks.beside_kinks(at, left)
-
-
-def _on_another_device(
-    at: AtStep,
-    expected: Gradients,
-    tolerances: Sequence[float],
-    refused: Mapping[int, Sequence[torch.Tensor]],
-) -> _Sides:
-    """How much further gradients may be off where the ranks' device, which is another one, puts
-    samples on other sides of kinks. What is further off decides nothing where there are kinks of
-    which this is not known, up to twice a gradient's size; and where long sums round by as much.
-    """
-    further, others = kinks.between_devices(at, [*refused])
-    rounding = {}
-    for index, too_far in refused.items():
-        right = expected[index]
-        if right is None:
-            continue
-        error, bound = max(distance(one, right) for one in too_far), tolerances[index]
-        if not error <= bound + further[index]:
-            own = gradient_rounding(at, index, error, bound)
-            rounding[index] = max(own, 2 * norm(right) if others else 0.0)
-    known = _ROUNDED.format("gradients are", "they are")
-    why = _OTHER_KINKS.format(", ".join(others)) if others else known
-    return _Sides(further=further, rounding=rounding, why=why)
 
 
 def _rounding(
