@@ -1,6 +1,7 @@
 """What is specific to a comparison of two kinds of device, without ranks."""
 
 import math
+import os
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from distcheck.judge.diagnosis import observation
 from distcheck.judge.oracles import between_devices, kinks
 from distcheck.judge.oracles.kinks import OtherSides
 from distcheck.judge.oracles.whole_batch import WholeBatch, _Sides
-from distcheck.machine import cores, devices
+from distcheck.machine import cores, devices, seeds
 from distcheck.records import Case
 
 
@@ -108,6 +109,8 @@ def test_a_closer_look_is_on_the_device_of_the_ranks(monkeypatch: pytest.MonkeyP
         raise CannotRunError("that is all")
 
     monkeypatch.setattr(devices, "enter", enter)
+    for module, name in ((os, "nice"), (seeds, "pin_determinism")):  # of a process of its own
+        monkeypatch.setattr(module, name, lambda *_: None)
     case = Case(id="it", strategy="it", world=2, device="cuda", reference_device="cpu")
     request: Any = SimpleNamespace(case=case)
     with pytest.raises(CannotRunError):
