@@ -214,8 +214,8 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and at
-    kinks by one that allows for other roundings (`judge/oracles/kinks.py`).
+    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and
+    where it refuses by what two devices may differ by (`judge/oracles/between_devices.py`).
     """
     return msgspec.structs.replace(
         case,

@@ -1,4 +1,4 @@
-"""Everything that one run on a machine with a GPU must show, in six minutes.
+"""Everything that one run on a machine with a GPU must show, or what fits into its time.
 
     OUT=FOLDER python3 tests/gpu/on_a_gpu.py [--device DEVICE] [--small] [--budget-s S]
                                              [--only PART]

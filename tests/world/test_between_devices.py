@@ -2,7 +2,6 @@
 models that give ranks, which have a process group, other roundings than a judge.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from distcheck.contract import Batch
 from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.records import CheckResult
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
+from tests.world.test_kinks import AtAKink
 from tests.world.test_order_of_judging import STEPS, saved
 
 UNITS, OF_THEM = 64, 8
@@ -77,35 +76,24 @@ class _Smooth(_Model):
         return torch.tanh(one) + other
 
 
-class WithReLU:
-    """A workload."""
-
-    made = _Model
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        return self.made(torch.Size(sample_shape).numel(), classes)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.01)
+class WithReLU(AtAKink):
+    unit = _Model
 
 
 class WithMaximum(WithReLU):
-    made = _WithMaximum
+    unit = _WithMaximum
 
 
 class WithOverlaps(WithReLU):
-    made = _WithOverlaps
+    unit = _WithOverlaps
 
 
 class WithAnotherKink(WithReLU):
-    made = _WithAnotherKink
+    unit = _WithAnotherKink
 
 
 class Smooth(WithReLU):
-    made = _Smooth
+    unit = _Smooth
 
 
 def correct(model, step):  # type: ignore[no-untyped-def]
