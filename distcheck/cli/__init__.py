@@ -25,7 +25,7 @@ def main() -> NoReturn:
     output = streams.settle()
     interrupts.listen()
     try:
-        code = _group.main(standalone_mode=False, prog_name="distcheck")
+        code = root_command.main(standalone_mode=False, prog_name="distcheck")
     except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
         _complain("interrupted; nothing is left running")
         code = ExitCode.INTERRUPTED
@@ -108,7 +108,7 @@ def _for_code(word: str) -> str:
 )
 @click.version_option(__version__)
 @click.pass_context
-def _group(context: click.Context) -> ExitCode | None:
+def root_command(context: click.Context) -> ExitCode | None:
     """Does this gradient synchronisation train the same model as one machine would?"""
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)

@@ -66,8 +66,8 @@ def main():
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-            for held, own in zip(average.parameters(), net.parameters(), strict=True):
-                held.lerp_(own.detach(), 0.1)
+            for kept, now in zip(average.parameters(), net.parameters(), strict=True):
+                kept.lerp_(now.detach(), 0.1)
             step += 1
             if step == asked.save_at:
                 random = [None] * world

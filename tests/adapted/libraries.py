@@ -8,7 +8,7 @@ class _HooksAndHandles(torch.optim.Optimizer):
     """Its methods become those of a class that is derived from the optimizer's own."""
 
     def __init__(self, groups, divides):
-        super(self.__class__, self).__init__(groups)
+        super(self.__class__, self).__init__(groups)  # type: ignore[call-arg]
         self.divides, self.handles = divides, {}
         for group in self.param_groups:
             for p in group["params"]:

@@ -1,5 +1,6 @@
 """The front of a matrix on an engine: what becomes of tasks that come back, are lost, or lie."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.engines import on_slurm, running
+from distcheck.engines import on_slurm
 from distcheck.engines.part import Ended
 from distcheck.engines.running import Lost, Work, run_on
 from distcheck.errors import CannotRunError, ExitCode, UsageError
@@ -166,9 +167,9 @@ def test_what_cannot_be_used_gets_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", TYPED)
-    found = running.importlib.util.find_spec
+    found = importlib.util.find_spec
     monkeypatch.setattr(
-        running.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+        "importlib.util.find_spec", lambda name: None if name == "ray" else found(name)
     )
     with pytest.raises(error) as raised:
         run_on(engine, plan, files={}, quiet=True)

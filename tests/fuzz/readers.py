@@ -23,6 +23,7 @@ from distcheck import cli
 from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
 from distcheck.compare import command as comparing
+from distcheck.compare.judging import judge
 from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
@@ -117,7 +118,9 @@ def command(*words: object) -> Answer:
 
     def run() -> int:
         arguments = [str(word) for word in words]
-        return int(cli._group.main(arguments, standalone_mode=False, prog_name="distcheck") or 0)
+        return int(
+            cli.root_command.main(arguments, standalone_mode=False, prog_name="distcheck") or 0
+        )
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         return answer_of(run)
@@ -426,7 +429,7 @@ def _compare(then: Path, now: Path, name: str) -> int:
         ]
         found = compare_traces(job, *readers)
         said = (runs[0].verdicts.get(name, "unknown"), runs[1].verdicts.get(name, "unknown"))
-        verdict, _ = comparing._judge(found, [], said, bits=False)
+        verdict, _ = judge(found, [], said, bits=False)
         return {"pass": 0, "fail": 1, "unknown": 5}[verdict]
     finally:
         for fd in fds:

@@ -114,8 +114,8 @@ def stale(model: nn.Module, rank: int, step: int) -> None:
     """The exchange of the step before."""
     mean(model, rank, step)
     for parameter in model.parameters():
-        before = getattr(parameter, "before", torch.zeros_like(parameter))
-        parameter.before, now = parameter.grad.clone(), before
+        now = getattr(parameter, "before", torch.zeros_like(parameter))
+        parameter.before = parameter.grad.clone()  # type: ignore[attr-defined]
         parameter.grad.copy_(now)
 
 

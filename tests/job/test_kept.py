@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from distcheck.cli.commands import replay
 from distcheck.errors import UsageError
@@ -22,7 +22,7 @@ def written(folder: Path, *words: str) -> Path:
     return file
 
 
-def replayed(file: Path, *options: str) -> object:
+def replayed(file: Path, *options: str) -> Result:
     return CliRunner().invoke(replay.command, [str(file), *options], standalone_mode=False)
 
 

@@ -19,6 +19,7 @@ from distcheck.job import condensing, judging
 from distcheck.job.causes import diagnose
 from distcheck.job.checks import exchange, without_reference
 from distcheck.job.checks.ranks import agreement, initial_state, random_streams
+from distcheck.job.checks.reference import with_reference
 from distcheck.job.checks.samples import disjoint
 from distcheck.job.inside import arrangement
 from distcheck.job.inside.parameters import Parameters
@@ -31,7 +32,7 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Compared
 from distcheck.records.mesh import mesh_from_text
 from tests.job.planted import FOLDER
-from tests.job.recordings import SHAPES, Facts, gradients, make, mean, reference, with_reference
+from tests.job.recordings import SHAPES, Facts, gradients, make, mean, reference
 from tests.job.test_examples import judge_command
 
 LAYOUTS = FOLDER / "layouts"

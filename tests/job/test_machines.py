@@ -16,7 +16,7 @@ from distcheck.job.machines import AllSent, JudgedThereError, Piece
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
 from distcheck.worlds.remote import meeting, secret, wire
-from tests.job.test_examples import FOLDER
+from tests.job.planted import FOLDER
 from tests.launchers.namespaces import hosts
 from tests.launchers.processes import finish, free_port, start
 

@@ -48,7 +48,7 @@ def read(of: Losses) -> tuple[tuple[Term, ...], str]:
         (lambda a, b, x: (a + 2 * b) / 4, [("ce", [0.25]), ("mse", [0.25, 2])]),
         (lambda a, b, x: a / 4 - torch.tensor(0.5) * b, [("ce", [0.25]), ("mse", [-1, 0.5])]),
         (lambda a, b, x: torch.stack([a, b]).mean() * 3, [("ce", [3, 0.5]), ("mse", [3, 0.5])]),
-        (lambda a, b, x: -sum([a, b.view(1).squeeze()]).mean(), [("ce", [-1]), ("mse", [-1])]),
+        (lambda a, b, x: -sum([a, b.view(1).squeeze()]).mean(), [("ce", [-1]), ("mse", [-1])]),  # type: ignore[attr-defined]
         (lambda a, b, x: torch.add(a, b, alpha=3) + 7, [("ce", []), ("mse", [3])]),
         (lambda a, b, x: a + 0 * x.sum(), [("ce", [])]),
         (lambda a, b, x: a + ((x**2) * 0.5 / 2).mean(), [("ce", []), ("a mean", [0.5, 0.5])]),

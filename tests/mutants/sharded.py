@@ -135,7 +135,7 @@ class FSDPThatDecays(FSDPWithoutWeights):
     def sync(self, model: nn.Module, step: Step) -> None:
         if step.index == 1 and step.rank == 1:
             with torch.no_grad():
-                next(model.parameters()).to_local().mul_(1 - 1e-6)
+                next(model.parameters()).to_local().mul_(1 - 1e-6)  # type: ignore[attr-defined]
 
 
 @mutant(caught="parameters X", workload="clipping", world=2)

@@ -311,7 +311,7 @@ class Frozen(Small):
 
 
 class _TwoPrecisions(nn.Sequential):
-    def to(self, *args: object, **kwargs: object) -> "_TwoPrecisions":
+    def to(self, *args: Any, **kwargs: Any) -> "_TwoPrecisions":
         super().to(*args, **kwargs)
         self[0].float()
         return self

@@ -90,7 +90,7 @@ class LastPartNeverSent(_Averages):
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
         sharded = ZeroRedundancyOptimizer(parameters, optimizer_class=build)
         last = dist.get_world_size() - 1
-        owned = [p for g in sharded._partition_parameters()[last] for p in g["params"]]
+        owned = [p for g in sharded._partition_parameters()[last] for p in g["params"]]  # type: ignore[attr-defined]
         held: list[torch.Tensor] = []
 
         def before(*_: object) -> None:

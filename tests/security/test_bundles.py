@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.records import Case
 from distcheck.store import trust, unpacking
@@ -36,7 +36,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refuse(*words: str) -> str:
     """What `distcheck replay` refuses, in one sentence on one line."""
     with pytest.raises(UsageError) as caught:
-        _group.main(["replay", *words], standalone_mode=False)
+        root_command.main(["replay", *words], standalone_mode=False)
     sentence = str(caught.value)
     assert len(sentence.splitlines()) == 1
     assert sentence.isprintable()

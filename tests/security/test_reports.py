@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.reports import github
 from distcheck.reports.documents import read_report
@@ -278,7 +278,7 @@ def test_a_file_that_contradicts_itself_is_damaged(
     forge(document)
     Path("part.json").write_text(json.dumps(document))
     with pytest.raises(UsageError) as caught:
-        _group.main([words[0], "part.json", *words[1:]], standalone_mode=False)
+        root_command.main([words[0], "part.json", *words[1:]], standalone_mode=False)
     assert "part.json is damaged: " in str(caught.value)
     assert sentence in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -305,8 +305,8 @@ def test_a_pass_without_all_that_was_planned(
     forge(document)
     Path("part.json").write_text(json.dumps(document))
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        _group.main(["report", "part.json", "--html", "x.html"], standalone_mode=False)
-    assert _group.main(["merge", "part.json"], standalone_mode=False) == 5
+        root_command.main(["report", "part.json", "--html", "x.html"], standalone_mode=False)
+    assert root_command.main(["merge", "part.json"], standalone_mode=False) == 5
     assert "UNKNOWN" in capsys.readouterr().out
 
 

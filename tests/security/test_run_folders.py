@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.reports import github
 from distcheck.reports.json_report import render
@@ -31,10 +31,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_page_that_is_a_link_is_not_written_to(run: Path) -> None:
     (run / "report.html").symlink_to("../../../secret")
     with pytest.raises(UsageError, match=r"report.html is a link or a special file"):
-        _group.main(["open", str(run)], standalone_mode=False)
+        root_command.main(["open", str(run)], standalone_mode=False)
     assert Path("secret").read_text() == "precious"
     (run / "report.html").unlink()
-    assert _group.main(["open", str(run)], standalone_mode=False) == 0
+    assert root_command.main(["open", str(run)], standalone_mode=False) == 0
     assert "<!doctype html>" in (run / "report.html").read_text()
 
 
@@ -46,7 +46,7 @@ def test_what_runs_are_called_stays_on_its_line(
     document["made"] = {"date": "", "command": odd, "commit": "", "clean": None}
     (run / "report.json").write_text(render(document))
     (run.parent / "20270101-\x1b[31m\n::error::y" / "cases").mkdir(parents=True)
-    assert _group.main(["runs"], standalone_mode=False) == 0
+    assert root_command.main(["runs"], standalone_mode=False) == 0
     said = capsys.readouterr().out
     assert len(said.splitlines()) == 3
     assert all(line.isprintable() for line in said.splitlines())

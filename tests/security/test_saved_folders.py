@@ -51,10 +51,10 @@ Thing = sync = MLP
 
 
 def test_every_command_that_reads_says_what_it_runs() -> None:
-    context = click.Context(cli._group)
+    context = click.Context(cli.root_command)
     found = set()
     for name in COMMANDS:
-        command = cli._group.get_command(context, name)
+        command = cli.root_command.get_command(context, name)
         assert command is not None
         if any(isinstance(one.type, click.Path) for one in command.params):
             found.add(name)
@@ -116,7 +116,7 @@ def gift(
 
 
 def run(*words: object) -> int:
-    return int(cli._group.main([str(word) for word in words], standalone_mode=False) or 0)
+    return int(cli.root_command.main([str(word) for word in words], standalone_mode=False) or 0)
 
 
 Words = Callable[[Path], list[object]]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.explore.found import KeptCases
 from distcheck.plan import owners
@@ -100,7 +100,7 @@ def test_a_case_that_names_a_function_of_the_system_runs_nothing(tmp_path: Path)
     }  # fmt: skip
     (tmp_path / "case.json").write_text(json.dumps(case))
     with pytest.raises(UsageError, match="runs code from outside this checkout"):
-        _group.main(["replay", str(tmp_path / "case.json")], standalone_mode=False)
+        root_command.main(["replay", str(tmp_path / "case.json")], standalone_mode=False)
     assert not mark.exists()
 
 

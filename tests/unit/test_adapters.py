@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcheck.contract import Step
+from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.plan import cases as plan
+from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.training.adapters import forms
 from distcheck.training.adapters.answers import Stillness
 from distcheck.training.adapters.asked import adaptation_of
+from distcheck.training.adapters.forms import comm_hook
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loading import check_spelling, load_strategy
@@ -216,11 +218,9 @@ def test_an_edited_case_is_refused(adaptation: Adaptation, message: str) -> None
 
 
 def test_a_lattice_owes_no_bits_of_a_loss_that_is_not_exact() -> None:
-    request = plan.Request(
-        strategies=("ddp",), worlds=(3,), workloads=("lattice",), loss="mean/world"
-    )
+    request = Request(strategies=("ddp",), worlds=(3,), workloads=("lattice",), loss="mean/world")
     (case,) = plan.plan_cases(request)
-    assert "not exact" in plan._lattice_inexact(case, plan.Contract(), [[16, 16, 16]])
+    assert "not exact" in plan._lattice_inexact(case, Contract(), [[16, 16, 16]])
 
 
 def test_defaults_are_left_alone_and_kwargs_take_what_is_left() -> None:
@@ -264,7 +264,7 @@ def test_a_hook_that_returns_no_future_is_named(
         def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
             hooks.append(hook)
 
-    monkeypatch.setattr(forms.comm_hook, "DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(comm_hook, "DistributedDataParallel", Wrapped)
     (tmp_path / "returns.py").write_text("def f(state, bucket): return bucket\n")
     strategy = load_strategy(f"{tmp_path}/returns.py:f")
     assert strategy.wrap is not None

@@ -44,8 +44,9 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     """Every place that makes a diagnosis."""
     for path in (ROOT / "distcheck").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
-            if name in ("name_cause", "suggested"):
+            if not isinstance(node, ast.Call):
+                continue
+            if getattr(node.func, "id", "") in ("name_cause", "suggested"):
                 yield f"{path.name}:{node.lineno}", node
 
 

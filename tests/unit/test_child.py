@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from distcheck.worlds import messages
 from distcheck.worlds.local import child
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.reporter import Reporter, leave
 
 _PATIENCE_S = 30.0
 
@@ -24,7 +24,7 @@ def exit_code_of(job: Callable[[Reporter], None], *, front_listens: bool) -> int
             child._tell_before_exit(reporter)
             job(reporter)
         finally:
-            child.leave(99)
+            leave(99)
     os.close(writing)
     if not front_listens:
         os.close(reading)
@@ -49,16 +49,16 @@ def test_a_front_that_is_gone_ends_who_speaks_to_it() -> None:
 def test_os_exit_in_the_middle_of_a_message_leaves() -> None:
     """As from the handler of a signal."""
 
-    def leave(reporter: Reporter) -> None:
+    def leave_inside(reporter: Reporter) -> None:
         with reporter._lock:
             os._exit(7)
 
-    assert exit_code_of(leave, front_listens=True) == 7
+    assert exit_code_of(leave_inside, front_listens=True) == 7
 
 
 def test_os_exit_is_a_job_for_another_process_as_ever() -> None:
     def send(_: Reporter) -> None:
         same = pickle.loads(pickle.dumps(os._exit)) is os._exit
-        os._exit(5 if same and os._exit is not child.leave else 6)
+        os._exit(5 if same and os._exit is not leave else 6)
 
     assert exit_code_of(send, front_listens=True) == 5

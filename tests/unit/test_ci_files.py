@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import distcheck
-from distcheck.cli import _group
+from distcheck.cli import root_command
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "examples" / "ci"
@@ -80,8 +80,8 @@ def test_the_inputs_that_a_workflow_gives_are_the_action_s() -> None:
 
 def takes(words: list[str]) -> None:
     """Raises where the command line does not take these words."""
-    group = _group.make_context("distcheck", ["list"])
-    command = _group.get_command(group, words[0])
+    group = root_command.make_context("distcheck", ["list"])
+    command = root_command.get_command(group, words[0])
     assert command is not None, words
     command.make_context(words[0], words[1:], parent=group)  # whose help option click keeps
 

@@ -12,19 +12,19 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from distcheck.cli import _group
-from distcheck.cli import kept_runs as kept
+from distcheck.cli import root_command
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import UsageError
 from distcheck.records import Report
+from distcheck.records.run_facts import Origin
 from distcheck.reports.json_report import render_json
-from distcheck.store.origin import Origin
+from distcheck.store.run_folder import kept_runs
 from tests.documents import ENVIRONMENT, passing
 
 
 def refusal(*words: str) -> str:
     """What a command says of words that it does not take; they are exit code 2."""
-    ran = CliRunner().invoke(_group, words, standalone_mode=False, prog_name="distcheck")
+    ran = CliRunner().invoke(root_command, words, standalone_mode=False, prog_name="distcheck")
     assert isinstance(ran.exception, UsageError | click.UsageError), ran.exception
     error = ran.exception
     return error.format_message() if isinstance(error, click.UsageError) else str(error)
@@ -110,7 +110,7 @@ def test_what_was_probably_meant(
 
 
 def help_of(*words: str) -> str:
-    ran = CliRunner().invoke(_group, [*words, "--help"], terminal_width=80)
+    ran = CliRunner().invoke(root_command, [*words, "--help"], terminal_width=80)
     assert ran.exit_code == 0
     return ran.output
 
@@ -133,7 +133,7 @@ def test_a_long_list_of_options_is_in_groups() -> None:
         "What is judged", "How the strategy is called", "Data and ranks",
         "Several machines, without a launcher", "What is written",
     ]  # fmt: skip
-    command = _group.get_command(click.Context(_group), "verify")
+    command = root_command.get_command(click.Context(root_command), "verify")
     assert command is not None
     for param in command.params:
         if not getattr(param, "hidden", False):
@@ -176,7 +176,7 @@ def test_completion_of_names(
 def completed(words: list[str], incomplete: str) -> set[str]:
     from click.shell_completion import BashComplete
 
-    complete = BashComplete(_group, {}, "distcheck", "_DISTCHECK_COMPLETE")
+    complete = BashComplete(root_command, {}, "distcheck", "_DISTCHECK_COMPLETE")
     return {item.value for item in complete.get_completions(words, incomplete)}
 
 
@@ -225,12 +225,12 @@ def kept_report(date: str, command: str) -> str:
 
 def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(_group, ["runs"]).output == ".distcheck here holds no runs\n"
+    assert CliRunner().invoke(root_command, ["runs"]).output == ".distcheck here holds no runs\n"
     keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "distcheck verify -q"))
     keep_run("20260131-120000-2", report=None)
     keep_run("20260131-130000-3", report="{")
     keep_run("20260131-140000-4", report='{"schema": "distcheck.report/1", "made": 7}')
-    ran = CliRunner().invoke(_group, ["runs"])
+    ran = CliRunner().invoke(root_command, ["runs"])
     assert ran.exit_code == 0
     first, command, *others = ran.output.splitlines()
     assert first == "2026-01-31 11:00  pass          .distcheck/runs/20260131-110000-1"
@@ -269,12 +269,12 @@ def test_open_shows_the_last_page(
     first = keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "one"))
     last = keep_run("20260131-120000-2", report=kept_report("2026-01-31T12:00:00", "two"))
     keep_run("20260131-130000-3", report=None)
-    ran = CliRunner().invoke(_group, ["open"])
+    ran = CliRunner().invoke(root_command, ["open"])
     page = last / "report.html"
     assert opened == [page.absolute().as_uri()]
     said = "" if browser else "no browser started; open "
     assert ran.output == f"{said}{opened[0]}\n"
     assert "<code>two</code>" in page.read_text()
-    CliRunner().invoke(_group, ["open", str(first)])
+    CliRunner().invoke(root_command, ["open", str(first)])
     assert opened[-1] == (first / "report.html").absolute().as_uri()
-    assert kept.kept_runs()[-1].name == "20260131-130000-3"
+    assert kept_runs()[-1].name == "20260131-130000-3"

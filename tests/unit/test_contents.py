@@ -184,11 +184,13 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
         checks=(),
         contents=Run().contents,
     )
-    found = schedules.searched(Pool(), report, description=b"", data_fd=None, show=print)
-    assert found.contents is not None
+    searched = schedules.searched(Pool(), report, description=b"", data_fd=None, show=print)
+    assert searched.contents is not None
     two = "orders of arrival other than those of two worlds"
-    assert f"{two}, and of 198 schedules of one case" in not_shown([found.contents, Run().contents])
-    assert f"{two}, and of 198 schedules of each of 2 cases" in not_shown([found.contents] * 2)
+    assert f"{two}, and of 198 schedules of one case" in not_shown(
+        [searched.contents, Run().contents]
+    )
+    assert f"{two}, and of 198 schedules of each of 2 cases" in not_shown([searched.contents] * 2)
     assert two in not_shown([Run().contents])
 
 

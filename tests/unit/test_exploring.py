@@ -14,7 +14,7 @@ from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.explore import command, delays, models, running
@@ -344,7 +344,7 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD, ids=" ".join)
 def test_bad_input_gets_one_sentence(words: tuple[str, str]) -> None:
-    ran = CliRunner().invoke(_group, ["explore", "--strategy", "allreduce", *words])
+    ran = CliRunner().invoke(root_command, ["explore", "--strategy", "allreduce", *words])
     assert isinstance(ran.exception, DistcheckError)
     assert BAD[words] in str(ran.exception)
     assert "\n" not in str(ran.exception)
@@ -375,19 +375,21 @@ def test_a_matrix_is_searched_strategy_by_strategy(
 
     monkeypatch.setattr(command, "_explore", explore)
     codes = [ExitCode.PASS, ExitCode.MISMATCH]
-    ran = CliRunner().invoke(_group, ["explore", "--budget", "90s"], standalone_mode=False)
+    ran = CliRunner().invoke(root_command, ["explore", "--budget", "90s"], standalone_mode=False)
     assert ran.return_value == 1
     own = Adaptation(form="model", arguments=(("average", "True"),))
     assert made == [("allreduce", 45.0, Adaptation()), ("mine.py:sync", 45.0, own)]
     made.clear()
     codes = [ExitCode.PASS]
     words = ["explore", "--strategy", "mine.py:sync", "--as", "wrapper"]
-    CliRunner().invoke(_group, words, standalone_mode=False)
+    CliRunner().invoke(root_command, words, standalone_mode=False)
     typed = msgspec.structs.replace(own, form="wrapper")
     assert made == [("mine.py:sync", 300.0, typed)], "what is typed is used in place of the key"
-    ran = CliRunner().invoke(_group, ["explore", "--json", "x.json"])
+    ran = CliRunner().invoke(root_command, ["explore", "--json", "x.json"])
     assert "--json takes the findings of one strategy" in str(ran.exception)
-    ran = CliRunner().invoke(_group, ["explore", "--strategy", "ddp", "--accept", "quantised:8"])
+    ran = CliRunner().invoke(
+        root_command, ["explore", "--strategy", "ddp", "--accept", "quantised:8"]
+    )
     assert "--accept quantised:8 is not supported by explore" in str(ran.exception)
 
 
@@ -481,10 +483,10 @@ def test_the_screen_of_what_was_found(
 
 
 def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = CliRunner().invoke(_group, ["explore"])
+    ran = CliRunner().invoke(root_command, ["explore"])
     assert "no strategy was given; give --strategy" in str(ran.exception)
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    ran = CliRunner().invoke(_group, ["explore", "--strategy", "allreduce"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ran = CliRunner().invoke(root_command, ["explore", "--strategy", "allreduce"])
     assert isinstance(ran.exception, CannotRunError)
     assert "pip install 'distcheck[explore]'" in str(ran.exception)
 

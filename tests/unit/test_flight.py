@@ -71,5 +71,6 @@ def test_a_backends_own_recorder_is_asked_as_well(monkeypatch: pytest.MonkeyPatc
 )
 def test_nccls_recorder_is_there() -> None:
     """As it is called: with the words that this torch knows."""
-    dumped = c10d._dump_nccl_trace(includeCollectives=True, includeStackTraces=False)
+    dump = c10d._dump_nccl_trace  # type: ignore[attr-defined]
+    dumped = dump(includeCollectives=True, includeStackTraces=False)
     assert "entries" in pickle.loads(dumped)

@@ -157,7 +157,7 @@ def test_global_variables_of_a_package_are_a_ranks_own(
         patches.end()
     assert (kept.STATE, hasattr(kept, "LATER")) == (0, False)
     again = Patches(lambda module: module.__name__ == NAME, libraries=())  # of the next world
-    kept.STATE = 5
+    kept.STATE = 5  # type: ignore[attr-defined]
     again.end()
     assert kept.STATE == 0
     del sys.modules[NAME], sys.modules["kept_library"]

@@ -29,8 +29,9 @@ def declared() -> Iterator[tuple[Path, str]]:
     """(module, target) of every job in distcheck."""
     for path in [path for path in MODULES if "Job(" in text_of(path)]:
         for node in nodes(path):
-            made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-            if made and node.func.id == "Job":
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id == "Job":
                 assert isinstance(node.args[0], ast.Constant)
                 yield path, str(node.args[0].value)
 

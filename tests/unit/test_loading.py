@@ -15,6 +15,7 @@ from distcheck.plan.cases import check_request
 from distcheck.plan.request import Request
 from distcheck.training import loading
 from distcheck.training.adapters import names
+from distcheck.training.loaded import LoadedStrategy
 
 STEP = Step(index=0, rank=1, world_size=4, samples=64, total_samples=256)
 
@@ -25,7 +26,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"sync_{tmp_path.name}.py"
 
 
-def load(file: Path, source: str, name: str = "f") -> loading.LoadedStrategy:
+def load(file: Path, source: str, name: str = "f") -> LoadedStrategy:
     file.write_text(source)
     return loading.load_strategy(f"{file}:{name}")
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.records import CaseReport, Report, RunPlan
 from distcheck.reports import github, junit
@@ -152,7 +152,7 @@ def test_parts_of_other_plans_are_refused() -> None:
 def merge(*words: str) -> tuple[int, str]:
     """The command, as `distcheck` calls it: its code or its error, and what it printed."""
     runner = CliRunner()
-    ran = runner.invoke(_group, ["merge", *words], standalone_mode=False)
+    ran = runner.invoke(root_command, ["merge", *words], standalone_mode=False)
     if isinstance(ran.exception, DistcheckError):
         return ran.exception.exit_code, str(ran.exception)
     assert ran.exception is None, ran.exception

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from distcheck import backends
-from distcheck.backends import mpi
 from distcheck.backends.mpi import library
 from distcheck.errors import CannotRunError
 from distcheck.plan.cases import check_request
@@ -26,7 +25,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No launcher beside this Python, in a wheel, or on PATH; and no outer one."""
     (tmp_path / "python").mkdir()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python3"))
-    monkeypatch.setattr(library.sysconfig, "get_path", lambda _: str(tmp_path / "python"))
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "python"))
     monkeypatch.setattr(library, "_WHEELS", ())
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
@@ -61,7 +60,7 @@ def test_something_else_of_that_name_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_no_launcher_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     assert "needs mpirun or mpiexec" in backends.missing("mpi")
     with pytest.raises(CannotRunError, match=r"pip install 'distcheck\[mpi\]', or pip install mpi"):
         check_request(Request(strategies=("ddp",), backend="mpi"))
@@ -70,7 +69,7 @@ def test_no_launcher_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_mpi4py_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "needs mpi4py, which is not installed" in backends.missing("mpi")
 
 

@@ -8,8 +8,9 @@ import pytest
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batch
-from distcheck.plan.cases import PlannedCheck, check_case, plan_cases, plan_checks
+from distcheck.plan.cases import check_case, plan_cases, plan_checks
 from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.request import Request
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.training.jobs import CaseFacts

@@ -66,14 +66,14 @@ def test_each_rank_draws_its_own_numbers(copied: bool) -> None:
 
 
 def test_a_rank_may_replace_numpys_generator() -> None:
-    before = numpy.random.get_bit_generator()
+    before = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     generators = Generators()
     seeded(5)
     usual, other = generators.beginning(), generators.beginning()
     expected = numpy.random.rand(3).tolist()
     try:
         generators.give(other)
-        numpy.random.set_bit_generator(numpy.random.PCG64(1))
+        numpy.random.set_bit_generator(numpy.random.PCG64(1))  # type: ignore[attr-defined]
         first = numpy.random.rand()
         generators.take(other)
         generators.give(usual)
@@ -83,4 +83,4 @@ def test_a_rank_may_replace_numpys_generator() -> None:
         found = [first, numpy.random.rand()]
         assert found == numpy.random.RandomState(numpy.random.PCG64(1)).rand(2).tolist()
     finally:
-        numpy.random.set_bit_generator(before)
+        numpy.random.set_bit_generator(before)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.records import CheckResult, Difference
 from distcheck.reports.document import Document, json_schema
 from distcheck.reports.json_report import as_document, document_of, render_json
@@ -87,7 +87,9 @@ def test_what_no_report_holds_is_refused(path: tuple[str | int, ...], value: obj
 
 
 def test_the_command_prints_it() -> None:
-    ran = click.testing.CliRunner().invoke(_group, ["report", "--schema"], standalone_mode=False)
+    ran = click.testing.CliRunner().invoke(
+        root_command, ["report", "--schema"], standalone_mode=False
+    )
     assert ran.return_value == 0
     assert json.loads(ran.output) == SCHEMA
 

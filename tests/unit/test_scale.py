@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.plan.scale import plan_scale
 from distcheck.records import Case, CaseReport, Difference, Report
@@ -67,7 +67,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_bad_input_has_an_exit_code() -> None:
-    ran = CliRunner().invoke(_group, ["scale", "--strategy", "allreduce", "--world", "0"])
+    ran = CliRunner().invoke(root_command, ["scale", "--strategy", "allreduce", "--world", "0"])
     assert isinstance(ran.exception, UsageError)
     assert ran.exception.exit_code == 2
 

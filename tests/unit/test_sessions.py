@@ -17,7 +17,7 @@ from distcheck.verification import preparation
 from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.judgings import steps_of_judges
-from distcheck.verification.run import Silent
+from distcheck.verification.progress import Silent
 from distcheck.verification.session import Session, _deadline_s
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate

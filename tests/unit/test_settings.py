@@ -70,7 +70,7 @@ def default_of(option: click.Option) -> Any:
 
 def test_python_refuses_what_is_no_setting() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'step' \(did you mean steps"):
-        distcheck.verify("allreduce", step=3)
+        distcheck.verify("allreduce", step=3)  # type: ignore[call-arg]
 
 
 # Of a case alone: a request has several, or it follows from them.

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.cli.commands import verify as verify_module
 from distcheck.cli.forecast import say_plan
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.explore.beside import _without, explore_beside
-from distcheck.plan import thorough
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
@@ -119,7 +118,7 @@ def test_a_strategy_is_searched_once_in_every_dtype_that_was_asked_for() -> None
 
 
 def test_without_hypothesis_a_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thorough.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CannotRunError, match="or give --explore-s 0"):
         beside([request()])
     assert beside([request(explore_s=0.0)]).searches == ()
@@ -129,7 +128,7 @@ def test_without_hypothesis_a_search_is_refused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("words", ["-1", "nan", "1e9"])
 def test_a_budget_that_is_none_gets_one_sentence(words: str) -> None:
     ran = CliRunner().invoke(
-        _group, ["plan", "--strategy", "allreduce", "--thorough", "--explore-s", words]
+        root_command, ["plan", "--strategy", "allreduce", "--thorough", "--explore-s", words]
     )
     assert isinstance(ran.exception, UsageError)
     assert "is out of range; it takes a number of seconds from 0 (no search) to 86400" in str(
@@ -223,7 +222,7 @@ def test_the_cost_is_printed_first(
     assert "a rough estimate" in captured.err
     say_plan(whole, costs=False)
     assert capsys.readouterr().err == ""
-    ran = CliRunner().invoke(_group, ["plan", *words, "--json", "plan.json"])
+    ran = CliRunner().invoke(root_command, ["plan", *words, "--json", "plan.json"])
     assert "  explore allreduce for 90 s\n" in ran.output
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["searches"] == [{"strategy": "allreduce", "seconds": 90.0, "why_not": ""}]

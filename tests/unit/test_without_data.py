@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.diagnosis import diagnose
@@ -268,7 +268,7 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
 )
 def test_commands_that_refuse(command: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        _group([*command, "--without-data", "0"], standalone_mode=False)
+        root_command([*command, "--without-data", "0"], standalone_mode=False)
 
 
 def test_the_gate_has_a_key_for_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Cancelling(Small):
     """One layer, which is such a difference."""
 
     def model(self, *, sample_shape, classes):
-        return nn.Sequential(Difference(*sample_shape, classes))
+        return nn.Sequential(Difference(*sample_shape, classes))  # type: ignore[call-arg]
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.0)  # so that they stay close
@@ -40,7 +40,7 @@ class CancellingLoss(Small):
     """
 
     def model(self, *, sample_shape, classes):
-        first = nn.Linear(*sample_shape, 64)
+        first = nn.Linear(*sample_shape, 64)  # type: ignore[call-arg]
         return nn.Sequential(first, nn.Tanh(), Difference(64, classes))
 
     def loss(self, model, batch):

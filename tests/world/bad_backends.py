@@ -23,7 +23,7 @@ class Faithful(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.place, self.ranks = rank, size
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802
         return type(self).__name__.lower()
@@ -247,7 +247,8 @@ def _registered(kind: type[Faithful]) -> str:
 
 def __getattr__(name: str) -> Any:
     """`bad_backends:Stale.register` would do as well; `:stale` reads better."""
-    for kind in [Faithful, *Faithful.__subclasses__()]:
+    kinds: list[type[Faithful]] = [Faithful, *Faithful.__subclasses__()]
+    for kind in kinds:
         if kind.__name__.lower() == name.replace("_", ""):
             return lambda: _registered(kind)
     raise AttributeError(name)

@@ -437,9 +437,9 @@ def _asks_the_store(rank: int) -> None:
     while store.compare_set("lock", "", str(rank)) != str(rank).encode():
         pass
     time.sleep(0.01)
-    store.append("passed", str(rank))
+    store.append("passed", str(rank))  # type: ignore[attr-defined]
     store.delete_key("lock")
-    store.multi_set([f"there {rank}"], [str(rank)])
+    store.multi_set([f"there {rank}"], [str(rank)])  # type: ignore[attr-defined]
     while store.num_keys() < before + 5:
         pass
     store.add("arrived", 1)

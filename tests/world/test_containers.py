@@ -27,8 +27,9 @@ def of(kind: str) -> list[str]:
 def test_the_dockerfile_is_what_these_steps_read() -> None:
     known = {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENTRYPOINT"}
     assert {name for name, _ in INSTRUCTIONS} == known
-    assert PINNED_PYTHON.match(*of("FROM"))
-    assert json.loads(*of("ENTRYPOINT")) == ["distcheck"]
+    (image,), (entry_point,) = of("FROM"), of("ENTRYPOINT")
+    assert PINNED_PYTHON.match(image)
+    assert json.loads(entry_point) == ["distcheck"]
     assert all((ROOT / name).exists() for line in of("COPY") for name in line.split()[:-1])
 
 

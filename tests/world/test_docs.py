@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from tests.adapted.test_examples import PROMISES
 from tests.world.command import COMMAND, ROOT, hear_interrupts
 
@@ -108,8 +108,8 @@ def test_a_command_says_what_the_command_line_takes(page: Path, line: str) -> No
         assert words[0] == "pytest" or is_ours, f"{page.name}: {line}"
         return
     _, name, *rest = words[words.index("distcheck") :]
-    group = _group.make_context("distcheck", ["list"])
-    command = _group.get_command(group, name)
+    group = root_command.make_context("distcheck", ["list"])
+    command = root_command.get_command(group, name)
     assert command is not None, line
     command.make_context(name, rest, parent=group)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from distcheck.cli import _group
+from distcheck.cli import root_command
 from distcheck.cli.commands import COMMANDS
 from distcheck.reports.document import SCHEMA
 from tests.job.planted import FOLDER
@@ -43,8 +43,8 @@ OTHERS = {
 
 
 def test_every_command_with_json_is_here() -> None:
-    context = click.Context(_group)
-    commands = {name: _group.get_command(context, name) for name in COMMANDS}
+    context = click.Context(root_command)
+    commands = {name: root_command.get_command(context, name) for name in COMMANDS}
     with_json = {
         name
         for name, command in commands.items()

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from distcheck import backends
+from distcheck.backends.mpi import library
+from distcheck.errors import CannotRunError
 from distcheck.worlds.mpi import started as mpirun
 from tests.correct import LAYOUTS
 from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, hear_interrupts
@@ -118,9 +120,9 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     bad = tmp_path / "mpirun"
     bad.write_text("#!/bin/sh\necho 'HYDRA, no slots today'\n")
     bad.chmod(0o755)
-    launcher = mpirun.library.Launcher(str(bad), "MPICH", "")
-    monkeypatch.setattr(mpirun.library, "find_launcher", lambda: launcher)
-    with pytest.raises(mpirun.CannotRunError, match="could not start 2 processes: HYDRA, no slots"):
+    launcher = library.Launcher(str(bad), "MPICH", "")
+    monkeypatch.setattr(library, "find_launcher", lambda: launcher)
+    with pytest.raises(CannotRunError, match="could not start 2 processes: HYDRA, no slots"):
         mpirun.MPIJob(2)
 
 

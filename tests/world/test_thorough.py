@@ -8,7 +8,7 @@ import pytest
 
 import distcheck as framework
 from distcheck.errors import CannotRunError, ExitCode
-from distcheck.verification import preparation
+from distcheck.verification import limits
 from distcheck.workloads.cells import CELLS
 from tests.world.command import Run
 from tests.world.warm import distcheck
@@ -59,14 +59,14 @@ def test_a_search_that_finds_nothing_passes_and_says_how_far_it_went() -> None:
 def test_a_world_that_does_not_fit_is_left_out_unless_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check_room = preparation.limits.check_room
+    check_room = limits.check_room
 
     def little_room(case, *about, **more) -> None:  # type: ignore[no-untyped-def]
         if case.world > 4:
             raise CannotRunError("needs about 9 GiB of memory; 1 GiB are available")
         check_room(case, *about, **more)
 
-    monkeypatch.setattr(preparation.limits, "check_room", little_room)
+    monkeypatch.setattr(limits, "check_room", little_room)
     asked = {"workload": "mlp", "dtype": "float32", "separate": False, "explore_s": 0,
              "thorough": True, "without": list(CELLS)}  # fmt: skip
     report = framework.verify("allreduce", **asked)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ class Divided(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)]))
 
     def forward(self, x):
-        return x @ self.weight.to_local().t()
+        return x @ self.weight.to_local().t()  # type: ignore[attr-defined]
 
 
 class Net(nn.Module):

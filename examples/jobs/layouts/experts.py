@@ -68,7 +68,7 @@ class Experts(nn.Module):
         rows = Exchange.apply(x[order], *sizes)
         numbers = torch.empty(sum(sizes[1]), dtype=torch.int64)
         dist.all_to_all_single(numbers, expert[order], sizes[1], sizes[0])
-        own = self.weights.to_local()[numbers % each]
+        own = self.weights.to_local()[numbers % each]  # type: ignore[attr-defined]
         mixed = torch.bmm(rows[:, None], own)[:, 0]
         mixed = Exchange.apply(mixed, sizes[1], sizes[0])
         return share[:, None] * torch.zeros_like(x).index_copy(0, order, mixed)
