@@ -150,7 +150,7 @@ class TwiceTheFirst(RowParallel):
         (
             f"{__name__}:TwiceTheFirst",
             {"outputs": "unknown", "gradients": "fail", "loss": "unknown"},
-            ["wrong-divisor"],
+            ["extra-sum"],
         ),
         sweep(
             f"{__name__}:OffByOne",

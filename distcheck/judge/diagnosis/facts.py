@@ -250,7 +250,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter whose gradient is wrong at a step.
 
-    `factor`: every wrong rank holds that multiple of the right gradient. `shares`: the axis along
+    `factor`: every wrong rank holds that multiple of the right gradient, which rounding may have
+    moved by up to `factor_error`. `shares`: the axis along
     which what ranks hold adds up to it. `shard`: every rank holds the gradient of its own data
     coordinate's samples; `even`: the mean of all of them, unweighted. `earlier`: it is that of the
     step before; `added`: with it added. `mixed`: the axis
@@ -265,6 +266,7 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[int, ...]
     absent: tuple[int, ...] = ()
     factor: float | None = None
+    factor_error: float = 0.0
     shares: str = ""
     shard: bool = False
     even: bool = False

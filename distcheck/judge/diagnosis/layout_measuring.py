@@ -136,9 +136,11 @@ class Held:
     def _related(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
+        # Derived: an error of norm `allowed` moves a fitted factor by at most allowed / norm.
         return msgspec.structs.replace(
             found,
             factor=self._common_factor(held, expected),
+            factor_error=self._allowed / float(expected.norm()),
             shares=self._axis_of_shares(expected),
             mixed=self._axis_of_mixed(held, expected),
             region=_region(held[0], expected, self._allowed),

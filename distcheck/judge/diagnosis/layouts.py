@@ -92,7 +92,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
             "clear-first",
         )
     elif found.factor is not None:
-        yield from _of_factor(facts, found.factor)
+        yield from _of_factor(facts, found.factor, found.factor_error)
     elif found.shard:
         yield name_cause(
             "no-sync",
@@ -139,19 +139,23 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         yield name_cause("wrong-piece", where_alone)
 
 
-def _of_factor(facts: LayoutFacts, factor: float) -> list[Diagnosis]:
-    """All that a factor of the right gradient may be."""
+def _of_factor(facts: LayoutFacts, factor: float, error: float) -> list[Diagnosis]:
+    """All causes that explain a factor of the right gradient within its rounding `error`."""
+
+    def same(other: float) -> bool:
+        return _same(factor, other, error)
+
     times = f"the gradient is {number_text(factor)} times the right one"
     parts, found = facts.micro_batches, list[Diagnosis]()
-    if parts > 1 and (_same(factor, parts) or _same(factor, 1 / parts)):
+    if parts > 1 and (same(parts) or same(1 / parts)):
         how = "their gradients are added up" if factor > 1 else "it is divided by them twice"
         evidence = f"{times}: there are {parts} micro-batches, and {how}"
         found.append(name_cause("micro-batch-scale", evidence))
     for axis, size in facts.axes:
         over = f"{times}: the axis {axis} has {size} ranks, over which it was"
-        if size < 2 or not (_same(factor, size) or _same(factor, 1 / size)):
+        if size < 2 or not (same(size) or same(1 / size)):
             continue
-        if _same(factor, size):
+        if same(size):
             evidence = f"{over} added up"
             added = name_cause("missing-division", evidence, "layout", size=size)
             found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
@@ -178,8 +182,8 @@ def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
         yield "the number of micro-batches"
 
 
-def _same(one: float, other: float) -> bool:
-    return isclose(one, other, rel_tol=_SAME_FACTOR)
+def _same(one: float, other: float, error: float = 0.0) -> bool:
+    return isclose(one, other, rel_tol=_SAME_FACTOR, abs_tol=error)
 
 
 def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
