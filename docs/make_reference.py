@@ -21,13 +21,13 @@ MADE = "<!-- made by docs/make_reference.py; edit the code instead -->\n\n"
 
 def commands() -> str:
     """Every command: what it says under --help."""
-    from distcheck.cli import _group
+    from distcheck.cli import root_command
     from distcheck.cli.commands import COMMANDS
 
-    context = click.Context(_group, info_name="distcheck", **_group.context_settings)
+    context = click.Context(root_command, info_name="distcheck", **root_command.context_settings)
     lines = [MADE, "# Commands\n"]
     for name in COMMANDS:
-        command = _group.get_command(context, name)
+        command = root_command.get_command(context, name)
         assert command is not None, name
         own = click.Context(command, parent=context, info_name=name, max_content_width=100)
         text = _with_anchors(name, command.get_help(own).rstrip())

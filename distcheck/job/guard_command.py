@@ -26,7 +26,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.layers import NO_LAYER
 from distcheck.store.origin import origin_here
 
-FOLDER = "distcheck-guard"
+FOLDER = ".distcheck/guard"
 _ALIKE = "a mistake that all ranks make alike: replicas agree on a wrong model, too"
 _AUDITED = (
     "a mistake that all ranks make alike before backward has ended",

@@ -230,13 +230,14 @@ class Store:
             ) from error
 
 
-def own_folder(name: str) -> Path:
-    """`.distcheck/NAME`, which is made. Raises CannotRunError where that cannot be, and where one
+def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
+    """`.distcheck/NAME`, which is made; `root` is the `.distcheck` of another folder than the
+    current one. Raises CannotRunError where that cannot be, and where one
     of the two is another user's, or is a link, as it may be in a folder from elsewhere: what is
     kept and unpacked there could be replaced before it runs, and old runs are removed there.
     """
-    place = DEFAULT_FOLDER / name
-    for folder in (DEFAULT_FOLDER, place):
+    place = root / name
+    for folder in (root, place):
         is_folder = folder.is_symlink() or folder.is_dir()  # making it says the rest
         if is_folder and not is_private_folder(folder):
             raise CannotRunError(
@@ -247,7 +248,7 @@ def own_folder(name: str) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         with (
             contextlib.suppress(FileExistsError),
-            (DEFAULT_FOLDER / ".gitignore").open("x") as file,
+            (root / ".gitignore").open("x") as file,
         ):
             file.write("*\n")
     except OSError as error:

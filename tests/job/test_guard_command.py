@@ -47,7 +47,7 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
     assert ran.stdout.count("ended") == 2
     assert "first  step 12: bias differs between rank 0 and rank 1" in ran.stdout
     assert "changed-outside-step" in ran.stdout
-    (bundle,) = (tmp_path / "distcheck-guard").iterdir()
+    (bundle,) = (tmp_path / ".distcheck" / "guard").iterdir()
     explain = [sys.executable, "-m", "distcheck", "explain", str(bundle)]
     said = subprocess.run(explain, capture_output=True, text=True, timeout=60)
     assert said.returncode == 1

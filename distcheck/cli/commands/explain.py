@@ -24,7 +24,7 @@ def command(what: str | None) -> int:
 
     \b
     distcheck explain no-sync
-    distcheck explain distcheck-guard/step-000200.json
+    distcheck explain .distcheck/guard/step-000200.json
     """  # fmt: skip
     from distcheck.errors import ExitCode, UsageError
     from distcheck.errors.spelling import did_you_mean
@@ -38,7 +38,7 @@ def command(what: str | None) -> int:
     if not what or (not Path(what).exists() and "/" not in what and not what.endswith(".json")):
         raise UsageError(
             f"unknown cause {what!r}{did_you_mean(what, causes())}; distcheck explain lists them. "
-            "What a guard has saved is a file, as in distcheck-guard/step-000200.json"
+            "What a guard has saved is a file, as in .distcheck/guard/step-000200.json"
         )
     return _explain_bundle(Path(what))
 

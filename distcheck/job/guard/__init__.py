@@ -29,7 +29,7 @@ def guard(
     on_difference: "Action" = "raise",
     model: Any = None,
     group: Any = None,
-    save: str | None = "distcheck-guard",
+    save: str | None = ".distcheck/guard",
     samples: bool = True,
     randomness: bool = True,
     timeout_s: float = 1800.0,

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from distcheck import __version__
+from distcheck.errors import CannotRunError
 from distcheck.job.guard import auditing, comparing, records, state
 from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.exchange import Peers
@@ -375,7 +376,7 @@ class Guard:
         if self._peers.rank == 0:
             try:
                 name = str(records.write(difference, Path(self._save or ""))).encode()
-            except OSError as error:
+            except (OSError, CannotRunError) as error:
                 self._remark(f"the bundle could not be written: {error}")
         name = self._peers.gather_bytes(name or b" ")[0].strip()
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))

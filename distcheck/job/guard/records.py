@@ -132,8 +132,16 @@ def sentence(found: ReplicaFinding, of: Divergence) -> str:
 
 
 def write(difference: Divergence, folder: Path) -> Path:
-    """Writes a bundle under a name of its own, and returns the file. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a bundle to a new file in `folder` and return the file. Raises OSError, and
+    CannotRunError if `.distcheck` belongs to another user.
+    """
+    if folder.parent.name == ".distcheck":
+        # Imported here, since a training has no use for the rest of that module.
+        from distcheck.store.run_folder import own_folder
+
+        own_folder(folder.name, folder.parent)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
     stem = f"step-{difference.step:06d}"
     for number in range(1000):
         file = folder / (f"{stem}.json" if not number else f"{stem}-{number}.json")
