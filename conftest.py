@@ -5,10 +5,12 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Worlds are real processes on shared machines: no example may fail for being slow.
+# Worlds are real processes on shared machines: no example may fail for being slow. A run draws the
+# same examples every time; the sweep draws new ones (`--hypothesis-profile random`).
 settings.register_profile(
-    "distcheck", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("distcheck", settings.get_profile("random"), derandomize=True)
 settings.load_profile("distcheck")
 
 pytest_plugins = ["pytester"]

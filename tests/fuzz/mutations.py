@@ -11,6 +11,16 @@ _MOST_NESTED = 40
 _CHARACTERS = "\x00\x1b\n\r\u202e\ud800é\U0001f600:/\\\"'%`<"
 
 
+class Draw(Random):
+    """A `Random` whose choices are relative to the length that they are made from: the same seed
+    damages the same part of a file, however long a time or a path in it is on this machine.
+    """
+
+    def _randbelow(self, n: int) -> int:
+        """An integer in [0, n), from exactly one number of the stream."""
+        return int(self.random() * n)
+
+
 class Raw(str):
     """A text that goes into a file as it is: what no Python value is written as."""
 

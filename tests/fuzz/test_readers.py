@@ -1,13 +1,13 @@
 """Damaged files: every reader answers with a clear error or a right acceptance.
 
-A failure names the reader and the number of the mutation; `run_one("merge", 17, ...)` repeats it.
+A failure prints the seed of its mutation and the folder with the damaged files;
+`run_one("merge", 17, ...)` repeats it. Seeds are fixed here; those of the sweep go on from there.
 """
 
 import re
 import shutil
 import traceback
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -19,6 +19,7 @@ from distcheck.store.bundle import make_bundle
 from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
 from tests.fuzz import readers
+from tests.fuzz.mutations import Draw
 from tests.fuzz.readers import READERS, Answer, BrokenError, Originals
 from tests.sealing import seal_again
 from tests.unit.gate_documents import CRASHED, FAILED, PASSED, UNKNOWN, document_of
@@ -89,16 +90,16 @@ def _parts(folder: Path) -> tuple[Path, Path]:
 
 
 def run_one(reader: str, number: int, originals: Originals, folder: Path) -> Answer:
-    """One mutation; raises whatever the reader raises that is not for a person."""
+    """Apply one mutation and read the result; raise any exception that is not a message for a
+    person. The damaged files of a mutation that raises are kept in `folder`.
+    """
     place = folder / f"{reader}-{number}"
     place.mkdir()
-    try:
-        with readers.bounded():
-            answer = READERS[reader](originals, place, Random(f"{reader} {number}"))
-    finally:
-        shutil.rmtree(place)
+    with readers.bounded():
+        answer = READERS[reader](originals, place, Draw(f"{reader} {number}"))
     if answer.code not in CODES or "\n" in answer.said.strip("\n"):
         raise BrokenError(f"exit code {answer.code}: {answer.said}")
+    shutil.rmtree(place)
     return answer
 
 
@@ -111,7 +112,11 @@ def broken_of(reader: str, numbers: range, originals: Originals, folder: Path) -
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
-            found.append(f"{reader} {number}: {type(error).__name__}: {str(error)[:150]} ({where})")
+            kept = folder / f"{reader}-{number}"
+            found.append(
+                f"seed '{reader} {number}': {type(error).__name__}: {str(error)[:150]} ({where}); "
+                f"damaged files: {kept}"
+            )
     if reader != "earlier":  # which leaves out what it cannot read
         assert refused > len(numbers) // 4, "most damage is to be refused"
     return found
@@ -163,7 +168,7 @@ def test_edited_traces_are_judged_or_refused(
     for number in range(100):
         place = tmp_path / str(number)
         try:
-            answer = readers.rejudged(originals, place, Random(number), pool)
+            answer = readers.rejudged(originals, place, Draw(number), pool)
             assert answer.code in CODES
         except Exception as error:
             broken.append(f"{number}: {type(error).__name__}: {error}")
