@@ -4,7 +4,7 @@ gather, and metrics.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from math import isclose, prod
+from math import prod
 
 import msgspec
 
@@ -12,8 +12,6 @@ from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
 from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, some_of, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
-
-_SAME_FACTOR = 1e-4  # Chosen, relative: two factors that are one
 
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
@@ -32,10 +30,6 @@ def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
 
 def _world(facts: LayoutFacts) -> int:
     return prod(size for _, size in facts.axes)
-
-
-def _same(one: float, other: float) -> bool:
-    return isclose(one, other, rel_tol=_SAME_FACTOR)
 
 
 def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
@@ -77,9 +71,9 @@ def _of_factor(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis | None:
         return None
     times = f"the gradient is {number_text(found.factor)} times that of one process"
     world = _world(facts)
-    if _same(found.factor, world):
+    if found.is_scaled_by(world):
         return name_cause("missing-division", f"{times}, the number of ranks", "loss")
-    if _same(found.factor, 1 / world):
+    if found.is_scaled_by(1 / world):
         return name_cause("double-division", f"{times}, 1 / the number of ranks", "loss")
     return name_cause("wrong-divisor", times, "layout")
 
@@ -108,9 +102,9 @@ def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
         return name_cause("wrong-output", evidence, "metric")
     if found.factor is not None:
         times = f"{place} gives {number_text(found.factor)} times the result of one process"
-        if _same(found.factor, world):
+        if found.is_scaled_by(world):
             return name_cause("missing-division", times, "metric")
-        if _same(found.factor, 1 / world):
+        if found.is_scaled_by(1 / world):
             return name_cause("double-division", times, "metric")
         return name_cause("wrong-divisor", times, "metric")
     where_wrong = f" in {found.region.where}" if found.region is not None else ""

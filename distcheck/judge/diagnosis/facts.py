@@ -17,6 +17,8 @@ inequality here. k is W + 5: W - 1 additions, two roundings each for the rank's 
 scale, two for a further factor.
 """
 
+from math import isclose
+
 import msgspec
 
 from distcheck.records import LossName
@@ -247,6 +249,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     factor: float | None
 
 
+SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are one
+
+
 class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter whose gradient is wrong at a step.
 
@@ -277,6 +282,12 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     region: Region | None = None
     unexchanged: bool = False
     distance: float = 0.0
+
+    def is_scaled_by(self, factor: float) -> bool:
+        """Return True if the gradient is `factor` times the right one, within its rounding."""
+        return self.factor is not None and isclose(
+            self.factor, factor, rel_tol=SAME_FACTOR, abs_tol=self.factor_error
+        )
 
 
 class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,14 +10,18 @@ from math import isclose, prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter, WrongOutputs
+from distcheck.judge.diagnosis.facts import (
+    SAME_FACTOR,
+    LayoutFacts,
+    LayoutParameter,
+    WrongOutputs,
+)
 from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
 # Chosen: a share of its norm by which sums in bfloat16 are off at most, and mistakes seldom.
 _OF_PRECISION = 2.0**-6
-_SAME_FACTOR = 1e-4  # Chosen, relative: two factors that are one
 _APART = "; ranks that read the same samples have different losses"
 
 
@@ -92,7 +96,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
             "clear-first",
         )
     elif found.factor is not None:
-        yield from _of_factor(facts, found.factor, found.factor_error)
+        yield from _of_factor(facts, found)
     elif found.shard:
         yield name_cause(
             "no-sync",
@@ -139,23 +143,19 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         yield name_cause("wrong-piece", where_alone)
 
 
-def _of_factor(facts: LayoutFacts, factor: float, error: float) -> list[Diagnosis]:
-    """All causes that explain a factor of the right gradient within its rounding `error`."""
-
-    def same(other: float) -> bool:
-        return _same(factor, other, error)
-
-    times = f"the gradient is {number_text(factor)} times the right one"
+def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
+    """All causes that explain a factor of the right gradient."""
+    times = f"the gradient is {number_text(of.factor or 0.0)} times the right one"
     parts, found = facts.micro_batches, list[Diagnosis]()
-    if parts > 1 and (same(parts) or same(1 / parts)):
-        how = "their gradients are added up" if factor > 1 else "it is divided by them twice"
+    if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
+        how = "their gradients are added up" if added_up else "it is divided by them twice"
         evidence = f"{times}: there are {parts} micro-batches, and {how}"
         found.append(name_cause("micro-batch-scale", evidence))
     for axis, size in facts.axes:
         over = f"{times}: the axis {axis} has {size} ranks, over which it was"
-        if size < 2 or not (same(size) or same(1 / size)):
+        if size < 2 or not (of.is_scaled_by(size) or of.is_scaled_by(1 / size)):
             continue
-        if same(size):
+        if of.is_scaled_by(size):
             evidence = f"{over} added up"
             added = name_cause("missing-division", evidence, "layout", size=size)
             found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
@@ -182,8 +182,8 @@ def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
         yield "the number of micro-batches"
 
 
-def _same(one: float, other: float, error: float = 0.0) -> bool:
-    return isclose(one, other, rel_tol=_SAME_FACTOR, abs_tol=error)
+def _same(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=SAME_FACTOR)
 
 
 def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
