@@ -8,6 +8,7 @@ import torch
 
 from distcheck.judge.diagnosis.facts import LeftFacts, PassFacts
 from distcheck.judge.diagnosis.measured import Measured, StepExpectation
+from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
@@ -19,19 +20,13 @@ _RESIDUAL = 1e-5  # Chosen, of a result: passes were added up in its dtype
 _MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
 
 
-def seen(expectation: StepExpectation, rank: int, index: int) -> torch.Tensor | None:
-    """What was recorded of one parameter before the exchange."""
-    return expectation.trace.tensor(rank, Kind.LOCAL_GRADIENT, expectation.step, index)
-
-
-def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) -> float | None:
+def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
     """What multiple of the shard's gradient backward left, a loss that was scaled included; None
     where it was not seen, or is not a multiple.
     """
     same, rows = True, []
     for m in measured:
-        found = seen(expectation, rank, m.index)
-        shard = expectation.shards[rank].gradients[m.index]
+        found, shard = view.seen(rank, m.index), view.local(rank, m.index)
         if found is None or shard is None:
             return None
         same = same and torch.equal(found, shard)
@@ -39,24 +34,25 @@ def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) ->
     fitted = fit(rows)
     if fitted is None or not fitted.factors[0]:
         return None
-    by_loss = expectation.contract.weighting == "loss"
-    promised = 1.0 if by_loss else expectation.shares.unscaled[rank]
+    promised = view.loss_factor(rank)
     if same:
         return promised
     # Chosen: no multiple where more than 1e-5 is left over.
     return fitted.factors[0] * promised if fitted.share <= 1e-5 else None
 
 
-def others(expectation: StepExpectation, measured: list[Measured]) -> tuple[LeftFacts, ...]:
+def others(view: StepView, measured: list[Measured]) -> tuple[LeftFacts, ...]:
     """The ranks on which backward left something else than their shard's gradient."""
-    ranks = range(expectation.trace.layout.world)
-    return tuple(filter(None, (_of_rank(expectation, rank, measured) for rank in ranks)))
+    if not isinstance(view, StepExpectation):
+        return ()  # it takes what backward left for the shard's gradient
+    ranks = range(view.trace.layout.world)
+    return tuple(filter(None, (_of_rank(view, rank, measured) for rank in ranks)))
 
 
 def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) -> LeftFacts | None:
     pairs, names = [], []
     for m in measured:
-        found, own = seen(expectation, rank, m.index), expectation.shards[rank].gradients[m.index]
+        found, own = expectation.seen(rank, m.index), expectation.local(rank, m.index)
         if found is None or own is None:
             if (found is None) != (own is None):
                 return None  # not seen: nothing is known of it

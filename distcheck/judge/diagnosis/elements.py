@@ -87,14 +87,14 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
     """
     mean, ranks = measured.interval.mean, range(measured.world)
     errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
-    weights = measured.expectation.shares.weights
+    weights = measured.view.weights
     size = sum(w / len(ranks) * float(measured.shard(r).norm()) for r, w in enumerate(weights))
     found: list[list[str]] = [[] for _ in ranks]
     for dtype in _SHORTER if errors else ():
         coarse = unit_roundoff(getattr(torch, dtype))
         if coarse <= unit:
             continue
-        wide = measured.expectation.interval(measured.index, wire=dtype)
+        wide = measured.view.interval(measured.index, wire=dtype)
         assert wide is not None
         least = _LEAST_ROUNDING * coarse * size / sqrt(len(ranks))
         for rank, error in errors.items():
@@ -124,8 +124,7 @@ def of_terms(measured: Measured, rank: int, dtype: str) -> bool:
     up in their own: weighted before or after that.
     """
     short, world = getattr(torch, dtype), measured.world
-    specs = measured.expectation.trace.layout.model.parameters
-    own_dtype = getattr(torch, specs[measured.index].dtype)
+    own_dtype = getattr(torch, measured.view.specs[measured.index].dtype)
     own_dtype = own_dtype.to_real() if own_dtype.is_complex else own_dtype
     owns = [measured.left(r) for r in range(world)]
     result, bound = measured.result(rank), 2 * measured.interval.bound

@@ -1,13 +1,13 @@
 """What else a wrong gradient is: an earlier step's, a sum, another parameter's, a permutation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from distcheck.judge.diagnosis.facts import Match
-from distcheck.judge.diagnosis.measured import Measured, StepExpectation
+from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.machine.numerics import gamma, real_parts, unit_roundoff, wide
-from distcheck.recordings.recording import Kind
 
 _MOST_SORTED = 1 << 20
 _MOST_OTHERS = 64
@@ -17,28 +17,28 @@ _SHARPEST = 1e-4
 
 
 def matches_of(
-    expectation: StepExpectation,
-    earlier: list[StepExpectation],
+    view: StepView,
+    earlier: Sequence[StepView],
     measured: list[Measured],
     step_gamma: float,
 ) -> Iterator[Match]:
     """Every match of a wrong gradient, within the bound of what it is taken for."""
     for one in measured:
         if one.wrong and bool(one.interval.mean.isfinite().all()):
-            yield from _earlier(expectation, earlier, one, step_gamma)
+            yield from _earlier(view, earlier, one, step_gamma)
             yield from _others(one, measured)
-            yield from _mixed(expectation, one, measured, step_gamma)
+            yield from _mixed(view, one, measured, step_gamma)
     yield from permuted(measured)
 
 
 def _earlier(
-    expectation: StepExpectation,
-    earlier: list[StepExpectation],
+    view: StepView,
+    earlier: Sequence[StepView],
     one: Measured,
     step_gamma: float,
 ) -> Iterator[Match]:
     """Against the means of earlier steps, their sums with this one's, and what a rank held then."""
-    total, allowed = one.interval.mean, _size(expectation, one.index)
+    total, allowed = one.interval.mean, _size(view, one.index)
     for past in earlier:
         interval = past.interval(one.index)
         if interval is None or not bool(interval.mean.any()):
@@ -49,11 +49,11 @@ def _earlier(
             ("sum", total, step_gamma * allowed),
         ]
         for rank in one.wrong:
-            held = expectation.trace.tensor(rank, Kind.GRADIENT, past.step, one.index)
+            held = past.reduced(rank, one.index)
             held = None if held is None else real_parts(held)
             own = list(candidates)
             if held is not None and bool(held.any()):
-                limit = _size(expectation, one.index) + float(held.double().norm())
+                limit = _size(view, one.index) + float(held.double().norm())
                 own.append(("added", one.interval.mean + held.double(), step_gamma * limit))
             for kind, expected, bound in own:
                 distance = float((one.result(rank) - expected).norm())
@@ -64,21 +64,13 @@ def _earlier(
                     )  # fmt: skip
 
 
-def _size(expectation: StepExpectation, index: int) -> float:
+def _size(view: StepView, index: int) -> float:
     """What the terms of a mean add up to, as a norm."""
-    factors = zip(
-        expectation.shares.weights, expectation.shares.unscaled, expectation.shards, strict=True
-    )
     size = 0.0
-    for weight, factor, shard in factors:
-        gradient = shard.gradients[index]
+    for rank, (weight, factor) in enumerate(zip(view.weights, view.unscaled, strict=True)):
+        gradient = view.local(rank, index)
         if gradient is not None and factor:
-            size += (
-                weight
-                / len(expectation.shares.weights)
-                / abs(factor)
-                * float(wide(gradient).norm())
-            )
+            size += weight / len(view.weights) / abs(factor) * float(wide(gradient).norm())
     return size
 
 
@@ -100,7 +92,7 @@ def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
 
 
 def _mixed(
-    expectation: StepExpectation, one: Measured, measured: list[Measured], step_gamma: float
+    view: StepView, one: Measured, measured: list[Measured], step_gamma: float
 ) -> Iterator[Match]:
     """Against means to which some ranks gave their gradient of another parameter.
 
@@ -111,7 +103,7 @@ def _mixed(
     world = one.world
     if world < 2 or one.elements > _MOST_SORTED or one.elements <= world:
         return
-    shares = [weight / world for weight in expectation.shares.weights]
+    shares = [weight / world for weight in view.weights]
     own = torch.stack([one.shard(rank).reshape(-1) for rank in range(world)], dim=1)
     own_norms = own.norm(dim=0).tolist()
     rests = torch.stack(

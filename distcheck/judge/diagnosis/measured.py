@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.oracles import any_order
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding import Interval, interval
+from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
@@ -20,14 +22,77 @@ from distcheck.records import LossName
 T = TypeVar("T")
 
 
-class StepExpectation(AtStep):
-    """What should have been at a step, as a closer look asks for it."""
+class StepExpectation(AtStep, StepView):
+    """What should have been at a step, computed again from what the ranks of a case recorded."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.trace.ranks
+
+    @property
+    def weights(self) -> Sequence[float]:
+        return self.shares.weights
+
+    @property
+    def unscaled(self) -> Sequence[float]:
+        return self.shares.unscaled
+
+    @property
+    def dtype(self) -> str:
+        return self.case.dtype
+
+    @property
+    def wire(self) -> str | None:
+        return self.contract.wire
+
+    @property
+    def lost(self) -> str:
+        return self.shares.lost
+
+    def loss_factor(self, rank: int) -> float:
+        return 1.0 if self.contract.weighting == "loss" else self.unscaled[rank]
+
+    def local(self, rank: int, index: int) -> torch.Tensor | None:
+        return self.shards[rank].gradients[index]
+
+    def seen(self, rank: int, index: int) -> torch.Tensor | None:
+        return self.trace.tensor(rank, Kind.LOCAL_GRADIENT, self.step, index)
+
+    def reduced(self, rank: int, index: int) -> torch.Tensor | None:
+        return self.trace.tensor(rank, Kind.GRADIENT, self.step, index)
+
+    def digest(self, rank: int, index: int) -> bytes:
+        return self.trace.entry(rank, Kind.GRADIENT, self.step, index).digest
 
     def interval(
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
         """As `AnyOrder.interval`."""
         return any_order.mean_at(self).interval(index, wire=wire, loss=loss)
+
+    def unmoved(self) -> tuple[int, ...]:
+        """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
+        trace, step, found = self.trace, self.step, []
+        indices = range(len(self.specs))
+        for rank in range(len(self.weights)):
+            before, after = (
+                [trace.entry(rank, Kind.PARAMETER, slot, i).digest for i in indices]
+                for slot in (step, step + 1)
+            )
+            held = [self.reduced(rank, i) for i in indices]
+            if before != after or not any(h is not None and bool(h.any()) for h in held):
+                continue
+            try:
+                moved = self.references.update.run(rank, step)[Kind.PARAMETER]
+            except NotRecordedError:
+                continue
+            stayed = [trace.tensor(rank, Kind.PARAMETER, step, i) for i in indices]
+            if any(
+                a is not None and b is not None and not torch.equal(a, b)
+                for a, b in zip(moved, stayed, strict=True)
+            ):
+                found.append(rank)
+        return tuple(found)
 
     @property
     def half_quanta(self) -> Sequence[float]:
@@ -66,7 +131,7 @@ class Measured:
     real ones.
     """
 
-    expectation: StepExpectation
+    view: StepView
     index: int
     name: str
     elements: int
@@ -87,12 +152,12 @@ class Measured:
 
     @property
     def world(self) -> int:
-        return len(self.expectation.shares.weights)
+        return len(self.view.weights)
 
     @property
     def shares(self) -> list[float]:
         """What each rank's gradient, as backward leaves it, counts for in the mean."""
-        pairs = zip(self.expectation.shares.weights, self.expectation.shares.unscaled, strict=True)
+        pairs = zip(self.view.weights, self.view.unscaled, strict=True)
         return [weight / self.world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
@@ -101,15 +166,14 @@ class Measured:
 
     def shard(self, rank: int) -> torch.Tensor:
         """The gradient of a rank's mean loss, whatever was done to that loss."""
-        unscaled = self.expectation.shares.unscaled[rank]
-        return self._keep("shard", rank, lambda: self.left(rank) / unscaled)
+        return self._keep("shard", rank, lambda: self.left(rank) / self.view.unscaled[rank])
 
     def result(self, rank: int) -> torch.Tensor:
         return self._keep("result", rank, lambda: self._result(rank))
 
     def by_what_was_left(self) -> "Given":
         """The same, as `Given`."""
-        return Given(self.expectation, self.index, self.name, self.elements, self.keeps)
+        return Given(self.view, self.index, self.name, self.elements, self.keeps)
 
     def _keep(self, name: str, rank: int, make: Callable[[], T]) -> T:
         if name not in self.keeps:
@@ -120,19 +184,18 @@ class Measured:
         return found
 
     def _mean(self) -> Interval:
-        found = self.expectation.interval(self.index)
+        found = self.view.interval(self.index)
         assert found is not None
         return found
 
     def _left(self, rank: int) -> torch.Tensor:
-        gradient = self.expectation.shards[rank].gradients[self.index]
+        gradient = self.view.local(rank, self.index)
         if gradient is None:
             return torch.zeros_like(self.interval.mean)
         return wide(gradient)
 
     def _result(self, rank: int) -> torch.Tensor:
-        at = self.expectation
-        found = at.trace.tensor(rank, Kind.GRADIENT, at.step, self.index)
+        found = self.view.reduced(rank, self.index)
         assert found is not None
         return wide(found)
 
@@ -151,9 +214,8 @@ class Given(Measured):
         return wide(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:
-        at = self.expectation
-        found = at.trace.tensor(rank, Kind.LOCAL_GRADIENT, at.step, self.index)
+        found = self.view.seen(rank, self.index)
         if found is not None:
             return found
-        spec = at.trace.layout.model.parameters[self.index]
+        spec = self.view.specs[self.index]
         return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))

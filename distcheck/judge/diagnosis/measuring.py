@@ -3,6 +3,7 @@
 All in float64. What an expectation is, the oracles say; nothing here knows what a strategy does.
 """
 
+from collections.abc import Sequence
 from math import isfinite, sqrt
 
 import torch
@@ -10,11 +11,11 @@ import torch
 from distcheck.judge.diagnosis import backward, elements
 from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.matching import matches_of
-from distcheck.judge.diagnosis.measured import Measured, StepExpectation
+from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, smallest, unit_roundoff, wide
-from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
@@ -28,19 +29,18 @@ LEAST_SINGULAR = 1e-6
 
 
 class StepMeasuring:
-    """Measures the step of an expectation; `earlier` are those of steps before, latest first."""
+    """Measures the step of a view; `earlier` are those of steps before, latest first."""
 
-    def __init__(self, expectation: StepExpectation, earlier: list[StepExpectation]) -> None:
-        self._expectation, self._earlier = expectation, earlier
-        self._trace, self._step = expectation.trace, expectation.step
-        self._ranks = range(self._trace.layout.world)
-        self.shares = [w / len(self._ranks) for w in expectation.shares.weights]
+    def __init__(self, view: StepView, earlier: Sequence[StepView]) -> None:
+        self._view, self._earlier, self._step = view, earlier, view.step
+        self._ranks = range(len(view.weights))
+        self.shares = [w / len(self._ranks) for w in view.weights]
         self._missing: list[tuple[str, int]] = []
         self._own_elsewhere = True
         self._not_finite: NotFinite | None = None
-        own = [unit_roundoff(self._wire)] if self._wire else []
+        own = [unit_roundoff(view.wire)] if view.wire else []
         self._least_units: list[float] = [unit_roundoff("float64"), *own]
-        count = sum(spec.elements for spec in self._trace.layout.model.parameters)
+        count = sum(spec.elements for spec in view.specs)
         self._keeps = ["interval"] if count <= MOST_KEPT else []
         if count * len(self._ranks) <= 4 * MOST_KEPT:  # 3 tensors, of 0.1 GB at most each
             self._keeps += ["left", "shard", "result"]
@@ -49,8 +49,8 @@ class StepMeasuring:
         """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
         where a rank has done away with its gradient before anything was exchanged.
         """
-        if self._expectation.shares.lost:
-            raise NotRecordedError(self._expectation.shares.lost)
+        if self._view.lost:
+            raise NotRecordedError(self._view.lost)
         measured = self._measure()
         wrong = [m for m in measured if m.wrong]
         # Of several dtypes: what rounds less is not excused by what rounds more.
@@ -58,20 +58,20 @@ class StepMeasuring:
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite else wrong
-        others = backward.others(self._expectation, measured)
+        others = backward.others(self._view, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: the exchange is measured by what it was given.
             wrong = [one.by_what_was_left() for one in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
         matches: tuple[Match, ...] = ()
         if wrong:
-            matches = tuple(matches_of(self._expectation, self._earlier, measured, step_gamma))
+            matches = tuple(matches_of(self._view, self._earlier, measured, step_gamma))
         telling = [m for m in measured if m.wrong or self._tells_own_from_mean(m)]
         return StepFacts(
             step=self._step,
-            ranks=self._trace.ranks,
+            ranks=self._view.ranks,
             shares=tuple(self.shares),
-            **self._expectation.token_counts,
+            **self._view.token_counts,
             gamma=step_gamma,
             unit=unit,
             parameters=parameters,
@@ -83,30 +83,23 @@ class StepMeasuring:
             left_norms=tuple(
                 sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
             ),
-            left_factors=tuple(
-                backward.factor(self._expectation, r, measured) for r in self._ranks
-            ),
+            left_factors=tuple(backward.factor(self._view, r, measured) for r in self._ranks),
             left=others,
-            micro_batches=self._expectation.micro_batches,
+            micro_batches=self._view.micro_batches,
             left_elements=sum(m.elements for m in measured),
             matches=matches,
             mean_of_left=self._is_right_mean_of_left(wrong),
             alike=self._alike(),
-            unchanged=self._unchanged(measured),
+            unchanged=self._view.unmoved() if measured else (),
             missing=tuple(self._missing),
             missing_elsewhere=alone,
             not_finite=self._not_finite,
         )
 
-    @property
-    def _wire(self) -> str | None:
-        return self._expectation.contract.wire
-
     def _measure(self) -> list[Measured]:
         found = []
-        for index, spec in enumerate(self._trace.layout.model.parameters):
-            parts = [shard.gradients[index] for shard in self._expectation.shards]
-            if all(part is None for part in parts):
+        for index, spec in enumerate(self._view.specs):
+            if all(self._view.local(rank, index) is None for rank in self._ranks):
                 continue
             one = self._measure_parameter(index, spec)
             if one is not None:
@@ -116,11 +109,10 @@ class StepMeasuring:
     def _measure_parameter(self, index: int, spec: TensorSpec) -> Measured | None:
         """None where a rank has no such gradient; a NaN or an infinity is noted."""
         ranks = list(self._ranks)
-        trace, step = self._trace, self._step
-        missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
+        missing = [r for r in ranks if self._view.reduced(r, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
-        one = Measured(self._expectation, index, spec.name, count, self._keeps)
+        one = Measured(self._view, index, spec.name, count, self._keeps)
         if missing:
             self._own_elsewhere &= self._is_own_elsewhere(one, missing)
             return None
@@ -153,16 +145,16 @@ class StepMeasuring:
 
     def _own_unit(self, measured: Measured) -> float:
         """The unit roundoff of one parameter's dtype: models may hold several."""
-        parts = [shard.gradients[measured.index] for shard in self._expectation.shards]
+        parts = [self._view.local(rank, measured.index) for rank in self._ranks]
         return max(unit_roundoff(part.dtype) for part in parts if part is not None)
 
     def _unit_of(self, measured: Measured) -> float:
         """The unit roundoff of one parameter's exchange."""
         own = self._own_unit(measured)
-        return max(own, unit_roundoff(self._wire)) if self._wire else own
+        return max(own, unit_roundoff(self._view.wire)) if self._view.wire else own
 
     def _gamma_of(self, unit: float) -> float:
-        roundings = len(self._ranks) + 5 + 2 * (self._wire is not None)
+        roundings = len(self._ranks) + 5 + 2 * (self._view.wire is not None)
         return max(gamma(roundings, unit), _LEAST_GAMMA)
 
     def _is_own_elsewhere(self, measured: Measured, missing: list[int]) -> bool:
@@ -170,7 +162,7 @@ class StepMeasuring:
         it left there.
         """
         for rank in self._ranks:
-            left = self._expectation.shards[rank].gradients[measured.index]
+            left = self._view.local(rank, measured.index)
             if (left is None) != (rank in missing):
                 return False
             if left is not None and not torch.equal(measured.result(rank), left.double()):
@@ -197,9 +189,7 @@ class StepMeasuring:
             remainder=tuple(
                 float((y - q @ p).norm()) for y, p in zip(taken, projected, strict=True)
             ),
-            floor=sqrt(count)
-            * len(self._ranks)
-            * smallest(self._wire or self._expectation.case.dtype),
+            floor=sqrt(count) * len(self._ranks) * smallest(self._view.wire or self._view.dtype),
             wrong=measured.wrong,
             of_mean=of_mean,
             of_own=of_own,
@@ -214,8 +204,8 @@ class StepMeasuring:
 
     def _coarse(self, elements: int) -> tuple[float, ...]:
         """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
-        widest = max(self._expectation.half_quanta, default=0.0) * sqrt(elements)
-        factors = self._expectation.shares.unscaled
+        widest = max(self._view.half_quanta, default=0.0) * sqrt(elements)
+        factors = self._view.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
 
     def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
@@ -264,8 +254,8 @@ class StepMeasuring:
         then, whatever the exchange made of it.
         """
         for rank in self._ranks:
-            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
-            own = self._expectation.shards[rank].gradients[measured.index]
+            seen = self._view.seen(rank, measured.index)
+            own = self._view.local(rank, measured.index)
             if seen is None or own is None or not torch.equal(seen, own):
                 return False
         return True
@@ -274,9 +264,9 @@ class StepMeasuring:
         """Whether all ranks hold the right mean of what backward was seen to leave."""
         mean, size = torch.zeros_like(measured.interval.mean), 0.0
         relative = self._gamma_of(self._unit_of(measured))
-        factors = self._expectation.shares.unscaled
+        factors = self._view.unscaled
         for rank, factor, share in zip(self._ranks, factors, self.shares, strict=True):
-            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
+            seen = self._view.seen(rank, measured.index)
             if seen is None:
                 return False
             seen = wide(seen)
@@ -289,30 +279,6 @@ class StepMeasuring:
     def _alike(self) -> tuple[tuple[int, ...], ...]:
         groups: dict[tuple[bytes, ...], list[int]] = {}
         for rank in self._ranks:
-            indices = range(len(self._trace.layout.model.parameters))
-            entries = [self._trace.entry(rank, Kind.GRADIENT, self._step, i) for i in indices]
-            groups.setdefault(tuple(e.digest for e in entries), []).append(rank)
+            digests = tuple(self._view.digest(rank, i) for i in range(len(self._view.specs)))
+            groups.setdefault(digests, []).append(rank)
         return tuple(tuple(ranks) for ranks in groups.values())
-
-    def _unchanged(self, measured: list[Measured]) -> tuple[int, ...]:
-        """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
-        found = []
-        indices = range(len(self._trace.layout.model.parameters))
-        for rank in self._ranks:
-            before, after = (
-                [self._trace.entry(rank, Kind.PARAMETER, slot, i).digest for i in indices]
-                for slot in (self._step, self._step + 1)
-            )
-            if before != after or not any(bool(m.result(rank).any()) for m in measured):
-                continue
-            try:
-                moved = self._expectation.references.update.run(rank, self._step)[Kind.PARAMETER]
-            except NotRecordedError:
-                continue
-            stayed = [self._trace.tensor(rank, Kind.PARAMETER, self._step, i) for i in indices]
-            if any(
-                a is not None and b is not None and not torch.equal(a, b)
-                for a, b in zip(moved, stayed, strict=True)
-            ):
-                found.append(rank)
-        return tuple(found)

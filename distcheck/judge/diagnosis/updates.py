@@ -3,28 +3,24 @@ passes that ran twice. Runs in a judge.
 """
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from itertools import combinations
 from math import isclose, sqrt
-from typing import Any
 
 import torch
 
 from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import StepMeasuring
+from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import any_order
 from distcheck.judge.oracles.averaging import agree, mean_of
 from distcheck.judge.oracles.low_rank import Projection, projected
-from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
-from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
-from distcheck.judge.oracles.shares import Shares
+from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import unit_roundoff, wide
 from distcheck.recordings.recording import Kind
-from distcheck.recordings.traces.reader import TraceReader
-from distcheck.records import LossName
 
 # Chosen, of an update: with no more left over, it is a multiple of the right one.
 _SAME = 1e-5
@@ -236,7 +232,7 @@ def measured_average(expectation: StepExpectation) -> StepFacts:
     """An average of parameters that is wrong, as if every rank's own update were its gradient and
     what ranks then held the result of an exchange. Raises NotRecordedError.
     """
-    return StepMeasuring(_Averaged(expectation.references, expectation.step), []).facts()
+    return StepMeasuring(_Averaged(expectation), []).facts()
 
 
 def scaled_projection(expectation: StepExpectation) -> float | None:
@@ -291,27 +287,16 @@ def _goes_on(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> b
     return 0 < share <= 1 + _SAME_STEP and rest <= _SAME_STEP
 
 
-class _AfterUpdate(TraceReader):
-    """A trace in which what ranks held after a step stands where gradients do."""
+class _Averaged(StepView):
+    """A step in which the average of the ranks' own updates is what gradients are elsewhere."""
 
-    def __init__(self, whole: TraceReader) -> None:
-        self.layout, self.ranks, self._whole = whole.layout, whole.ranks, whole
+    def __init__(self, at: StepExpectation) -> None:
+        self._at, self.step, self.specs = at, at.step, at.specs
+        self._update = cache(at.references.update.run)
 
-    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        if kind is Kind.LOCAL_GRADIENT:
-            return None
-        if kind is Kind.GRADIENT:
-            return self._whole.tensor(rank, Kind.PARAMETER, slot + 1, index)
-        return self._whole.tensor(rank, kind, slot, index)
-
-    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Any:
-        if kind is Kind.GRADIENT:
-            return self._whole.entry(rank, Kind.PARAMETER, slot + 1, index)
-        return self._whole.entry(rank, kind, slot, index)
-
-
-class _Even(Shares):
-    """Ranks that count alike."""
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._at.ranks
 
     @property
     def weights(self) -> list[float]:
@@ -321,31 +306,29 @@ class _Even(Shares):
     def unscaled(self) -> list[float]:
         return [1.0] * len(self.ranks)
 
+    @property
+    def dtype(self) -> str:
+        return self._at.dtype
 
-class _Averaged(StepExpectation):
-    """A step in which the average of the ranks' own updates is what gradients are elsewhere."""
+    @property
+    def wire(self) -> str | None:
+        return self._at.wire
 
-    half_quanta, micro_batches = (), ()
+    def local(self, rank: int, index: int) -> torch.Tensor | None:
+        """A rank's own update. Raises NotRecordedError."""
+        return self._update(rank, self.step)[Kind.PARAMETER][index]
 
-    def __init__(self, references: References, step: int) -> None:
-        super().__init__(references, step)
-        self.trace = _AfterUpdate(self.trace)
+    def seen(self, rank: int, index: int) -> None:
+        return None
 
-    @cached_property
-    def shares(self) -> Shares:
-        ranks = self.trace.ranks
-        return _Even(self.step, ranks, (), self.contract, loss="mean", loss_scales=())
+    def reduced(self, rank: int, index: int) -> torch.Tensor | None:
+        return self._at.trace.tensor(rank, Kind.PARAMETER, self.step + 1, index)
 
-    @cached_property
-    def shards(self) -> tuple[ShardResult, ...]:
-        update, ranks = self.references.update, range(self.trace.layout.world)
-        after = [update.run(rank, self.step)[Kind.PARAMETER] for rank in ranks]
-        return tuple(ShardResult(0.0, own, buffers=[], magnitudes=[]) for own in after)
+    def digest(self, rank: int, index: int) -> bytes:
+        return self._at.trace.entry(rank, Kind.PARAMETER, self.step + 1, index).digest
 
-    def interval(
-        self, index: int, *, wire: str | None = None, loss: LossName | None = None
-    ) -> Interval | None:
-        parts = [shard.gradients[index] for shard in self.shards]
+    def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
+        parts = [self.local(rank, index) for rank in range(len(self.ranks))]
         present = [part for part in parts if part is not None]
         found = mean_of(present) if present else None
         if found is None or wire is None:
