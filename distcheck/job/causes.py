@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
+import msgspec
 
 from distcheck.job import against_reference, layouts
 from distcheck.job.accepting import is_rate
-from distcheck.job.checks import averaging
-from distcheck.job.checks.exchange import local_gradients, token_weights
+from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE, TOGETHER
-from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.replaying import Reference
+from distcheck.job.step_view import JobStep
+from distcheck.judge.diagnosis.measuring import explain
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
-from distcheck.records.causes import name_cause
+from distcheck.records.causes import causes, name_cause, suggested
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
-# Chosen: a factor is named where what it leaves is a thousandth of the gradient; rounding leaves
-# 1e-6 of it, and another mistake beside the factor leaves more.
-_LEFT = 1e-3
+_MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 
 
 def diagnose(
@@ -242,10 +240,7 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Why what the ranks hold is not the mean of what they had computed."""
     records = job.at(step)
-    alone = _unexchanged(job, step)
-    names = job.parameters(step)
-    passes = [record.trained for record in records]
-    flags = [p.exchanges for p in passes[0]]
+    flags = [p.exchanges for p in records[0].trained]
     if len(flags) > 1 and True in flags and flags[-1] is False:
         at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
         yield name_cause(
@@ -253,43 +248,43 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
             f"step {step}: of {len(flags)} backward passes DistributedDataParallel "
             f"exchanged in number {at} (from 0), and not in the last one",
         )
-    elif alone and len(alone) == len(names) and _agree_at_step(job, step) and records[0].clips:
+        return
+    found = of_gradients(job, step)
+    alone = [one.cause for one in found] == ["no-sync"]
+    if alone and _agree_at_step(job, step) and records[0].clips:
         yield name_cause(
             "clip-before-sync",
             f"step {step}: clipping was given each rank's own gradients, and the ranks exchanged "
             "afterwards",
         )
-    elif alone and len(alone) == len(names):
-        yield name_cause(
-            "no-sync",
-            f"step {step}: after backward every rank has its own gradients, bit for bit",
-            "job",
-        )
-    elif alone:
-        yield name_cause(
-            "partial-sync",
-            f"step {step}: {len(alone)} of {len(names)} parameters were not exchanged, the first "
-            f"is {alone[0]}",
-            "job",
-        )
     else:
-        yield from _of_factor(job, step)
+        yield from found
 
 
-def _unexchanged(job: JobRecording, step: int) -> list[str]:
-    """The parameters of which every rank holds what its own backward passes have left."""
-    found = []
-    for name in job.parameters(step):
-        local = local_gradients(job, step, name)
-        if local is None or not any(bool(one.any()) for one in local):
-            continue
-        ranks = job.holders(step, name)
-        raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in ranks]
-        held = zip(raw, ranks, strict=True)
-        own = all(r is not None and torch.equal(r, local[rank]) for r, rank in held)
-        if own and not all(torch.equal(local[0], one) for one in local[1:]):
-            found.append(name)
-    return found
+def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> list[Diagnosis]:
+    """What explains the gradients of a step that are wrong at a stage."""
+    view = exchange.view_of(job, step, kind, of_all=True)
+    others = [exchange.view_of(job, s, kind, of_all=True) for s in _around(job, step)]
+    others = [one for one in others if one.specs == view.specs]
+    earlier = [one for one in others if one.step < step]
+    later = next((one for one in others if one.step > step), None)
+    found = explain(view, earlier[::-1], later) if view.specs else []
+    return [_in_a_job(one, view) for one in found]
+
+
+def _around(job: JobRecording, step: int) -> list[int]:
+    """The steps before one, of which its gradients may be, and the one after it."""
+    place = job.steps.index(step)
+    return [*job.steps[max(0, place - _MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
+
+
+def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:
+    """The same, with what to do about it in a whole job, where that is another thing."""
+    if "job" not in causes()[found.cause].suggestions:
+        return found
+    return msgspec.structs.replace(
+        found, suggestion=suggested(found.cause, "job", world=len(view.ranks))
+    )
 
 
 def _agree_at_step(job: JobRecording, step: int) -> bool:
@@ -298,30 +293,6 @@ def _agree_at_step(job: JobRecording, step: int) -> bool:
         for record in job.at(step)
     ]
     return all(one == digests[0] for one in digests[1:])
-
-
-def _of_factor(job: JobRecording, step: int) -> Iterator[Diagnosis]:
-    weights, world = token_weights(job, step), job.world
-    held = of_rank(job, Kind.EXCHANGED, 0, step)
-    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(world)]
-    for given in ([1 / world] * world, weights):
-        fitted = fit(held, mean(local, given))
-        if fitted is None or fitted[1] > _LEFT:
-            continue
-        factor = fitted[0][0]
-        if len(set(weights)) > 1 and abs(factor - 1) < _LEFT:
-            counts = [r.trained[0].losses[0].counted for r in job.at(step)]
-            yield name_cause(
-                "unweighted-tokens",
-                f"step {step}: the ranks' mean losses count alike, over "
-                f"{', '.join(map(str, counts))} targets",
-                "job-counts",
-            )
-            return
-        cause = "double-division" if abs(factor * world - 1) < _LEFT else "wrong-divisor"
-        evidence = f"step {step}: the gradients are {factor:.6g} times the mean of the ranks'"
-        yield name_cause(cause, evidence, "job-sum", world=world)
-        return
 
 
 def _unexplained(failed: dict[tuple[str, str], CheckResult], step: int) -> Diagnosis:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from distcheck.job import accepting, causes, checks, settings
+from distcheck.job import accepting, causes, checks, script_changes, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.by_module import by_module, with_evidence
 from distcheck.job.checks.averaging import averaging
@@ -77,6 +77,8 @@ def judge(
     left = {one.cause for one in diagnosis} | set(asked.accept)
     remarks = [one for one in before if one.cause in common and one.cause not in left]
     remarks += [*causes.average_differs(job), *causes.divided_sum(job, reference)]
+    changes, meant = script_changes.remarks(job, agreed, causes.of_gradients)
+    remarks += changes
     if asked.strict and remarks:
         said = "; ".join(one.evidence for one in remarks)
         results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
@@ -90,7 +92,7 @@ def judge(
         diagnosis=tuple(diagnosis),
         where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
         replay=_case_of(asked, job).command_line,
-        notes=tuple(_notes(asked, job, reference, missing)),
+        notes=(*_notes(asked, job, reference, missing), *meant),
         remarks=tuple(remarks),
         accepted=accepted,
     )

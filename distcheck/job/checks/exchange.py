@@ -6,11 +6,10 @@ import torch
 
 from distcheck.job.checks import terms
 from distcheck.job.fitting import fit, mean, of_rank
+from distcheck.job.step_view import JobStep
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.rounding import interval
-from distcheck.machine.numerics import NotBoundedError, gamma, real_parts, unit_roundoff
-from distcheck.recordings.jobs import sketches
+from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
@@ -26,18 +25,6 @@ NOT_TRAINED = (
     "unless it keeps gradients elsewhere"
 )
 _AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
-
-
-def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tensor] | None:
-    """The ranks' gradients before the exchange; None where a rank has none."""
-    found = [job.gradient(Kind.LOCAL_GRADIENT, rank, step, name) for rank in range(job.world)]
-    raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
-    if all(one is None for one in found):
-        return None
-    like = next(one for one in found if one is not None)
-    if any(one is None and other is None for one, other in zip(found, raw, strict=True)):
-        return None
-    return [torch.zeros_like(like) if one is None else one for one in found]
 
 
 def token_weights(job: JobRecording, step: int) -> list[float]:
@@ -74,17 +61,16 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     tally = Tally("gradients", ROUNDING)
     nothing, sums = True, 0
     for step in steps:
-        weights, later = token_weights(job, step), divided_later(job, step)
-        if later != 1.0:
-            tally.remark("gradients are divided by the number of backward passes after the last")
         if any(record.skipped for record in job.at(step)):
             continue  # its gradients are not finite
-        for name in job.parameters(step):
-            local = local_gradients(job, step, name)
-            if local is None:
-                continue
-            nothing = nothing and not any(bool(one.any()) for one in local)
-            sums += _compare(job, tally, step, name, local, weights, later)
+        view = view_of(job, step)
+        if view.factor != 1.0:
+            tally.remark("gradients are divided by the number of backward passes after the last")
+        for index in range(len(view.specs)):
+            nothing = nothing and not any(
+                bool(view.local(rank, index).any()) for rank in range(job.world)
+            )
+            sums += _compare(view, tally, index)
     result = tally.result()
     if not result.compared.elements:
         tally.missing(NOT_SEEN if _is_trained(job, steps) else NOT_TRAINED)
@@ -98,36 +84,40 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     return tally.result()
 
 
-def _compare(
-    job: JobRecording,
-    tally: Tally,
-    step: int,
-    name: str,
-    local: list[torch.Tensor],
-    weights: list[float],
-    later: float,
-) -> int:
+def view_of(
+    job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED, *, of_all: bool = False
+) -> JobStep:
+    """The gradients of a step; `of_all` leaves out the parameters that some rank's optimizer has
+    not got. Of what an optimizer was given, clipping by norm is taken into account.
+    """
+    shares, later = token_weights(job, step), divided_later(job, step)
+    counted = len(set(shares)) > 1
+    targets = [one.trained[0].losses[0].counted for one in job.at(step)] if counted else []
+    record = job.records[0, step]
+
+    def clipped_by(name: str) -> tuple[float, int]:
+        factor, roundings = _clipped_by(record, name)
+        return (factor, roundings) if factor != 1.0 else (1.0, 0)
+
+    names = [
+        name
+        for name in job.parameters(step)
+        if not of_all or len(job.holders(step, name)) == job.world
+    ]
+    clips = clipped_by if kind is Kind.GRADIENT else None
+    return JobStep(job, step, kind, names, shares, factor=later, clips=clips, targets=targets)
+
+
+def _compare(view: JobStep, tally: Tally, index: int) -> int:
     """Compares one parameter on every rank; returns on how many it is a sum."""
-    sums = 0
-    records = job.at(step)
-    passes = max(1, max(len(record.trained) for record in records))
-    wholes = all(record.whole for record in records)
-    dtype = getattr(torch, records[0].dtypes.get(name, "float32"))
-    if wholes:
-        sizes = [_sizes(job, rank, step, name, like) for rank, like in enumerate(local)]
-    else:
-        local = [_as_sums(one, record.whole) for one, record in zip(local, records, strict=True)]
-        sizes = [_sums_of_sizes(job, rank, step, name) for rank in range(job.world)]
+    job, step, name = view.job, view.step, view.specs[index].name
+    records, sums = job.at(step), 0
     try:
-        found = interval(
-            local, weights, rescaled=True, passes=passes, magnitudes=sizes,
-            wire=None if wholes else dtype,
-        )  # fmt: skip
+        found = view.interval(index)
     except NotBoundedError as error:
         tally.missing(f"{name}: {error}")
         return 0
-    expected, bound = found.mean * later, found.bound * later
-    held = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
+    held = [view.reduced(rank, index) for rank in range(job.world)]
     known: dict[str, Comparison] = {}  # by digest: ranks mostly hold the same
     for rank, record in enumerate(records):
         raw = held[rank]
@@ -139,12 +129,10 @@ def _compare(
             tally.fail(f"step {step}: rank {rank} has no gradient of {name}",
                        parameter=name, rank=rank, step=step)  # fmt: skip
             continue
-        if not wholes:
-            raw = _as_sums(raw, record.whole)
         of = f"{record.whole} {record.digests[f'raw/{name}']}"
-        known[of] = one = known.get(of) or within(raw, expected, bound)
+        known[of] = one = known.get(of) or within(raw, found.mean, found.bound)
         if not one.ok and job.world > 1:
-            total = within(raw, expected * job.world, bound * job.world)
+            total = within(raw, found.mean * job.world, found.bound * job.world)
             if total.ok:
                 one, sums = total, sums + 1
         tally.add(one, parameter=name, rank=rank, step=step)
@@ -168,32 +156,6 @@ def needless(job: JobRecording) -> tuple[int, int, float | None]:
         kept = [job.gradient(Kind.LOCAL_GRADIENT, 0, step, name) for name in job.parameters(step)]
         size = sum(g.numel() * g.element_size() for g in kept if g is not None)
     return count, size, waited
-
-
-def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
-    return sketches.sketch(tensor) if whole else tensor
-
-
-def _sizes(job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
-    """What the absolute values of the passes' gradients add up to: the gradients may cancel in
-    their sum, and an exchange in each pass rounds every one.
-    """
-    kept = job.tensors(rank, step).get(f"sizes/{name}")
-    if kept is None:
-        return real_parts(local).abs()
-    # They were added up in the gradient's dtype, with fewer roundings than passes.
-    passes = len(job.records[rank, step].passes)
-    return kept.double() * (1 + gamma(passes, unit_roundoff(kept.dtype)))
-
-
-def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.Tensor:
-    kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
-    if kept is not None:
-        return kept
-    local = job.gradient(Kind.LOCAL_GRADIENT, rank, step, name)
-    if local is None:
-        return torch.zeros(sketches.SLOTS)
-    return sketches.magnitudes(_sizes(job, rank, step, name, local))
 
 
 def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:

@@ -6,17 +6,18 @@ All in float64. What an expectation is, the oracles say; nothing here knows what
 from collections.abc import Sequence
 from math import isfinite, sqrt
 
+import msgspec
 import torch
 
-from distcheck.judge.diagnosis import backward, elements
-from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis import backward, elements, gradients
+from distcheck.judge.diagnosis.facts import Facts, Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.matching import matches_of
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, smallest, unit_roundoff, wide
-from distcheck.records import TensorSpec
+from distcheck.records import Diagnosis, TensorSpec
 
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
 # Beyond this many elements every k-th is taken: a combination holds for every element.
@@ -26,6 +27,19 @@ _MOST_ELEMENTS = 1 << 20
 _LEAST_GAMMA = 1e-12
 # Chosen, of the largest: below it, ranks' gradients do not tell ranks apart.
 LEAST_SINGULAR = 1e-6
+
+
+def explain(
+    view: StepView, earlier: Sequence[StepView] = (), later: StepView | None = None
+) -> list[Diagnosis]:
+    """The causes of a step's wrong gradients; `earlier` are the steps before, latest first. Of
+    several causes, those stay that explain the step after it as well.
+    """
+    steps = [StepMeasuring(view, earlier).facts()]
+    if later is not None:
+        steps.append(StepMeasuring(later, [view, *earlier]).facts())
+    facts = [msgspec.structs.replace(one, undeclared=False) for one in steps]
+    return gradients.explain(Facts(world=len(view.ranks), steps=tuple(facts)))
 
 
 class StepMeasuring:

@@ -1,0 +1,216 @@
+"""Gradients that a script changes between backward and `optimizer.step()`, and one process changes
+in the same way.
+
+The reference is the same script, so a mistake that does not depend on the ranks passes every
+comparison with it: a flipped sign, a gradient of an earlier step, two swapped parameters. The
+ranks' local gradients show it, since a script that changes nothing hands their mean to the
+optimizer. A change is named as a remark, unless it is one that scripts make on purpose (clipping,
+centralization, weight decay, a loss scale that is taken out, ascent): that is a note.
+
+    local  g_0, g_1      mean  m = (g_0 + g_1) / 2      optimizer  y
+    y = m          nothing to say
+    y = -m         wrong-sign; of an objective of the script's own, ascent
+    y = m[t - 1]   stale-gradient
+    y = m + 0.1 p  weight decay of 0.1, a note
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from math import hypot, isclose
+
+import msgspec
+import torch
+
+from distcheck.job.checks.exchange import loss_factors, summed_factors, view_of
+from distcheck.job.step_view import JobStep
+from distcheck.judge.diagnosis.facts import SAME_FACTOR
+from distcheck.judge.diagnosis.wording import number_text
+from distcheck.judge.fitting import fit
+from distcheck.machine.numerics import NotBoundedError, wide
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.recording import Kind
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
+
+Explain = Callable[[JobRecording, int, Kind], list[Diagnosis]]
+_SAME = "a single process does the same, so a comparison with it does not show this"
+# Mistakes of a synchronization; other explanations may be what a script means.
+_MISTAKES = {
+    "stale-gradient", "accumulated-gradient", "wrong-parameter-order", "shared-bucket",
+    "duplicated-rank", "one-rank-only", "wrong-sign", "low-precision", "noise",
+}  # fmt: skip
+
+
+class Changed:
+    """A step whose optimizer was given something else than the mean of the local gradients. All
+    ranks agree with the reference there, so rank 0 stands for all.
+    """
+
+    def __init__(self, view: JobStep) -> None:
+        self.view, self.job, self.step = view, view.job, view.step
+
+    @cached_property
+    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """What the optimizer was given, the mean and its bound, by parameter; in float64."""
+        found = []
+        for index in range(len(self.view.specs)):
+            held, interval = self.view.reduced(0, index), self.view.interval(index)
+            if held is not None:
+                found.append((wide(held), interval.mean, interval.bound))
+        return found
+
+    @cached_property
+    def factor(self) -> float | None:
+        """The one factor by which all gradients are multiples of the mean."""
+        fitted = fit([(given, mean) for given, mean, _ in self.rows])
+        if fitted is None:
+            return None
+        (factor,) = fitted.factors
+        return factor if self.is_right(lambda mean: factor * mean, abs(factor)) else None
+
+    def is_right(self, made: Callable[[torch.Tensor], torch.Tensor], most: float = 1.0) -> bool:
+        """Return True if every gradient is what `made` makes of the mean, within its bound times
+        `most` and two roundings of a scale.
+        """
+        return all(
+            bool(((given - made(mean)).abs() <= (1 + 1e-6) * most * bound).all())
+            for given, mean, bound in self.rows
+        )
+
+    def norm(self) -> float:
+        """The L2 norm of what the optimizer was given."""
+        return hypot(*(float(given.norm()) for given, _, _ in self.rows))
+
+
+def changed(job: JobRecording, steps: Collection[int], kind: Kind) -> Iterator[Changed]:
+    """The steps whose gradients are not the mean at a stage, nor the sum."""
+    for step in sorted(steps):
+        records = job.at(step)
+        by_value = any(clip.kind != "norm" for record in records for clip in record.clips)
+        if by_value or any(record.skipped for record in records):
+            continue
+        view = view_of(job, step, kind, of_all=True)
+        try:
+            one = Changed(view)
+            if one.rows and not one.is_right(lambda mean: mean) and not _is_sum(one):
+                yield one
+        except NotBoundedError:
+            continue
+
+
+def _is_sum(one: Changed) -> bool:
+    world = one.job.world
+    return one.is_right(lambda mean: world * mean, world)
+
+
+def remarks(
+    job: JobRecording, steps: Collection[int], explain: Explain
+) -> tuple[list[Diagnosis], list[str]]:
+    """What is to be said of changed gradients at steps that agree with the reference: a remark for
+    the first that is not recognized, and notes.
+    """
+    kinds = (Kind.EXCHANGED, Kind.GRADIENT)  # what is changed before clipping is clipped, too
+    found = next(filter(None, ([*changed(job, steps, kind)] for kind in kinds)), [])
+    notes = dict[str, None]()
+    for one in found:
+        meant = recognized(one, found)
+        if not meant:
+            return [_remark(one, explain)], list(notes)
+        notes[f"the script {meant}, as a single process does"] = None
+    return [], list(notes)
+
+
+def _remark(one: Changed, explain: Explain) -> Diagnosis:
+    named = [d for d in explain(one.job, one.step, one.view.kind) if d.cause in _MISTAKES]
+    if named:
+        first = named[0]
+        return msgspec.structs.replace(first, evidence=f"{first.evidence}; {_SAME}")
+    how = "another gradient than the mean of the ranks' local gradients"
+    if one.factor is not None:
+        how = f"{number_text(one.factor)} times the mean of the ranks' local gradients"
+    return name_cause(
+        "changed-before-step",
+        f"step {one.step}: the script modifies gradients between backward and optimizer.step(), "
+        f"which is given {how}; {_SAME}",
+        "meant",
+    )
+
+
+def recognized(one: Changed, all_of: Collection[Changed]) -> str:
+    """What a script does on purpose, as a verb and its object; empty if it is not recognized."""
+    ways = (_unscales, _ascends, _clips_by_norm, _clips_by_value, _centralizes, _decays)
+    return next(filter(None, (way(one, all_of) for way in ways)), "")
+
+
+def _unscales(one: Changed, _: Collection[Changed]) -> str:
+    """A loss that was multiplied by a number, and gradients that were divided by it."""
+    factors = loss_factors(one.job, one.step) or summed_factors(one.job, one.step)
+    if one.factor is None or not factors or len(set(factors)) > 1:
+        return ""
+    is_undone = isclose(one.factor * factors[0], 1.0, rel_tol=SAME_FACTOR)
+    return f"takes a loss scale of {number_text(factors[0])} out of gradients" if is_undone else ""
+
+
+def _ascends(one: Changed, _: Collection[Changed]) -> str:
+    """Torch's losses are to be minimized; an objective of the script's own may be maximized."""
+    of_torch = any(p.losses for record in one.job.at(one.step) for p in record.trained)
+    is_negated = one.is_right(lambda mean: -mean)
+    return "negates gradients, as for gradient ascent" if is_negated and not of_torch else ""
+
+
+def _clips_by_norm(one: Changed, all_of: Collection[Changed]) -> str:
+    """By code of its own: all gradients that it makes smaller have one norm afterwards."""
+    if one.factor is None or not 0 < one.factor < 1:
+        return ""
+    norm, others = one.norm(), [other for other in all_of if other is not one]
+    rounded = float(f"{norm:.0e}")
+    # Heuristic: one norm in a thousand has one digit by chance.
+    has_one_digit = isclose(norm, rounded, rel_tol=1e-4)
+    again = [o for o in others if o.factor is not None and not isclose(o.factor, one.factor)]
+    if has_one_digit or (again and all(isclose(o.norm(), norm, rel_tol=1e-3) for o in again)):
+        return f"clips gradients to a norm of {number_text(rounded if has_one_digit else norm)}"
+    return ""
+
+
+def _clips_by_value(one: Changed, _: Collection[Changed]) -> str:
+    most = max(float(given.abs().max()) for given, _, _ in one.rows if given.numel())
+    is_clipped = most > 0 and one.is_right(lambda mean: mean.clamp(-most, most))
+    return f"clips each element of a gradient to {number_text(most)}" if is_clipped else ""
+
+
+def _centralizes(one: Changed, _: Collection[Changed]) -> str:
+    def centralized(mean: torch.Tensor) -> torch.Tensor:
+        return mean - mean.mean(dim=tuple(range(1, mean.dim())), keepdim=True)
+
+    # Derived: a row's mean is off by at most the mean of its elements' bounds, and by as many
+    # roundings as the row has elements, of which each is within its own bound.
+    is_it = all(
+        bool(((given - (centralized(mean) if mean.dim() > 1 else mean)).abs() <= room).all())
+        for given, mean, bound in one.rows
+        for room in [bound + bound.amax() * (2 if mean.dim() > 1 else 0)]
+    )
+    return "centralizes gradients" if is_it else ""
+
+
+def _decays(one: Changed, _: Collection[Changed]) -> str:
+    """Each gradient has a multiple of its parameter added to it."""
+    kept = one.job.tensors(0, one.step)
+    before = [kept.get(f"before/{spec.name}") for spec in one.view.specs]
+    if len(before) != len(one.rows) or any(p is None for p in before):
+        return ""
+    pairs = [(row, wide(p)) for row, p in zip(one.rows, before, strict=True) if p is not None]
+    if any(p.shape != row[0].shape for row, p in pairs):
+        return ""
+    moved = [(given - mean, p) for (given, mean, _), p in pairs if not _is_near(given, mean, p)]
+    fitted = fit(moved) if moved else None
+    if fitted is None:
+        return ""
+    (decay,) = fitted.factors
+    room = hypot(*(float(bound.norm()) for (_, _, bound), _ in pairs))
+    room += abs(decay) * 1e-6 * hypot(*(float(p.norm()) for _, p in pairs))
+    return f"adds {decay:.4g} times each parameter to its gradient" if (fitted.left <= room) else ""
+
+
+def _is_near(given: torch.Tensor, mean: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return True if nothing was added: biases often go without weight decay."""
+    return bool(torch.isclose(given, mean, rtol=1e-5, atol=0.0).all()) or not bool(parameter.any())

@@ -1,0 +1,176 @@
+"""One step of a job as a `StepView`: what its checks compare with, and what causes are named from.
+
+The recorded local gradients stand for the shards' own: a mistake in them shows in a comparison with
+the reference, and not here. What an optimizer was given (`Kind.GRADIENT`) is the mean times the
+factor that clipping by norm multiplied it by; what synchronization left (`Kind.EXCHANGED`) is the
+mean itself, up to the scale that the script takes out later.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distcheck.judge.diagnosis.step_view import StepView
+from distcheck.judge.oracles.rounding import Interval, interval
+from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
+from distcheck.recordings.jobs import sketches
+from distcheck.recordings.jobs.reading import STEMS, JobRecording
+from distcheck.recordings.recording import Kind
+from distcheck.records import TensorSpec
+
+
+def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tensor] | None:
+    """The ranks' gradients before the exchange; None where a rank has none."""
+    found = [job.gradient(Kind.LOCAL_GRADIENT, rank, step, name) for rank in range(job.world)]
+    raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
+    if all(one is None for one in found):
+        return None
+    like = next(one for one in found if one is not None)
+    if any(one is None and other is None for one, other in zip(found, raw, strict=True)):
+        return None
+    return [torch.zeros_like(like) if one is None else one for one in found]
+
+
+class JobStep(StepView):
+    """A step of a job; if some rank kept only 64 sums of each gradient, these sums of it, which are
+    weighted as the gradients are.
+
+    kind     the stage that is measured: EXCHANGED, or GRADIENT
+    names    the parameters to look at, of which those have an index that a gradient was recorded of
+    shares   [W] what each rank's local gradient is weighted by in the mean; they add up to 1
+    factor   what a correct result is a multiple of the mean by
+    clips    by parameter, what clipping multiplied it by besides, and in how many roundings
+    targets  [W] over how many targets each rank's loss is a mean, if ranks are weighted by these
+    """
+
+    def __init__(
+        self,
+        job: JobRecording,
+        step: int,
+        kind: Kind,
+        names: Sequence[str],
+        shares: Sequence[float],
+        *,
+        factor: float = 1.0,
+        clips: Callable[[str], tuple[float, int]] | None = None,
+        targets: Sequence[int] = (),
+    ) -> None:
+        self.job, self.step, self.kind = job, step, kind
+        self.factor = factor
+        self._shares, self._clips, self._targets = shares, clips, targets
+        self._whole = [record.whole for record in job.at(step)]
+        found = {name: local_gradients(job, step, name) for name in names}
+        self._locals = {name: self._alike(own) for name, own in found.items() if own is not None}
+        dtypes = job.at(step)[0].dtypes
+        self.specs = tuple(
+            TensorSpec(name=n, shape=tuple(own[0].shape), dtype=dtypes.get(n, "float32"))
+            for n, own in self._locals.items()
+        )
+
+    def _alike(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All as tensors, or all as sums."""
+        return [self._kept(one, rank) for rank, one in enumerate(tensors)]
+
+    def _kept(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        as_it_is = all(self._whole) or not self._whole[rank]
+        return tensor if as_it_is else sketches.sketch(tensor)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(map(self.job.called, range(self.job.world)))
+
+    @property
+    def weights(self) -> Sequence[float]:
+        return [share * self.job.world for share in self._shares]
+
+    @property
+    def unscaled(self) -> Sequence[float]:
+        return [1.0] * self.job.world
+
+    @property
+    def dtype(self) -> str:
+        return self.specs[0].dtype if self.specs else "float32"
+
+    @property
+    def wire(self) -> str | None:
+        """Sums are in float64, and of numbers that are not."""
+        return None if all(self._whole) else self.dtype
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        return tuple({self.passes} - {1})
+
+    @property
+    def passes(self) -> int:
+        """The most backward passes that a rank's gradients are of."""
+        return max(1, max(len(record.trained) for record in self.job.at(self.step)))
+
+    @property
+    def token_counts(self) -> Mapping[str, Any]:
+        if len(set(self._targets)) < 2:
+            return {}
+        rows = [sum(len(one.rows) for one in record.trained) for record in self.job.at(self.step)]
+        return {"samples": tuple(rows), "tokens": tuple(self._targets)}
+
+    def local(self, rank: int, index: int) -> torch.Tensor:
+        own, (times, _) = self._locals[self.specs[index].name][rank], self._times(index)
+        return own if times == 1.0 else own * times
+
+    def _times(self, index: int) -> tuple[float, int]:
+        clipped, roundings = (
+            (1.0, 0) if self._clips is None else self._clips(self.specs[index].name)
+        )
+        return self.factor * clipped, roundings
+
+    seen = local
+
+    def reduced(self, rank: int, index: int) -> torch.Tensor | None:
+        found = self.job.gradient(self.kind, rank, self.step, self.specs[index].name)
+        return None if found is None else self._kept(found, rank)
+
+    def digest(self, rank: int, index: int) -> bytes:
+        digests = self.job.records[rank, self.step].digests
+        return bytes.fromhex(digests.get(f"{STEMS[self.kind]}/{self.specs[index].name}", ""))
+
+    def interval(self, index: int, *, wire: str | None = None) -> Interval:
+        """The mean and its bound. Raises NotBoundedError."""
+        spec, ranks = self.specs[index], range(self.job.world)
+        own, (times, roundings) = self._locals[spec.name], self._times(index)
+        if not all(self._whole):
+            wire = wire or spec.dtype
+            sizes = [_sums_of_sizes(self.job, rank, self.step, spec.name) for rank in ranks]
+        else:
+            sizes = [_sizes(self.job, r, self.step, spec.name, own[r]) for r in ranks]
+        found = interval(
+            own, self._shares, rescaled=True, passes=self.passes, magnitudes=sizes,
+            wire=None if wire is None else getattr(torch, wire),
+        )  # fmt: skip
+        mean, bound = found.mean * times, found.bound * abs(times)
+        if roundings:  # Derived: clipping rounds its factor, and the product with each element
+            bound = bound + gamma(roundings, unit_roundoff(own[0].dtype)) * mean.abs()
+        return Interval(mean, bound)
+
+
+def _sizes(job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
+    """What the absolute values of the passes' gradients add up to: the gradients may cancel in
+    their sum, and an exchange in each pass rounds every one.
+    """
+    kept = job.tensors(rank, step).get(f"sizes/{name}")
+    if kept is None:
+        return real_parts(local).abs()
+    # They were added up in the gradient's dtype, with fewer roundings than passes.
+    passes = len(job.records[rank, step].passes)
+    return kept.double() * (1 + gamma(passes, unit_roundoff(kept.dtype)))
+
+
+def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.Tensor:
+    """The same as 64 sums, of a step of which these alone were kept."""
+    kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
+    if kept is not None:
+        return kept
+    local = job.gradient(Kind.LOCAL_GRADIENT, rank, step, name)
+    if local is None:
+        return torch.zeros(sketches.SLOTS)
+    return sketches.magnitudes(_sizes(job, rank, step, name, local))
