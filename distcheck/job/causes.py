@@ -15,9 +15,12 @@ from distcheck.judge.diagnosis.measuring import explain
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
-from distcheck.records.causes import causes, name_cause, suggested
+from distcheck.records.causes import name_cause, suggested
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
+# Causes with a suggestion for whole jobs; for those in which DistributedDataParallel exchanges.
+_IN_JOBS = {"no-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
+_WITH_DDP = {"partial-sync", "double-division", "missing-division"}
 _MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 
 
@@ -280,7 +283,8 @@ def _around(job: JobRecording, step: int) -> list[int]:
 
 def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:
     """The same, with what to do about it in a whole job, where that is another thing."""
-    if "job" not in causes()[found.cause].suggestions:
+    of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
+    if found.cause not in (_IN_JOBS | _WITH_DDP if of_ddp else _IN_JOBS):
         return found
     return msgspec.structs.replace(
         found, suggestion=suggested(found.cause, "job", world=len(view.ranks))

@@ -19,6 +19,7 @@ from distcheck.job.inside.parameters import Parameters
 from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
+_EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
 _WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
 _LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -67,6 +68,28 @@ def introduce(
             schedules_by="accelerate" if _steps_per_rank() else "",
         ),
     )
+
+
+def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:
+    """Return True if no rank here has exchanged anything up to a step. A rank that sees only its
+    own gradients cannot tell: a broadcast leaves those of its root as they were. Ranks that part
+    over it wait for each other in the next step. Of ranks that do not come to this step, nothing is
+    known.
+    """
+    mine = records.rank_folder(folder, rank)
+    if not apart:
+        (mine / _EXCHANGED).touch()
+        return False
+    (mine / _APART.format(step)).touch()
+    until = time.monotonic() + _WAIT_S
+    others = [one for r in range(world) if (one := records.rank_folder(folder, r)).exists()]
+    while time.monotonic() < until:
+        if any((one / _EXCHANGED).exists() for one in others):
+            return False
+        if all((one / _APART.format(step)).exists() for one in others):
+            return True
+        time.sleep(0.01)
+    return True
 
 
 def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:

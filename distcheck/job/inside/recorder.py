@@ -343,8 +343,10 @@ class Recorder(Deaf):
         self._of_step[number], self._last = self._added.backward, file.after
         self.steps_over += 1
         self._apart &= self._world > 1 and file.is_unchanged(raw)
-        if self._apart and self._ends[1] < self.steps_over <= self._settings.most:
-            self._ends = (self._ends[0], self.steps_over)
+        if self._ends[1] < self.steps_over <= self._settings.most:
+            place = (self._folder, self._rank, self._world, self.steps_over)
+            if rank.all_apart(*place, apart=self._apart):
+                self._ends = (self._ends[0], self.steps_over)
         self._begin()
         self._origin = tensors.random_state()
         self._end_if_over()
