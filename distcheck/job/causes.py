@@ -1,6 +1,7 @@
 """From failed checks of a job to named causes, each with its evidence and one thing to do."""
 
 from collections.abc import Iterator, Sequence
+from math import isclose
 
 import msgspec
 
@@ -8,9 +9,12 @@ from distcheck.job import against_reference, layouts
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
+from distcheck.job.checks.reference import reached, rescaled
 from distcheck.job.checks.samples import ALIKE, TOGETHER
+from distcheck.job.fitting import fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
+from distcheck.judge.diagnosis.facts import SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
@@ -176,7 +180,12 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
 def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
     """A remark: a loss that is a sum over samples, of which the exchange takes the mean."""
     replayed = None if reference is None else reference.replayed
-    if replayed is not None and replayed.scale != max(replayed.scales):
+    if reference is None or replayed is None or rescaled(reference) == 1.0:
+        return
+    first = replayed.steps[0].step
+    given = reached(reference.tensors(first), Kind.GRADIENT)
+    fitted = fit(of_rank(job, Kind.GRADIENT, 0, first), given)
+    if fitted is None or not isclose(fitted[0][0], rescaled(reference), rel_tol=SAME_FACTOR):
         yield name_cause(
             "double-division",
             f"gradients are {replayed.scale / max(replayed.scales):g} times those of one process, "

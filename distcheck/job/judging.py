@@ -79,6 +79,7 @@ def judge(
     remarks += [*causes.average_differs(job), *causes.divided_sum(job, reference)]
     changes, meant = script_changes.remarks(job, agreed, causes.of_gradients)
     remarks += changes
+    results = [_with_reason(r, meant if r.check == "gradients" else "") for r in results]
     if asked.strict and remarks:
         said = "; ".join(one.evidence for one in remarks)
         results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
@@ -92,11 +93,18 @@ def judge(
         diagnosis=tuple(diagnosis),
         where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
         replay=_case_of(asked, job).command_line,
-        notes=(*_notes(asked, job, reference, missing), *meant),
+        notes=tuple(_notes(asked, job, reference, missing)),
         remarks=tuple(remarks),
         accepted=accepted,
     )
     return case if reference is None else with_evidence(case, by_module(job, reference))
+
+
+def _with_reason(result: CheckResult, more: str) -> CheckResult:
+    """The same, which says `more` where it passed."""
+    if not more or result.verdict != "pass" or result.layer != ROUNDING:
+        return result
+    return msgspec.structs.replace(result, reason="; ".join(filter(None, [result.reason, more])))
 
 
 def _until(

@@ -105,19 +105,17 @@ def _is_sum(one: Changed) -> bool:
 
 def remarks(
     job: JobRecording, steps: Collection[int], explain: Explain
-) -> tuple[list[Diagnosis], list[str]]:
-    """What is to be said of changed gradients at steps that agree with the reference: a remark for
-    the first that is not recognized, and notes.
+) -> tuple[list[Diagnosis], str]:
+    """Of changed gradients at steps that agree with the reference, a remark about the first that is
+    not recognized; and a sentence about those that are.
     """
     kinds = (Kind.EXCHANGED, Kind.GRADIENT)  # what is changed before clipping is clipped, too
     found = next(filter(None, ([*changed(job, steps, kind)] for kind in kinds)), [])
-    notes = dict[str, None]()
-    for one in found:
-        meant = recognized(one, found)
-        if not meant:
-            return [_remark(one, explain)], list(notes)
-        notes[f"the script {meant}, as a single process does"] = None
-    return [], list(notes)
+    meant = [recognized(one, found) for one in found]
+    unknown = next((one for one, known in zip(found, meant, strict=True) if not known), None)
+    known = next(filter(None, meant), "")
+    note = f"the script {known}, as a single process does" if known else ""
+    return [_remark(unknown, explain)] if unknown is not None else [], note
 
 
 def _remark(one: Changed, explain: Explain) -> Diagnosis:

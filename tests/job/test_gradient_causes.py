@@ -116,11 +116,11 @@ def test_what_one_process_does_as_well_is_a_remark(
     change: Callable[[Facts], None], cause: str, tmp_path: Path
 ) -> None:
     job = make(tmp_path, change, world=WORLD, steps=4)
-    (remark,), notes = remarks(job, job.steps, causes.of_gradients)
+    (remark,), note = remarks(job, job.steps, causes.of_gradients)
     assert remark.cause == cause or f"cannot tell this from {cause}" in remark.evidence
     assert "a single process does the same" in remark.evidence
     assert remark.suggestion
-    assert not notes
+    assert not note
 
 
 def clips_to_one(facts: Facts) -> None:
@@ -157,7 +157,7 @@ def centralized(g: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("change", "note"),
+    ("change", "meant"),
     [
         (clips_to_one, "clips gradients to a norm of 1"),
         (per_tensor(lambda g: g.clamp(-0.25, 0.25)), "clips each element of a gradient to 0.25"),
@@ -172,9 +172,9 @@ def centralized(g: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_scripts_do_on_purpose_is_a_note(
-    change: Callable[[Facts], None], note: str, tmp_path: Path
+    change: Callable[[Facts], None], meant: str, tmp_path: Path
 ) -> None:
     job = make(tmp_path, change, world=WORLD)
-    found, notes = remarks(job, job.steps, causes.of_gradients)
+    found, note = remarks(job, job.steps, causes.of_gradients)
     assert not found
-    assert notes == ([f"the script {note}, as a single process does"] if note else [])
+    assert note == (f"the script {meant}, as a single process does" if meant else "")

@@ -16,7 +16,7 @@ JUDGING = sorted((PACKAGE / "judge").rglob("*.py"))
 PAGE = ROOT / "docs" / "what-equal-means.md"
 UNIT_EXPONENTS = (8, 11, 24, 53)  # 2^-k is the unit roundoff of bfloat16, float16, float32, float64
 LEAST_PLAIN = 1e-2  # from here on a number is a share or a count, not a tolerance
-ORIGIN = re.compile(r"\b(derived|measured allowance|chosen)\b", re.IGNORECASE)
+ORIGIN = re.compile(r"\b(derived|measured allowance|heuristic|chosen)\b", re.IGNORECASE)
 
 
 def negative_exponent(node: ast.AST) -> int | None:

@@ -344,8 +344,8 @@ class Recorder(Deaf):
         self.steps_over += 1
         self._apart &= self._world > 1 and file.is_unchanged(raw)
         if self._ends[1] < self.steps_over <= self._settings.most:
-            place = (self._folder, self._rank, self._world, self.steps_over)
-            if rank.all_apart(*place, apart=self._apart):
+            of_step = (self._folder, self._rank, self._world, self.steps_over)
+            if rank.all_apart(*of_step, apart=self._apart):
                 self._ends = (self._ends[0], self.steps_over)
         self._begin()
         self._origin = tensors.random_state()
