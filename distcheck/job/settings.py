@@ -78,7 +78,7 @@ class Role(msgspec.Struct, frozen=True):
     together; `step` whose gradients it computes, or -1 for every step; `draw` seeds the
     perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the samples of
     those (rank, forward pass) in one batch; with `longer` its batches are padded by more than they
-    need.
+    need; if `doubles`, collectives before its backward pass return twice their results.
     """
 
     rank: int
@@ -86,6 +86,7 @@ class Role(msgspec.Struct, frozen=True):
     draw: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
     longer: bool = False
+    doubles: bool = False
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):

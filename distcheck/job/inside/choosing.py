@@ -12,7 +12,7 @@ from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import interacts
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
 SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 SUMS = ("", "sum", "times")  # how a loss is a sum over samples: as in `terms.count_of`
@@ -41,6 +41,8 @@ def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
         if feeding.varies():
             feeding.pads = True
             roles.append(Role(0, first, longer=True))
+    if _before_backward(job) is not None:
+        roles.append(Role(0, first, doubles=True))
     return roles
 
 
@@ -78,7 +80,17 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
             return choice
         why = choice.why
     feeding.pads = False
-    return _by_rank(job, alone, why or "the ranks' batches do not fit into one")
+    doubled = found.get(Role(0, first, doubles=True))
+    # What ranks exchange before backward goes into no gradient, as where losses are logged.
+    is_unused = doubled is not None and state.distance(doubled, base) == 0
+    call = None if is_unused else _before_backward(job)
+    why = why or "the ranks' batches do not fit into one"
+    if call is not None:
+        return Choice(
+            failure=f"ranks exchange tensors before backward ({call.name} at {call.place}), which "
+            f"cannot be had where they are replayed one by one, as they are since {why}"
+        )
+    return Choice(BY_RANK, why, scales=_scales(job, alone))
 
 
 def _of_together(
@@ -128,17 +140,10 @@ def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[
     return (1.0, float(job.world))
 
 
-def _by_rank(job: JobRecording, alone: Sequence[state.Tensors | None], why: str) -> Choice:
-    for step in job.steps:
-        for record in job.at(step):
-            for call in record.calls:
-                if call.elements > 1 and not call.after_backward:
-                    return Choice(
-                        failure=f"ranks exchange tensors before backward ({call.name} at "
-                        f"{call.place}), which cannot be had where they are replayed one by one, "
-                        f"as they are since {why}"
-                    )
-    return Choice(BY_RANK, why, scales=_scales(job, alone))
+def _before_backward(job: JobRecording) -> CollectiveCall | None:
+    """The first collective of several numbers that a rank called before a backward pass."""
+    calls = (call for step in job.steps for one in job.at(step) for call in one.calls)
+    return next((call for call in calls if call.elements > 1 and not call.after_backward), None)
 
 
 def weights(

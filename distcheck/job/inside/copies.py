@@ -4,6 +4,7 @@ by how much gradients move, and those that make several passes as one.
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import NoReturn
@@ -67,10 +68,9 @@ class Copies:
             self._hands.mode = self.choice.mode
             if self.choice.failure:
                 self._fails(self.choice.failure)
-        later = [one for one in self._job.steps if one > step and self.choice.mode == BY_RANK]
-        ahead = (one for one in later if self._hands.feeding.begins_at(one) <= step)
-        for one in (step,) if self._apart else (step, *ahead):
-            draws = range(DRAWS + 1) if one == first or self._apart else (0,)
+        for one in (step,) if self._apart else (step, *self._ahead(step)):
+            is_whole = one in (first, *self._trained_on_earlier)
+            draws = range(DRAWS + 1) if is_whole or self._apart else (0,)
             roles = self._roles(one, draws)
             roles += self.folding.roles(one, DRAWS if one == first else 0) if one == step else []
             if self._becomes_a_copy(one, roles):
@@ -80,6 +80,20 @@ class Copies:
             if not isinstance(copy, Role):
                 os._exit(0)
             self._hands.copy = copy
+
+    @cached_property
+    def _trained_on_earlier(self) -> frozenset[int]:
+        """The steps that are trained on forward passes before the last step, as where a GAN uses
+        its fakes twice. Nothing can be perturbed when they begin.
+        """
+        return frozenset(s for s in self._job.steps if any(r.earlier for r in self._job.at(s)))
+
+    def _ahead(self, step: int) -> list[int]:
+        """The later steps for which something is done in this one."""
+        by_rank = self.choice.mode == BY_RANK
+        later = [one for one in self._job.steps if one > step]
+        later = [one for one in later if by_rank or one in self._trained_on_earlier]
+        return [one for one in later if self._hands.feeding.begins_at(one) <= step]
 
     def _roles(self, step: int, draws: "range | tuple[int, ...]") -> list[Role]:
         """The copies that compute the gradients of a step, and are not done."""
@@ -128,7 +142,7 @@ class Copies:
         if self.times != 1.0:
             raw = {n: g * self.times for n, g in own.items()}
         self._measure(step, {**raw, "loss": loss})
-        out = self.folding.results(self._found[step], step)
+        out = self.folding.results(self._found.setdefault(step, {}), step)
         if step != self._job.steps[0]:
             if self._says_too_little(raw, recorded, out) and self.forks.release_spare():
                 self._found[step].update(self.watched.without(self.forks.read(self._moved(step))))

@@ -38,7 +38,7 @@ class Forks:
 
     def _file(self, role: Role) -> Path:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
-        of += "-longer" if role.longer else ""
+        of += "-longer" if role.longer else "-doubles" if role.doubles else ""
         return self._folder / f"copy-{role.step}-{role.rank}-{role.draw}{of}.safetensors"
 
     def run(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from distcheck.job.inside import choosing, ending, state, tensors, watching
+from distcheck.job.inside import alone, choosing, ending, state, tensors, watching
 from distcheck.job.inside.copies import Copies
 from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.listening import Deaf
@@ -87,6 +87,13 @@ class Replayer(Deaf):
         """Whether a copy is at the step whose gradients it computes."""
         return self._copy is not None and self._copy.step in (self._step, -1)
 
+    @property
+    def _is_perturbed(self) -> bool:
+        """Whether a copy's gradients depend on the parameters that this step begins with."""
+        step = self._step if self._copy is None else self._copy.step
+        earlier = () if step < 0 else self._job.records[0, step].earlier
+        return self._is_target or self._step in {place for place, _ in earlier}
+
     # -- a step begins ---------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
@@ -153,6 +160,7 @@ class Replayer(Deaf):
         if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
             self._fail("no tensor of a batch was seen that the replay could hand out")
         self._hands.inputs(args, kwargs)
+        alone.doubles = self._is_target and self._copy is not None and self._copy.doubles
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
             place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
@@ -166,7 +174,7 @@ class Replayer(Deaf):
         if later and place and not passes[(place - 1) % each].later and place == self._hands.passes:
             self._loaded = set()  # they had changed in between
         kind = "" if later or not any(one.later for one in passes) else "start/"
-        moves = self._copy.draw if self._is_target and self._copy is not None and not kind else 0
+        moves = self._copy.draw if self._copy is not None and self._is_perturbed and not kind else 0
         if moves and self._moving is None:
             self._moving = torch.Generator().manual_seed(moves)
         own = self._parameters.by_name
@@ -191,6 +199,7 @@ class Replayer(Deaf):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss; a copy with several passes in one batch is done."""
+        alone.doubles = False
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
         if self._is_target and self._copy is not None and self._copy.pairs:
