@@ -8,7 +8,13 @@ import msgspec
 from distcheck.job import against_reference, layouts
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks import averaging, exchange
-from distcheck.job.checks.ranks import BEFORE_UNSCALE, begin_apart, parted_before, written_before
+from distcheck.job.checks.ranks import (
+    BEFORE_UNSCALE,
+    averages,
+    begin_apart,
+    parted_before,
+    written_before,
+)
 from distcheck.job.checks.reference import reached, rescaled
 from distcheck.job.checks.samples import ALIKE, TOGETHER
 from distcheck.job.fitting import fit, of_rank
@@ -16,6 +22,7 @@ from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.facts import SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
+from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
@@ -166,6 +173,16 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
     if len(job.steps) < 2:
         return
     first, last = (job.at(step) for step in (job.steps[0], job.steps[-1]))
+    within = [
+        name for name in averages(job) if len({r.digests.get(f"before/{name}") for r in last}) > 1
+    ]
+    if within:
+        yield name_cause(
+            "average-differs",
+            f"before step {job.steps[-1]} ranks hold different averages of the model, which "
+            f"neither gradients nor an optimizer move ({some_of(within, 2)})",
+        )
+        return
     for name in last[0].averages:
         pairs = zip(first, last, strict=True)
         moved = all(a.averages.get(name) != b.averages.get(name) for a, b in pairs)

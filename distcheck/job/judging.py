@@ -66,6 +66,9 @@ def judge(
     results = [_if_known(job, reference, result, results) for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
+    if [one.cause for one in diagnosis] == ["unexplained"] and _loss_is_unseen(job):
+        results = [_if_seen(result) for result in results]
+        diagnosis = causes.diagnose(job, [r for r in results if r.check != "outcome"], reference)
     accepted = accepting.allowance(asked.accept, diagnosis)
     common = () if asked.strict else accepting.remarkable(job, reference, results)
     before = diagnosis
@@ -219,6 +222,27 @@ def _if_known(
     if reference is None:
         return if_parts(job, result)
     return if_interacts(job, result, all_of) if reference.replayed.interacts else result
+
+
+def _loss_is_unseen(job: JobRecording) -> bool:
+    """Return True if losses may be made of tensors that no recording has: the script makes its
+    samples itself, and its loss is none of torch's. A replay hands out the model's inputs alone,
+    and not what goes into such a loss besides, as the rewards of an environment do.
+    """
+    passes = [one for record in job.records.values() for one in record.trained]
+    return bool(passes) and not any(one.losses or one.batches for one in passes)
+
+
+def _if_seen(result: CheckResult) -> CheckResult:
+    """A failure against the reference that is unknown if the loss is unseen."""
+    if result.verdict != "fail" or result.layer != IN_FLOAT32:
+        return result
+    said = (
+        "the loss is computed by the script, from tensors that do not come from a DataLoader, and "
+        "the reference may have other ones (rewards of an environment, samples of the script's "
+        "own generator); read them from a DataLoader, or give --no-reference"
+    )
+    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
 
 
 def if_interacts(

@@ -34,6 +34,8 @@ _ONE_RANK = {
 # Autograd has a thread for each GPU that it sees, and a fork loses it.
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 _OF_MPI = "OMPI_"
+# Of torchrun's agent, which is gone; scripts ask for the others, as is_torchelastic_launched does.
+_OF_AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 class NoReferenceError(Exception):
@@ -102,7 +104,7 @@ def replay(
         return running.run_kept(
             copy.words(words), settings.write(asked, folder), folder=place,
             variables={} if command else variables,
-            without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"), deadline_s=deadline_s,
+            without=(_OF_MPI, "PMIX_", *_OF_AGENT), deadline_s=deadline_s,
         )  # fmt: skip
 
     ran = run(asked)

@@ -649,3 +649,33 @@ def test_a_clip_between_passes_explains_what_one_batch_does_not_give(tmp_path: P
     assert found is not None
     assert found.cause == "clip-in-accumulation"
     assert f"after 1 of {len(passes)} backward passes" in found.evidence
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_average_within_the_model_is_a_remark(tmp_path: Path, moves: bool) -> None:
+    """What no gradient and no optimizer moves, and that moves; what stands still is frozen, and
+    goes into every output.
+    """
+
+    def holds_an_average(facts: Facts) -> None:
+        facts.holds = ("weight",)
+        facts.local = {"weight": facts.local["weight"]}
+        facts.before["bias"] = torch.full((4,), float(facts.rank + moves * facts.step))
+
+    job = make(tmp_path, holds_an_average)
+    fails = failed(checks.without_reference(job))
+    assert (("initial state", "-") in fails) == (not moves)
+    assert [one.cause for one in causes.average_differs(job)] == ["average-differs"] * moves
+
+
+def test_a_rate_that_was_sent_in_float32_is_that_of_one_process(tmp_path: Path) -> None:
+    rate = float(torch.tensor(1e-3))
+    assert rate != 1e-3
+
+    def rounded(facts: Facts) -> None:
+        facts.groups = ({"lr": rate},)
+
+    job = make(tmp_path, rounded)
+    for other, verdict in ((1e-3, "pass"), (1.000001e-3, "fail")):
+        results, _ = with_reference(job, reference(job, tmp_path, lr=lambda _: other))  # noqa: B023
+        assert next(r.verdict for r in results if r.check == "learning rate") == verdict

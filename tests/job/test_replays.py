@@ -179,3 +179,23 @@ def test_a_copy_can_go_backward_after_fake_tensors(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ran.stdout == "7\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("losses", "first", "number", "noted"),
+    [
+        ((0, 2), 0, 0, 1),  # a loss after each of two forward passes, and one backward pass
+        ((0, 2), 0, 1, 1),
+        ((1, 1), 0, 0, None),  # a backward pass after each
+        ((1, 1), 1, 1, None),
+        ((0, 0), 0, 1, None),  # none of torch's
+    ],
+)
+def test_with_which_pass_losses_were_noted(
+    job: JobRecording, losses: tuple[int, ...], first: int, number: int, noted: int | None
+) -> None:
+    record = job.records[0, 0]
+    (one,) = record.passes
+    passes = tuple(msgspec.structs.replace(one, losses=one.losses * count) for count in losses)
+    job.records[0, 0] = msgspec.structs.replace(record, passes=passes)
+    assert Feeding(job).noted_with(0, first, number) == noted

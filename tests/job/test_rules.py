@@ -541,3 +541,18 @@ def test_who_asks_where_torch_is_does_not_take_the_hook(tmp_path: Path) -> None:
         [sys.executable, "-c", ASKS_FIRST, str(file)], capture_output=True, text=True, timeout=120
     )
     assert ran.stdout == "True\n", ran.stderr
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_loss_that_a_replay_cannot_compute_fails_nothing(tmp_path: Path, is_seen: bool) -> None:
+    """Of what the script makes itself, as an environment's rewards, the reference has its own."""
+
+    def of_rewards(facts: Facts) -> None:
+        if not is_seen:
+            facts.passes = [replaced(one, losses=(), batches=()) for one in facts.passes]
+
+    job = make(tmp_path, of_rewards)
+    noise = reference(job, tmp_path, weights=[0.9, -0.3])
+    asked = JobOptions(words=("python", "train.py"), steps=3)
+    case = judging.judge(asked, job, Ran(0, ()), noise, "")
+    assert case.verdict == ("fail" if is_seen else "unknown")

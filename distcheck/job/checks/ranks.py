@@ -15,7 +15,8 @@ BEFORE_UNSCALE = "before GradScaler.unscale_"
 
 def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
-    names = [name for name in first if name.startswith(prefixes)]
+    kept = averages(job)
+    names = [n for n in first if n.startswith(prefixes) and _plain(n) not in kept]
     for name in names if job.world > 1 else ():
         plain = name.partition("/")[2]
         tally.count(parameter=plain, rank=0, step=step, elements=0)  # the others' counterpart
@@ -89,6 +90,27 @@ def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 
         ulp=None,
         unit="L2 norm",
     )
+
+
+def averages(job: JobRecording) -> list[str]:
+    """The parameters within the models that no gradient and no optimizer moves, and that move on
+    every rank: averages of others, as of a module that holds a model and its EMA.
+    """
+    if len(job.steps) < 2:
+        return []
+    digests = (name for one in job.records.values() for name in one.digests)
+    trained = {name for name in digests if name.startswith(("after/", "local/"))}
+    begin, end = (job.at(step) for step in (job.steps[0], job.steps[-1]))
+    names = [n for n in begin[0].digests if n.startswith("before/")]
+    return [
+        _plain(name)
+        for name in names
+        if not {f"after/{_plain(name)}", f"local/{_plain(name)}"} & trained
+        and all(
+            name in b.digests and name in e.digests and b.digests[name] != e.digests[name]
+            for b, e in zip(begin, end, strict=True)
+        )
+    ]
 
 
 def finite(job: JobRecording) -> Iterator[CheckResult]:

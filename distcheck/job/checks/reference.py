@@ -298,7 +298,8 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
         tally.count(parameter="groups", rank=0, step=seen.step, elements=sum(map(len, own)))
         for number, (mine, other) in enumerate(zip(own, seen.groups, strict=False)):
             for key in sorted(set(mine) & set(other)):
-                if mine[key] != other[key]:
+                # Derived: a setting that is sent to other ranks in float32 is rounded once.
+                if abs(mine[key] - other[key]) > unit_roundoff("float32") * abs(other[key]):
                     tally.fail(
                         f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, and "
                         f"{other[key]:.9g} as one process",

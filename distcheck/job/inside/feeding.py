@@ -114,6 +114,14 @@ class Feeding:
             for name in (pieces[place] if place < len(pieces) else ())
         ]
 
+    def noted_with(self, step: int, first: int, number: int) -> int | None:
+        """The forward pass with which all losses of a backward pass were noted: the last of several
+        since `first`, between which losses were computed. None if each has its own.
+        """
+        passes = self.passes(step, 0)
+        noted = next((p for p in range(first, len(passes)) if passes[p].losses), first)
+        return noted if first < noted and number <= noted else None
+
     def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
         """The target of a loss; None where the script has the right one itself."""
         parts = []

@@ -27,7 +27,23 @@ class HandingOut:
         self.copy, self.mode = settings.role, settings.role_mode
         self.reads: list[Read] = []
         self.step = 0
-        self.passes = self.calls = 0  # forward passes of the step, losses since the last one
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Counts from the beginning."""
+        self.passes = 0  # forward passes of the step
+        self._calls = 0  # losses since the last of them
+        self._before_backward = 0  # losses since the last backward pass,
+        self._passes_before = 0  # and the forward passes before that
+
+    def computes_loss(self) -> None:
+        """Counts a loss."""
+        self._calls += 1
+        self._before_backward += 1
+
+    def begins_backward(self) -> None:
+        """Losses from here on are of the next backward pass."""
+        self._before_backward, self._passes_before = 0, self.passes
 
     @property
     def makes_one(self) -> bool:
@@ -100,15 +116,19 @@ class HandingOut:
                     "of what the script gives its model as one process; have it read its batches "
                     "from a DataLoader"
                 )
-        self.passes, self.calls = self.passes + 1, 0
+        self.passes, self._calls = self.passes + 1, 0
         self._put("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         """Puts in the recorded target of the same loss, where it fits what was computed."""
         if self.passes == 0 or not isinstance(target, torch.Tensor) or target.requires_grad:
             return
-        pairs = self.source(self.passes - 1)
-        found = self._together(self.feeding.target, self.step, pairs, self.calls)
+        pairs, call = self.source(self.passes - 1), self._calls
+        if self.mode != IN_TURN and not self.makes_one:
+            noted = self.feeding.noted_with(self.step, self._passes_before, self.passes - 1)
+            if noted is not None:
+                pairs, call = [(rank, noted) for rank, _ in pairs], self._before_backward
+        found = self._together(self.feeding.target, self.step, pairs, call)
         if found is None or found.dtype != target.dtype:
             return
         if found.shape == target.shape or found.shape[:1] == computed.shape[:1]:

@@ -49,7 +49,8 @@ class Replayer(Deaf):
     def _begin(self) -> None:
         self._begun = self._is_ready = self._changes = False
         self._hands.step = self._step if self._at < len(self._job.steps) else -1
-        self._hands.passes = self._hands.calls = self._backwards = 0
+        self._hands.begin_step()
+        self._backwards = 0
         self._made = -1  # steps that were over when a scaler was asked for one
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
@@ -191,7 +192,7 @@ class Replayer(Deaf):
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Counts the losses of a pass."""
-        self._hands.calls += 1
+        self._hands.computes_loss()
         self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
         self._copies.folding.heard(self._heard[-1])
 
@@ -206,6 +207,7 @@ class Replayer(Deaf):
             taken = self._copies.folding.take(self._copy, loss, self._parameters.by_name)
             self._copies.forks.leave(self._copy, taken, self._step)
         self._backwards += 1
+        self._hands.begins_backward()
         if loss.numel() == 1:
             place = self._hands.passes - 1
             self._losses[place] = self._losses.get(place, 0.0) + float(loss.detach())
