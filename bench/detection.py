@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.correct
 import distcheck
 from distcheck.errors import DistcheckError
 from distcheck.records import Report
+from distcheck.selftest.command import look
 from distcheck.selftest.records import Row, judge_correct, judge_mutant, show_checks
-from distcheck.selftest.running import look
 
 PARTS = ("correct", "mutants", "limits", "times")
 WORLDS = (2, 3, 4, 5, 8)

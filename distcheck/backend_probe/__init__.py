@@ -1,5 +1,6 @@
 """The conformance test of a communication backend: every operation, in real worlds of ranks.
 
 Inputs and expectations are plain Python numbers (`patterns`, `scene`), `operations` says what
-each is and `rank` performs them, `sweep` runs the worlds, `table` and `document` show the end.
+each is, `rank` performs and judges them, `sweep` runs the worlds, `table` and `document` show the
+end.
 """

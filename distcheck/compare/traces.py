@@ -1,15 +1,144 @@
 """Compares two traces of one case, in the order in which their ranks computed them."""
 
+import math
+from collections.abc import Sequence
 from functools import partial
 
-from distcheck.compare.differing import StepBounds
+import torch
+
 from distcheck.compare.records import COMPARE, CompareRequest
+from distcheck.contract import Contract
+from distcheck.judge.oracles import rounding
+from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
+from distcheck.judge.oracles.shares import declared_factor
 from distcheck.judge.parting.walk import Walk
-from distcheck.machine import seeds
+from distcheck.machine import numerics, seeds
+from distcheck.recordings.recording import EntryState, Kind
+from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.records.parting import TraceComparison
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
+
+_LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
+
+
+class StepBounds:
+    """The bounds of one step, the first at which `then` and `now` differ."""
+
+    def __init__(self, job: CompareRequest, then: TraceReader, step: int) -> None:
+        self._case, self._contracts, self._step = job.case, job.contracts, step
+        self._training = job.training
+        self._trace = then = then.of_ranks(job.case.with_data)
+        self._world = then.layout.world
+        self._headers = [then.header(rank, step) for rank in range(self._world)]
+        self._sizes = [len(header.ids) for header in self._headers]
+        self._loss_over = [header.loss_over for header in self._headers]
+        mesh = job.contracts[0].mesh(self._world)  # whose ranks may share samples
+        self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
+        self._layer = _LAYERS.get(job.case.dtype, "")
+        self._names = [spec.name for spec in then.layout.model.parameters]
+
+    def loss(self, rank: int) -> float | None:
+        """Of a rank's mean loss."""
+        if not self._layer or rank not in self._case.with_data:
+            return None
+        header = self._headers[self._case.with_data.index(rank)]
+        return 2 * loss_tolerance(self._layer, header.loss)
+
+    def has_local(self, rank: int) -> bool:
+        """Whether `local` is derived; needs no tensors."""
+        return bool(self._layer) and rank in self._case.with_data
+
+    def has_synced(self, index: int, *, same_inputs: bool) -> bool:
+        """Whether `synced` is derived; needs no tensors. True also where only the values of the
+        tensors could show that rounding is not bounded.
+        """
+        entries = [
+            self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
+            for rank in range(self._world)
+        ]
+        if not any(entry.state is EntryState.STORED for entry in entries):
+            return bool(self._layer)
+        return self._bounds_exchange() and (same_inputs or bool(self._layer))
+
+    def local(self, rank: int, index: int) -> float | None:
+        """Of a rank's gradient before the exchange, as an L2 norm."""
+        if not self.has_local(rank):
+            return None
+        position = self._case.with_data.index(rank)
+        recorded = self._trace.tensors(position, Kind.LOCAL_GRADIENT, self._step)
+        return 2 * self._scale(recorded, index, self._sizes[position])
+
+    def synced(self, index: int, *, same_inputs: bool) -> torch.Tensor | float | None:
+        """Of the gradient after the exchange: elementwise where inputs were the same bits,
+        otherwise as an L2 norm; None where none is known.
+        """
+        shards = [
+            self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, index)
+            for rank in range(self._world)
+        ]
+        present = [shard for shard in shards if shard is not None]
+        if not present:
+            return self._unseen(index)
+        if not self._bounds_exchange():
+            return None
+        filled = [torch.zeros_like(present[0]) if s is None else s for s in shards]
+        try:
+            bound = sum(
+                (self._rounding(filled, contract) for contract in self._contracts),
+                torch.zeros_like(present[0], dtype=torch.float64),
+            )
+        except numerics.NotBoundedError:
+            return None
+        if same_inputs:
+            return bound
+        inputs = [self.local(rank, index) for rank in self._case.with_data]
+        if not self._layer:
+            return None
+        shares = self._shares(self._contracts[0])
+        of_means = sum(abs(s) * d for s, d in zip(shares, inputs, strict=True) if d is not None)
+        return of_means + float(bound.norm())
+
+    def _bounds_exchange(self) -> bool:
+        return self._training.loss_scale is None and self._training.accumulate <= 1
+
+    def _unseen(self, index: int) -> float | None:
+        """Where the exchange is out of sight, a gradient is one of the whole batch."""
+        if not self._layer:
+            return None
+        recorded = self._trace.tensors(0, Kind.GRADIENT, self._step)
+        return 2 * self._scale(recorded, index, self._samples)
+
+    def _scale(self, gradients: Sequence[torch.Tensor | None], index: int, samples: int) -> float:
+        scales = module_scales(self._names, gradients)
+        scale = scales.get(self._names[index].rpartition(".")[0], 0.0)
+        return relative_tolerance(self._layer, samples) * scale
+
+    def _rounding(self, shards: Sequence[torch.Tensor], contract: Contract) -> torch.Tensor:
+        wire = None if contract.wire is None else getattr(torch, contract.wire)
+        rescaled = any(factor != 1.0 for factor in self._factors(contract))
+        return rounding.interval(shards, self._shares(contract), rescaled=rescaled, wire=wire).bound
+
+    def _factors(self, contract: Contract) -> list[float]:
+        loss, over = contract.loss_given(self._case.loss), self._loss_over
+        return [
+            declared_factor(loss, count, sum(over), len(over)) * _observed(header, contract)
+            for count, header in zip(over, self._headers, strict=True)
+        ]
+
+    def _shares(self, contract: Contract) -> list[float]:
+        """What each rank's gradient counts for in the mean over all samples."""
+        if contract.weighting == "loss":
+            return [1.0 / self._world] * self._world
+        total = max(1, sum(self._loss_over))
+        pairs = zip(self._loss_over, self._factors(contract), strict=True)
+        return [count / total / factor if factor else math.nan for count, factor in pairs]
+
+
+def _observed(header: StepHeader, contract: Contract) -> float:
+    return header.loss_factor if contract.observes_loss else 1.0
 
 
 @COMPARE.does

@@ -2,8 +2,7 @@
 
     space       the space of cases, as hypothesis strategies
     search      draws cases, runs them, shrinks what fails
-    kept        ranks and a judge that stay from case to case: the front's side
-    kept_rank   their own side
+    running     runs cases on ranks and a judge that stay from case to case; kept_rank is their side
     messages    what they receive
     found       what is kept of a failure, and how it is shown
     beside      the search of `--thorough`

@@ -1,7 +1,7 @@
 """The judgement of a job that was recorded: every check, causes, remarks and notes, as a case."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,77 @@ from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import with_reference
-from distcheck.job.lines import culprit
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
+from distcheck.judge.diagnosis.ways import site_at
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.recordings.jobs.records import LINES, StepRecord
+from distcheck.records import (
+    Allowance,
+    CallSite,
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Diagnosis,
+    Outcome,
+    merge_verdicts,
+)
+from distcheck.records.causes import causes as known_causes
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
+from distcheck.verification.process_state import with_code
+from distcheck.worlds.callers import is_installed
+
+_COLLECTIVE = "collective"
+
+
+def culprit(
+    job: JobRecording, script: str, found: Sequence[Diagnosis], results: Sequence[CheckResult]
+) -> CallSite | None:
+    """The only line of the kind that all causes are about, over all recorded steps and ranks; None
+    where there are several, or it is a package's. A collective is to blame where what the ranks
+    exchanged is not what they gave; where it is, a further division came with the loss.
+    """
+    exchange = "".join(
+        {r.verdict for r in results if (r.check, r.layer) == ("gradients", ROUNDING)}
+    )
+    kinds = {next(_kinds(one.cause, exchange), "") for one in found}
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    lines = {line for one in job.records.values() for line in _lines(one, kind)}
+    if len(lines) != 1:
+        return None
+    return _from_here(with_code(site_at(*lines), str(Path(script).absolute())))
+
+
+def _kinds(cause: str, exchange: str) -> Iterator[str]:
+    """The kinds of line that a cause is about, where the exchange has this verdict."""
+    kinds = known_causes()[cause].lines
+    for kind in kinds:
+        needed = "fail" if kind == _COLLECTIVE else "pass" if _COLLECTIVE in kinds else exchange
+        if kind in (*LINES, _COLLECTIVE) and exchange == needed:
+            yield kind
+
+
+def _lines(step: StepRecord, kind: str) -> Iterable[str]:
+    """Those of a kind in a step: of collectives, those after backward that carry more than one
+    number.
+    """
+    if kind != _COLLECTIVE:
+        return step.lines.get(kind, ())
+    calls = [one for one in step.calls if one.after_backward and one.elements > 1]
+    return ["" if is_installed(one.place) else one.place for one in calls]
+
+
+def _from_here(site: CallSite | None) -> CallSite | None:
+    """Its file as seen from the folder that the job was started in."""
+    here = Path.cwd()
+    if site is None or not Path(site.file).is_relative_to(here):
+        return site
+    return msgspec.structs.replace(site, file=str(Path(site.file).relative_to(here)))
 
 
 def judge(
@@ -69,6 +132,36 @@ def judge(
     if [one.cause for one in diagnosis] == ["unexplained"] and _loss_is_unseen(job):
         results = [_if_seen(result) for result in results]
         diagnosis = causes.diagnose(job, [r for r in results if r.check != "outcome"], reference)
+    results, diagnosis, remarks, accepted = _accepted(
+        asked, job, reference, results, diagnosis, agreed
+    )
+    case = CaseReport(
+        case=_case_of(asked, job),
+        strategy_file=script_of(job.ranks[0].arguments),
+        verdict=merge_verdicts([result.verdict for result in results]),
+        outcomes=ends,
+        checks=tuple(results),
+        diagnosis=tuple(diagnosis),
+        where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
+        replay=_case_of(asked, job).command_line,
+        notes=tuple(_notes(asked, job, reference, missing)),
+        remarks=tuple(remarks),
+        accepted=accepted,
+    )
+    return case if reference is None else with_evidence(case, by_module(job, reference))
+
+
+def _accepted(
+    asked: JobOptions,
+    job: JobRecording,
+    reference: Reference | None,
+    results: list[CheckResult],
+    diagnosis: list[Diagnosis],
+    agreed: frozenset[int],
+) -> tuple[list[CheckResult], list[Diagnosis], list[Diagnosis], Allowance | None]:
+    """Results and causes without those that are accepted, the remarks, and what was accepted. With
+    --strict remarks are failures.
+    """
     accepted = accepting.allowance(asked.accept, diagnosis)
     common = () if asked.strict else accepting.remarkable(job, reference, results)
     before = diagnosis
@@ -87,20 +180,7 @@ def judge(
         said = "; ".join(one.evidence for one in remarks)
         results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
         diagnosis, remarks = [*diagnosis, *remarks], []
-    case = CaseReport(
-        case=_case_of(asked, job),
-        strategy_file=script_of(job.ranks[0].arguments),
-        verdict=merge_verdicts([result.verdict for result in results]),
-        outcomes=ends,
-        checks=tuple(results),
-        diagnosis=tuple(diagnosis),
-        where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
-        replay=_case_of(asked, job).command_line,
-        notes=tuple(_notes(asked, job, reference, missing)),
-        remarks=tuple(remarks),
-        accepted=accepted,
-    )
-    return case if reference is None else with_evidence(case, by_module(job, reference))
+    return results, diagnosis, remarks, accepted
 
 
 def _with_reason(result: CheckResult, more: str) -> CheckResult:
@@ -226,8 +306,8 @@ def _if_known(
 
 def _loss_is_unseen(job: JobRecording) -> bool:
     """Return True if losses may be made of tensors that no recording has: the script makes its
-    samples itself, and its loss is none of torch's. A replay hands out the model's inputs alone,
-    and not what goes into such a loss besides, as the rewards of an environment do.
+    samples itself and calls no loss of torch. A replay hands out the model's inputs, and not what
+    else goes into such a loss, as the rewards of an environment do.
     """
     passes = [one for record in job.records.values() for one in record.trained]
     return bool(passes) and not any(one.losses or one.batches for one in passes)

@@ -6,21 +6,168 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import psutil
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.job.relay import relayed
-from distcheck.job.settings import VARIABLE
-from distcheck.job.watching import Watch
+from distcheck.job.settings import VARIABLE, Answer
+from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Outcome
+from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.keeper import start_kept
+
+_LOOK_S = 0.25
+_FIRST_S = 5.0  # without progress, before ranks are asked
+_ANSWER_S = 2.0
+_BUSY_SHARE = 0.02  # of a core, by all processes: more is work
+_BUSY_DEADLINES = 10.0  # a job that works and never goes on may take that many deadlines
+
+
+class Watch:
+    """Of one command, whose ranks write into a folder."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, deadline_s: float) -> None:
+        self._process, self._folder, self._deadline_s = process, folder, deadline_s
+        self._beats: tuple[bytes, ...] = ()
+        self._worked_s = 0.0
+        self._idle_s = self._busy_s = 0.0
+        self._asked_at = _FIRST_S
+
+    def wait(self) -> tuple[Outcome, ...]:
+        """Waits until the command has ended: how ranks hang, where they do."""
+        last = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_S)
+                return ()
+            now = time.monotonic()
+            self._look(now - last)
+            last = now
+            if self._idle_s >= self._asked_at:
+                self._asked_at = 2 * self._idle_s
+                found = self._ask()
+                if _is_proven(found):
+                    return found
+            if (
+                self._idle_s >= self._deadline_s
+                or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
+            ):
+                return self._ask()
+
+    def _look(self, elapsed_s: float) -> None:
+        files = sorted(self._folder.glob("beat-*"))
+        beats = tuple(file.read_bytes() for file in files)
+        worked_s, before_s = _seconds_of(self._process.pid), self._worked_s
+        self._worked_s = worked_s
+        if beats != self._beats:
+            self._beats, self._asked_at = beats, _FIRST_S
+            self._idle_s = self._busy_s = 0.0
+        elif worked_s - before_s > _BUSY_SHARE * elapsed_s:
+            self._busy_s += elapsed_s
+        else:
+            self._idle_s += elapsed_s
+
+    def _ask(self) -> tuple[Outcome, ...]:
+        """Where ranks are; those of which nothing is known have given no answer."""
+        pipes = sorted(self._folder.glob("ask-*"))
+        for pipe in pipes:
+            (self._folder / f"answer-{pipe.name.removeprefix('ask-')}").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # nothing reads there any more
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        time.sleep(_ANSWER_S)
+        answers = {}
+        for file in sorted(self._folder.glob("answer-*[0-9]")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                one = decode_json(read_bounded(file), Answer)
+                answers[one.rank] = one
+        world = max((one.world for one in answers.values()), default=1)
+        return tuple(_outcome(rank, answers.get(rank)) for rank in range(world))
+
+
+def _seconds_of(process: int) -> float:
+    """What a process and those below it have used of cores."""
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        top = psutil.Process(process)
+        for one in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = one.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def _outcome(rank: int, answer: Answer | None) -> Outcome:
+    if answer is None:
+        return Outcome(
+            rank=rank, outcome=RankEnd.HUNG, phase="before its first step", ended_by="no answer"
+        )
+    return Outcome(
+        rank=rank, outcome=RankEnd.HUNG, step=answer.step, text=answer.stack,
+        call=answer.collectives[-1] if answer.collectives else None,
+        collectives=answer.collectives,
+    )  # fmt: skip
+
+
+def _is_proven(found: Sequence[Outcome]) -> bool:
+    """Whether each rank waits in a collective, and these do not match."""
+    waits = all(one.call is not None and not one.call.finished for one in found)
+    if len(found) < 2 or not waits:
+        return False
+    return outcomes.explain(found)[0].cause == "collective-mismatch"
+
+
+_LAST_S = 5.0  # for what is left in the pipe when the job has ended; others may hold it open
+
+
+@contextlib.contextmanager
+def relayed() -> Iterator[dict[str, int]]:
+    """The job's standard output and error, as arguments of Popen; those that go into one pipe stay
+    in one order.
+    """
+    places: dict[tuple[int, int], int] = {}
+    given: dict[str, int] = {}
+    pumps = []
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        about = os.fstat(number)
+        if not stat.S_ISFIFO(about.st_mode):
+            continue
+        place = (about.st_dev, about.st_ino)
+        if place not in places:
+            reader, places[place] = os.pipe()
+            pumps.append(threading.Thread(target=_pump, args=(reader, number), daemon=True))
+        given[name] = places[place]
+    for pump in pumps:
+        pump.start()
+    try:
+        yield given
+    finally:
+        for writer in places.values():
+            os.close(writer)
+        for pump in pumps:
+            pump.join(_LAST_S)
+
+
+def _pump(reader: int, number: int) -> None:
+    """Passes on what comes, until its writers have ended; when no reader is left, drops it."""
+    is_read = True
+    with os.fdopen(reader, "rb", buffering=0) as source:
+        while data := source.read(1 << 16):
+            try:
+                while is_read and data:
+                    data = data[os.write(number, data) :]
+            except OSError:
+                is_read = False
+
 
 _HOOK = Path(__file__).parent / "hook"
 _PATIENCE_S = 40.0  # for a job to end after an interruption; torchrun gives its ranks 30

@@ -1,6 +1,6 @@
 """The simplest mistakes of a gradient exchange, and which of them a check would show. No torch.
 
-What each leaves, and when a comparison shows it, is in `checks/simplest_mistakes.py`; what follows
+What each leaves, and when a comparison shows it, is in `checks/sensitivity.py`; what follows
 for the verdict is in `sensitivity.py`.
 """
 

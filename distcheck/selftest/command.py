@@ -1,22 +1,150 @@
 """`distcheck selftest`, from options to an exit code. Imports no torch."""
 
 import contextlib
+import importlib
+import importlib.util
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 
-from distcheck.errors import ExitCode
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, NotSimulatedError
+from distcheck.records import Report
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
-from distcheck.selftest.planning import Plan, check_place, plan_selftest
-from distcheck.selftest.records import Row, count
-from distcheck.selftest.running import look, run_plan
+from distcheck.selftest.planning import WORKLOADS, WORLDS, Plan, check_place, plan_selftest
+from distcheck.selftest.records import LIST, Planted, Row, Zoo, count, judge_correct, judge_mutant
 from distcheck.selftest.table import Detection, render, render_json
+from distcheck.testing.verifying import verify
+from distcheck.training.loading import load_strategy, strategy_names
 from distcheck.verification.run import shared_pool
+from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.reporter import Reporter
+
+PACKAGE = "distcheck_mutants"
+_BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong as they like
+
+
+@LIST.does
+def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
+    """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
+    planted = [*_planted(PACKAGE), *_planted(f"{PACKAGE}.subtle")]
+    here, elsewhere = [], []
+    for name, point in sorted(strategy_names().items()):
+        if point.module.partition(".")[0] != _BUILT_IN:
+            continue
+        contract = load_strategy(name).contract
+        if contract.device not in (None, "cpu"):
+            elsewhere.append((name, f"needs device {contract.device}"))
+        elif contract.backend not in (None, "gloo"):
+            elsewhere.append((name, f"needs backend {contract.backend}"))
+        elif contract.parallel:
+            elsewhere.append((name, "divides a model's layers; give it to distcheck verify"))
+        else:
+            here.append(name)
+    return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
+
+
+def _planted(package: str) -> Iterator[Planted]:
+    """Mutants that are listed with the checks that must fail; or subtle ones, each as the one case
+    that shows it, and any check may do so.
+    """
+    subtle = package != PACKAGE
+    causes = importlib.import_module(f"{package}.causes")
+    for mutant in importlib.import_module(package).everything():
+        if mutant.asked is None:
+            continue
+        place = mutant.spec.partition(":")[0].rpartition(".")[2]
+        yield Planted(
+            name=mutant.name,
+            file=f"subtle.{mutant.group}" if subtle else place,
+            asked=mutant.asked,
+            caught=() if subtle else tuple(sorted(mutant.caught)),
+            causes=tuple(sorted(causes.CAUSES[mutant.name])),
+            processes=not subtle and mutant.processes,
+            when_simulated=tuple(sorted(causes.WHEN_SIMULATED.get(mutant.name, ()))),
+        )
+
+
+_OF_PROCESSES = "it shows only where ranks are processes; give --backend gloo"
+
+
+def look() -> Zoo:
+    """What is installed. Raises CannotRunError where the mutants are not."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise CannotRunError(
+            f"the mutants are not installed; their package {PACKAGE} comes with distcheck; "
+            "install distcheck again, from its wheel or a checkout"
+        )
+    return run_job(shared_pool(), LIST, b"")
+
+
+def run_plan(
+    plan: Plan, *, begins: Callable[[str], None], environment: dict[str, object]
+) -> Iterator[Row]:
+    """Judges everything that is planned; `begins` is called with the name of what comes next.
+
+    `environment` is filled with what the first report says of the machine.
+    """
+    for planted in plan.mutants:
+        begins(f"{planted.file}.{planted.name}")
+        yield _run_mutant(planted, plan, environment)
+    for strategy in plan.strategies:
+        begins(f"correct.{strategy}")
+        yield from _run_correct(strategy, plan, environment)
+
+
+def _run_mutant(planted: Planted, plan: Plan, environment: dict[str, object]) -> Row:
+    begun = time.monotonic()
+    row = Row(kind="mutant", name=planted.name, file=planted.file)
+    if plan.backend == "simulated":
+        if planted.processes:
+            return msgspec.structs.replace(row, verdict="left out", detail=_OF_PROCESSES)
+        if planted.when_simulated:
+            planted = msgspec.structs.replace(planted, causes=planted.when_simulated, caught=())
+    try:
+        report = verify(**planted.asked, backend=plan.backend, device=plan.device)
+    except NotSimulatedError as error:
+        return msgspec.structs.replace(row, verdict="left out", detail=str(error))
+    except DistcheckError as error:
+        return msgspec.structs.replace(row, detail=str(error))
+    _note(environment, report)
+    return judge_mutant(planted, report, seconds=time.monotonic() - begun)
+
+
+def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> list[Row]:
+    begun = time.monotonic()
+    try:
+        report = verify(
+            strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype, steps=3,
+            backend=plan.backend, device=plan.device,
+        )  # fmt: skip
+    except NotSimulatedError as error:
+        out = Row(
+            kind="correct", name=strategy, file=strategy, verdict="left out", detail=str(error)
+        )
+        return [out] * plan.cases_each
+    except DistcheckError as error:
+        return [Row(kind="correct", name=strategy, file=strategy, detail=str(error))]
+    _note(environment, report)
+    each = round((time.monotonic() - begun) / len(report.cases), 3)
+    rows = [judge_correct(case) for case in report.cases]
+    timed = [msgspec.structs.replace(row, seconds=each) for row in rows]
+    return timed + [
+        Row(kind="correct", name=name, file=strategy, verdict="left out", detail=why)
+        for name, why in report.left_out.items()
+    ]
+
+
+def _note(environment: dict[str, object], report: Report) -> None:
+    if not environment:
+        environment.update(report.environment)
 
 
 def selftest_command(

@@ -43,7 +43,7 @@ class Zoo(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[tuple[str, str], ...] = ()
 
 
-LIST = Job("distcheck.selftest.zoo:list_zoo", bytes, Zoo)
+LIST = Job("distcheck.selftest.command:list_zoo", bytes, Zoo)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,12 @@ forked, and the ranks are its threads. `plugin.py` is the door; beside it:
 
     marker      what `@pytest.mark.world(...)` may say
     fixtures    which fixtures belong to the ranks
-    front       in the pytest process: starts a world, waits, decides
+    front       in the pytest process: starts a world, waits, decides, passes subtests on
     rank        in a rank: runs the body, tells what happened
     threads     ranks of a simulated world: what each has of its own
     schedules   a test that passed in one, under other schedules
     session     in a rank: its copy of pytest's session, kept from the terminal
     examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
-    subtests    the ranks' subtests, passed on by the front
     messages    what a rank tells
     waiting     until a world is over: what its ranks say meanwhile, or did when Ctrl-C came
     timeouts    pytest-timeout's, which a world keeps by itself

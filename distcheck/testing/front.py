@@ -1,5 +1,7 @@
 """In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
 
+import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -8,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import msgspec
@@ -28,7 +30,6 @@ from distcheck.testing import (
     pytest_compat,
     rank,
     schedules,
-    subtests,
     threads,
     timeouts,
 )
@@ -36,13 +37,83 @@ from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RUN, RankReport, Seen
+from distcheck.testing.messages import RUN, RankReport, Seen, Subtest
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds import turns
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
+
+
+@dataclass
+class _One:
+    """One subtest: what each rank reported of it."""
+
+    name: str
+    told: dict[int, Subtest] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[int]:
+        return [rank for rank, subtest in sorted(self.told.items()) if subtest.failure]
+
+
+def pass_on(item: pytest.Function, ended: Ended) -> list[str]:
+    """Reports the subtests of all ranks. Returns a phrase for each that failed on some."""
+    captures: Any = item.config.pluginmanager.getplugin("capturemanager")
+    failed = []
+    for one in _by_subtest(ended):
+        report = _report_of(one, item, ended.size)
+        quiet = captures.global_and_fixture_disabled() if captures else contextlib.nullcontext()
+        with quiet:
+            item.ihook.pytest_runtest_logreport(report=report)
+        if one.failed:
+            failed.append(f"{one.name} on {failures.name_of(one.failed, ended.size)}")
+    return failed
+
+
+def _by_subtest(ended: Ended) -> list[_One]:
+    """Ranks' reports of the same subtest together: the first called so on each, the second, ..."""
+    seen: dict[tuple[int, str], int] = {}
+    found: dict[tuple[int, str], _One] = {}
+    for place, subtest in ended.subtests:
+        number = seen[place, subtest.name] = seen.get((place, subtest.name), 0) + 1
+        one = found.setdefault((number, subtest.name), _One(subtest.name))
+        one.told[place] = subtest
+    return list(found.values())
+
+
+def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport:
+    """One report for all ranks: of the failure, where any has failed."""
+    ranks = one.failed or sorted(one.told)
+    hook = item.config.hook
+    made = {}
+    for place in ranks:
+        data = copy.deepcopy(one.told[place].report)  # pytest takes it apart
+        made[place] = hook.pytest_report_from_serializable(config=item.config, data=data)
+        context = data.get("_subtest.context")
+        if context is not None:  # pytest has taken the repr() of what was one already
+            made[place].context.kwargs.update(context["kwargs"])
+    report: pytest.TestReport = made[ranks[0]]
+    report.location = item.location
+    report.sections = [
+        (f"{title} of rank {rank}", text) for rank in ranks for title, text in made[rank].sections
+    ]
+    where: Any = report.longrepr
+    if isinstance(where, list):  # of a skip, which pytest wants as a tuple
+        report.longrepr = where[0], where[1], where[2]
+    if one.failed:
+        report.longrepr = failures.longrepr_of(
+            Ended(
+                size=size,
+                outcomes=[Outcome(rank=rank, outcome=RankEnd.RAISED) for rank in one.failed],
+                reports={rank: one.told[rank].as_failure() for rank in one.failed},
+                outputs={},
+            ),
+            item.config,
+        )
+    return report
+
 
 # Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
 # with this process; the next world need not wait for that.
@@ -121,7 +192,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
             raise pytest.fail.Exception(f"{what}: {error}", pytrace=False) from None
     if refused:
         _refuse(refused)
-    failed_subtests = subtests.pass_on(item, ended)
+    failed_subtests = pass_on(item, ended)
     try:
         _tell(item, ended)
     except Warning:  # as -W error has it

@@ -1,6 +1,6 @@
 """How ranks come to exist, are watched, and end.
 
-world.py         one world of ranks: linger, deadline, blame
+world.py         one world of ranks: linger, deadline, blame, calls that do not match
 launch.py        starting a world of ranks, or a lone job
 pool.py          what ranks are forked from here: the helper, and further interpreters
 kept.py          processes that stay from request to request
@@ -17,7 +17,6 @@ postings.py      what those calls are; flight.py: torch's own record of them
 callers.py       whose code a file is, and the line that called
 proofs.py        what proves by them that a world can go no further
 call_log.py      the latest calls in shared memory, for ranks that a library ends
-unlike_calls.py  which of those do not match
 blame.py         how each rank ended, and which end was the cause
 interrupts.py    Ctrl-C and SIGTERM
 turns.py         how many worlds run at once under pytest-xdist

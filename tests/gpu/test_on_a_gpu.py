@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from distcheck.machine import devices
+from distcheck.selftest.command import look
 from distcheck.selftest.planning import plan_selftest
-from distcheck.selftest.running import look
 from tests.gpu.prepare import thinned
 from tests.world.command import ROOT
 

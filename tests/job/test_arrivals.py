@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 import distcheck
-from distcheck.job.guard import arrivals
-from distcheck.job.guard.arrivals import Arrivals
-from distcheck.job.guard.exchange import Peers
+from distcheck.job.guard import exchange
+from distcheck.job.guard.exchange import Arrivals, Peers
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Arrivals]:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(arrivals, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(exchange, "_PATIENCE_S", 0.0)
     return [Arrivals(store, place, 3) for place in range(3)]
 
 

@@ -13,7 +13,7 @@ from distcheck.job import against_reference, causes, checks, judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import with_reference
-from distcheck.job.lines import culprit
+from distcheck.job.judging import culprit
 from distcheck.job.running import Ran
 from distcheck.judge.parting.yardstick import tolerance
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, LossCall

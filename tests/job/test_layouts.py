@@ -23,7 +23,7 @@ from distcheck.job.checks.reference import with_reference
 from distcheck.job.checks.samples import disjoint
 from distcheck.job.inside import arrangement
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.passes import give_loss
+from distcheck.job.inside.recorder import give_loss
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.condensed import condensed, units_of
 from distcheck.recordings.jobs.reading import JobRecording

@@ -9,7 +9,7 @@ import pytest
 # The printing process stands for a rank; its exit code is what `distcheck job` would see.
 PROGRAM = """
 import subprocess, sys
-from distcheck.job.relay import relayed
+from distcheck.job.running import relayed
 rank = "import sys\\nfor n in range(20000):\\n"
 rank += "    print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)"
 with relayed() as streams:

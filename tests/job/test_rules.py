@@ -19,9 +19,8 @@ from distcheck.job.asked import JobOptions
 from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import choosing, spawned
 from distcheck.job.inside.feeding import Feeding
-from distcheck.job.running import Ran
+from distcheck.job.running import Ran, Watch
 from distcheck.job.settings import JobSettings, Role, write
-from distcheck.job.watching import Watch
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Term
 from distcheck.records.ends import RankEnd
 from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced

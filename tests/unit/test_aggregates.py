@@ -19,7 +19,7 @@ from distcheck.judge.checks.comparison import (
     ulp_distance,
     within,
 )
-from distcheck.judge.checks.sums import Sums
+from distcheck.judge.checks.tally import Sums
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.records import Case, CaseReport, CheckResult
 from distcheck.records.picture_sums import MOST_ELEMENTS, NONFINITE, merge_aggregates

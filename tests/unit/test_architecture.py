@@ -172,7 +172,7 @@ def test_what_is_long_is_so_for_a_reason() -> None:
     def long(path: Path) -> set[str]:
         functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
         names = {f.name for f in functions if (f.end_lineno or 0) - f.lineno > 70}
-        return names | ({"the module"} if len(text_of(path).splitlines()) > 400 else set())
+        return names | ({"the module"} if len(text_of(path).splitlines()) > 800 else set())
 
     assert found([*MODULES, *STRATEGIES], long).keys() == LONG_FOR_A_REASON.keys()
 
@@ -196,7 +196,7 @@ def test_what_has_many_parameters_has_them_for_a_reason() -> None:
 # What is not of torch, pytest or Hypothesis, and stands in one module alone.
 PRIVATE_ELSEWHERE = {
     "distcheck.job.inside.spawned": ["process: _args", "process: _kwargs"],  # multiprocessing's
-    "distcheck.worlds.simulated.random_numbers": ["numpy: _bit_generator", "numpy: _rand"],
+    "distcheck.worlds.simulated.isolation": ["numpy: _bit_generator", "numpy: _rand"],
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from distcheck.compare.differing import StepBounds
+from distcheck.compare.traces import StepBounds
 from distcheck.contract import Contract, Training
 from distcheck.recordings.traces.reader import TraceReader
 

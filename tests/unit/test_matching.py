@@ -7,7 +7,7 @@ import torch
 
 from distcheck.worlds.simulated import collectives
 from distcheck.worlds.simulated.calls import SimulatedCall
-from distcheck.worlds.simulated.matching import Channel
+from distcheck.worlds.simulated.world import Channel
 
 LOOKS = 0
 

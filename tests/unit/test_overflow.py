@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from distcheck.judge.checks.comparison import bitwise, by_norm, within
-from distcheck.judge.checks.simplest_mistakes import Parts, shown_by
+from distcheck.judge.checks.sensitivity import Parts, shown_by
 from distcheck.judge.oracles.full_batch import norm, underflow
 from distcheck.judge.oracles.rounding import interval
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from distcheck.backend_probe import judging, patterns
+from distcheck.backend_probe import patterns, rank
+from distcheck.backend_probe.command import plan_probes
 from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.operations import OPERATIONS
-from distcheck.backend_probe.plan import plan_probes
 from distcheck.backend_probe.records import (
     Baseline,
     Probe,
@@ -154,12 +154,12 @@ def test_a_layout_is_the_view_that_torch_makes_of_it(form: str, rows: int, cols:
 def differ(actual: list, dtype: str = "float32", after: list | None = None) -> str:
     layout = lay_out("plain", 1, 3)
     buffer = Buffer(1, None, after)
-    before = judging.before_call(Buffer(1, None, after or [1, 2, 3]), layout, dtype)
+    before = rank.before_call(Buffer(1, None, after or [1, 2, 3]), layout, dtype)
     stored = list(before)
     stored[layout.offset : layout.offset + 3] = actual[:3]
     if len(actual) > 3:
         stored[layout.offset + 3] = actual[3]
-    return judging.find_difference(
+    return rank.find_difference(
         actual=stored, buffer=buffer, layout=layout, scene=scene(dtype), before=before
     )
 

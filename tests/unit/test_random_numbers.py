@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from distcheck.worlds.simulated.random_numbers import Generators, GeneratorStates
+from distcheck.worlds.simulated.isolation import Generators, GeneratorStates
 
 TURNS = 6
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from distcheck.errors import CannotRunError, ExitCode, NotSimulatedError, UsageError
 from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
-from distcheck.selftest import running
+from distcheck.selftest import command
 from distcheck.selftest.planning import check_place, plan_selftest, representatives
 from distcheck.selftest.records import (
     Planted,
@@ -170,9 +170,9 @@ def test_the_zoo_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(f"{words['backend']} on {words['device']}")
         return report(R)
 
-    monkeypatch.setattr(running, "verify", verified)
+    monkeypatch.setattr(command, "verify", verified)
     plan = plan_selftest(ZOO, patterns=["bits", "correct.ddp"], device="cuda")
-    rows = list(running.run_plan(plan, begins=lambda name: None, environment={}))
+    rows = list(command.run_plan(plan, begins=lambda name: None, environment={}))
     assert [row.name for row in rows] == ["bits", "one"]
     assert asked == ["gloo on cuda"] * 2
 
@@ -189,7 +189,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
             raise NotSimulatedError("it forks")
         return report(("outcome", "-"), causes=("buffer-in-flight",))
 
-    monkeypatch.setattr(running, "verify", verified)
+    monkeypatch.setattr(command, "verify", verified)
     hashes, forks, early = (planted(name, R) for name in ("hashes", "forks", "early"))
     zoo = Zoo(
         mutants=(
@@ -200,7 +200,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
         strategies=(),
     )
     plan = plan_selftest(zoo, backend="simulated")
-    rows = list(running.run_plan(plan, begins=lambda _: None, environment={}))
+    rows = list(command.run_plan(plan, begins=lambda _: None, environment={}))
     assert asked == ["zoo.file:forks over simulated", "zoo.file:early over simulated"]
     assert [row.verdict for row in rows] == ["left out", "left out", "caught"]
     assert (rows[2].naming, rows[2].as_listed) == ("right", True)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcheck.judge.checks.comparison import by_norm, within
-from distcheck.judge.checks.simplest_mistakes import Parts, shown_by
+from distcheck.judge.checks.sensitivity import Parts, shown_by
 from distcheck.records.mistakes import MISTAKES, NOTHING, Shown, both, merge_shown, scales
 
 

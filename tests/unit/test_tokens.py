@@ -10,7 +10,7 @@ import torch
 
 from distcheck.contract import BackendAllReduce, Batch, Contract, contract_of, strategy
 from distcheck.errors import UsageError
-from distcheck.judge.checks import happened_in_loop
+from distcheck.judge.checks import happened
 from distcheck.judge.diagnosis import tokens, weights
 from distcheck.judge.diagnosis.combinations import readings
 from distcheck.judge.oracles.shares import Shares
@@ -100,13 +100,13 @@ def test_a_step_whose_ranks_have_as_many_tokens_shows_nothing() -> None:
             self.steps = [step]
 
     def apart(*counts: int) -> str:
-        return happened_in_loop.tokens_apart(events.TokensApart(), Run(*counts))  # type: ignore[arg-type]
+        return happened.tokens_apart(events.TokensApart(), Run(*counts))  # type: ignore[arg-type]
 
     assert apart(7, 8) == apart(7) == ""
     assert apart(7, 7) == "seen: as many on every rank, at every step"
     run: Any = Run(48, 48)
-    assert happened_in_loop.padding(events.Padding(), run) == "seen: none"
-    assert happened_in_loop.padding(events.Padding(), Run(48, 47)) == ""  # type: ignore[arg-type]
+    assert happened.padding(events.Padding(), run) == "seen: none"
+    assert happened.padding(events.Padding(), Run(48, 47)) == ""  # type: ignore[arg-type]
 
 
 def counted(combined: Sequence[float], *, summed: bool = True, **said: Any) -> Any:

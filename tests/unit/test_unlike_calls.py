@@ -22,7 +22,7 @@ from distcheck.worlds.call_log import (
 )
 from distcheck.worlds.messages import Proven
 from distcheck.worlds.remote.links import RemoteChild
-from distcheck.worlds.unlike_calls import mismatch_of, or_earlier
+from distcheck.worlds.world import mismatch_of, or_earlier
 
 
 def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> Logged:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from distcheck.backend_probe.plan import plan_probes
+from distcheck.backend_probe.command import plan_probes
 from distcheck.backend_probe.records import ProbedCell
 from distcheck.backend_probe.sweep import sweep
 from distcheck.worlds.pool import Pool

@@ -8,11 +8,10 @@ bit.
 
 library.py   which launcher and which MPI library, without loading either
 runtime.py   MPI in this process: start, end, communicators
-shapes.py    what is refused
 buffers.py   from tensors to what MPI sends and reduces
 calls.py     what was started, as torch's flight recorder would have it
 work.py      a started operation, and waiting for it
-group.py     the process group
+group.py     the process group, and what it refuses
 """
 
 import importlib.util

@@ -12,10 +12,79 @@ from typing import Any
 import torch
 
 from distcheck.backends._python_group import PythonGroup, Tensors
-from distcheck.backends.mpi import buffers, calls, runtime, shapes
+from distcheck.backends.mpi import buffers, calls, runtime
 from distcheck.backends.mpi.library import TORCH_NAME
 from distcheck.backends.mpi.runtime import mpi
 from distcheck.backends.mpi.work import MPIWork, Together
+
+
+def check(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) -> None:
+    """Raises ValueError for tensors that this backend does not move, or that differ in dtype."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{what}: a tensor is on {tensor.device}; backend mpi moves CPU tensors"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{what}: backend mpi moves dense tensors, not {tensor.layout}")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{what}: tensors of {tensors[0].dtype} and {tensor.dtype} together")
+        if written and not tensor.is_contiguous() and _overlaps(tensor):
+            raise ValueError(
+                f"{what}: the result cannot be written to a tensor whose elements share memory "
+                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()}); give it a clone"
+            )
+
+
+def check_list(
+    what: str,
+    size: int,
+    many: Sequence[torch.Tensor],
+    one: torch.Tensor,
+    *,
+    written: bool = True,
+) -> None:
+    """A list of one tensor for each of `size` ranks, of as many elements as `one`."""
+    check(what, [one, *many])
+    check(what, many, written=written)
+    check_length(what, size, many)
+    for tensor in many:
+        if tensor.numel() != one.numel():
+            raise ValueError(
+                f"{what}: a tensor of {tensor.numel()} elements among those of {one.numel()}"
+            )
+
+
+def check_length(what: str, size: int, many: Sequence[torch.Tensor]) -> None:
+    """A list of one tensor for each rank."""
+    if len(many) != size:
+        raise ValueError(f"{what}: {len(many)} tensors for {size} ranks")
+
+
+def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """A tensor that holds one part for each rank."""
+    check(what, [whole, part])
+    if whole.numel() != size * part.numel():
+        raise ValueError(f"{what}: {whole.numel()} elements are not {size} times {part.numel()}")
+
+
+def counts(what: str, size: int, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
+    """Elements for each rank, from numbers of rows; without any, all ranks get as many."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"{what}: {rows} rows cannot be cut into {size} equal parts")
+        return [tensor.numel() // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(f"{what}: splits {list(splits)} of {rows} rows, {size} ranks")
+    row = tensor.numel() // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 1 and any(size > 1 and stride == 0 for size, stride in strides)
+
 
 _TAGS = 1 << 14  # MPI promises 2^15 - 1
 
@@ -74,14 +143,14 @@ class MPIGroup(PythonGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         """The root's elements to everybody."""
         (tensor,) = tensors
-        shapes.check("broadcast", [tensor], written=True)
+        check("broadcast", [tensor], written=True)
         data = buffers.plain(tensor)
         request = self._collective.Ibcast(buffers.moved(data), opts.rootRank)
         return self._work("broadcast", request, [tensor], data)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """Each tensor, reduced over the ranks, on every rank."""
-        shapes.check("all_reduce", tensors, written=True)
+        check("all_reduce", tensors, written=True)
         works = [self._start_allreduce(tensor, opts.reduceOp) for tensor in tensors]
         requests = [request for request, _, _ in works]
         data = [part for _, part, _ in works]
@@ -104,7 +173,7 @@ class MPIGroup(PythonGroup):
         """The same, on the root only; elsewhere the tensor stays as it is."""
         (tensor,) = tensors
         root = opts.rootRank == self._rank
-        shapes.check("reduce", [tensor], written=root)
+        check("reduce", [tensor], written=root)
         data = buffers.plain(tensor)
         spec, how = buffers.reduced("reduce", data, opts.reduceOp)
         sent, received = (mpi().IN_PLACE, spec) if root else (spec, None)
@@ -119,7 +188,7 @@ class MPIGroup(PythonGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Every rank's input to every rank, a tensor each."""
         (output,), (tensor,) = outputs, inputs
-        shapes.check_list("all_gather", self._size, output, tensor)
+        check_list("all_gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         data = buffers.plain(tensor)
         request = self._collective.Iallgather(buffers.moved(data), buffers.moved(gathered))
@@ -129,8 +198,8 @@ class MPIGroup(PythonGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
         """Every rank's input to every rank, one after the other in one tensor."""
-        shapes.check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
-        shapes.check("all_gather_into_tensor", [output], written=True)
+        check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
+        check("all_gather_into_tensor", [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
         request = self._collective.Iallgather(buffers.moved(data), buffers.moved(room))
         return self._work("all_gather_into_tensor", request, [output], room, data, inputs=[tensor])
@@ -140,11 +209,11 @@ class MPIGroup(PythonGroup):
         (tensor,) = inputs
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
-            shapes.check("gather", [tensor])
+            check("gather", [tensor])
             request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
             return self._work_of("gather", [request], [], [data], None, inputs=inputs)
         (output,) = outputs
-        shapes.check_list("gather", self._size, output, tensor)
+        check_list("gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         request = self._collective.Igather(
             buffers.moved(data), buffers.moved(gathered), opts.rootRank
@@ -155,12 +224,12 @@ class MPIGroup(PythonGroup):
         """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
-            shapes.check("gather_single", [tensor])
+            check("gather_single", [tensor])
             request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
             return self._work_of("gather_single", [request], [], [data], None, inputs=[tensor])
         assert output is not None
-        shapes.check_parts("gather_single", self._size, whole=output, part=tensor)
-        shapes.check("gather_single", [output], written=True)
+        check_parts("gather_single", self._size, whole=output, part=tensor)
+        check("gather_single", [output], written=True)
         room = buffers.room_for(output)
         request = self._collective.Igather(buffers.moved(data), buffers.moved(room), opts.rootRank)
         return self._work("gather_single", request, [output], room, data, inputs=[tensor])
@@ -168,11 +237,11 @@ class MPIGroup(PythonGroup):
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """One of the root's tensors to each rank."""
         (tensor,) = outputs
-        shapes.check("scatter", [tensor], written=True)
+        check("scatter", [tensor], written=True)
         room, sent = buffers.room_for(tensor), None
         if self._rank == opts.rootRank:
             (parts,) = inputs
-            shapes.check_list("scatter", self._size, parts, tensor, written=False)
+            check_list("scatter", self._size, parts, tensor, written=False)
             sent = buffers.flat(parts)
         else:
             parts = []
@@ -184,14 +253,14 @@ class MPIGroup(PythonGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """Part r of every rank's list, reduced, to rank r."""
         (output,), (parts,) = outputs, inputs
-        shapes.check_list("reduce_scatter", self._size, parts, output, written=False)
+        check_list("reduce_scatter", self._size, parts, output, written=False)
         return self._reduce_scatter(
             "reduce_scatter", output, buffers.flat(parts), opts.reduceOp, inputs=parts
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """The same, of one tensor cut into equal parts."""
-        shapes.check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
+        check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
         data = buffers.plain(tensor)
         return self._reduce_scatter(
             "reduce_scatter_tensor", output, data, opts.reduceOp, inputs=[tensor]
@@ -200,7 +269,7 @@ class MPIGroup(PythonGroup):
     def _reduce_scatter(
         self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any, *, inputs: Tensors
     ) -> MPIWork:
-        shapes.check(what, [output], written=True)
+        check(what, [output], written=True)
         room = buffers.room_for(output)
         sent, how = buffers.reduced(what, data, op)
         received, _ = buffers.reduced(what, room, op)
@@ -213,10 +282,10 @@ class MPIGroup(PythonGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Tensor r of every rank's list to rank r; sizes may differ."""
-        shapes.check("all_to_all", [*outputs, *inputs])
-        shapes.check("all_to_all", outputs, written=True)
-        shapes.check_length("all_to_all", self._size, outputs)
-        shapes.check_length("all_to_all", self._size, inputs)
+        check("all_to_all", [*outputs, *inputs])
+        check("all_to_all", outputs, written=True)
+        check_length("all_to_all", self._size, outputs)
+        check_length("all_to_all", self._size, inputs)
         sent = buffers.flat(inputs)
         received = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype)
         request = self._collective.Ialltoallv(
@@ -235,12 +304,12 @@ class MPIGroup(PythonGroup):
     ) -> Any:
         """Rows of one tensor to each rank: equally many, or as the splits say."""
         what = "all_to_all_single"
-        shapes.check(what, [output, tensor])
-        shapes.check(what, [output], written=True)
+        check(what, [output, tensor])
+        check(what, [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
         request = self._collective.Ialltoallv(
-            buffers.moved_in_parts(data, shapes.counts(what, self._size, tensor, input_splits)),
-            buffers.moved_in_parts(room, shapes.counts(what, self._size, output, output_splits)),
+            buffers.moved_in_parts(data, counts(what, self._size, tensor, input_splits)),
+            buffers.moved_in_parts(room, counts(what, self._size, output, output_splits)),
         )
         return self._work(what, request, [output], room, data, inputs=[tensor])
 
@@ -253,7 +322,7 @@ class MPIGroup(PythonGroup):
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """One tensor to one rank."""
         (tensor,) = tensors
-        shapes.check("send", [tensor])
+        check("send", [tensor])
         data = buffers.plain(tensor)
         request = self._messages.Isend(buffers.moved(data), destination, self._tag(tag))
         return self._work_of("send", [request], [tensor], [data], None)
@@ -268,7 +337,7 @@ class MPIGroup(PythonGroup):
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         (tensor,) = tensors
-        shapes.check("recv", [tensor], written=True)
+        check("recv", [tensor], written=True)
         room = buffers.room_for(tensor)
         spec = buffers.moved(room)
         request = self._messages.Irecv(spec, source, self._tag(tag))

@@ -5,12 +5,10 @@ guarding    counts steps, has ranks compare, and acts on a difference
 watched     the model: found when it is called; samples, buffers and random streams
 state       what one rank holds after a step, as digests
 digests     of tensors, on the device that holds them
-exchange    the guard's own group of ranks
-arrivals    who has reached a check, where one rank ends early
+exchange    the guard's own group of ranks, and who has reached a check if one rank ends early
 comparing   what must be alike, and what must not
 records     what was found; the bundle
-audit       what goes into an exchange and what comes out, as sums with signs; auditing: what of
-            it is wrong
+audit       what goes into an exchange and what comes out, as sums with signs
 explaining  causes, for `distcheck explain`; checked: what `distcheck job --guard` reads
 """
 

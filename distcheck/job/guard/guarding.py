@@ -1,5 +1,6 @@
 """The guard of one optimizer: after every so many steps, ranks compare what they hold."""
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,68 @@ import torch
 
 from distcheck import __version__
 from distcheck.errors import CannotRunError
-from distcheck.job.guard import auditing, comparing, records, state
+from distcheck.job.guard import audit, comparing, records, state
 from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.exchange import Peers
-from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
+from distcheck.job.guard.records import LEFT_OUT, OTHER, OWN, Divergence, ReplicaFinding, TensorSums
 from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.recordings.jobs.sketches import sketch
+
+Rows = list[list[float | None]]  # JSON has no NaN
+
+
+def measured(own: Audit) -> bytes:
+    """What this rank measured, to be sent; it is forgotten here."""
+    rows, own.rows = own.rows, []
+    return msgspec.json.encode(
+        [[one if math.isfinite(one) else None for one in row] for row in rows]
+    )
+
+
+def concluded(
+    own: Audit, gathered: Sequence[bytes], ranks: Sequence[int], names: Mapping[int, str]
+) -> tuple[ReplicaFinding | None, list[str]]:
+    """What is wrong, and what is to be said of the audit. `names`: of parameters, by id."""
+    remarks = []
+    if own.left_out:
+        remarks.append(
+            f"{own.left_out} parameters are not audited: they are divided by another than "
+            "fully_shard, or not trained"
+        )
+    sent = [msgspec.json.decode(one, type=Rows) for one in gathered]
+    if not sent[0] or len({len(one) for one in sent}) > 1:
+        return None, [*remarks, "an audit measured nothing, or not the same on all ranks"]
+    rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
+    rows = audit.added_up(rows, [leaf.copies for leaf in own.leaves])
+    mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
+    if mean is None and own.is_early:
+        return None, remarks
+    if mean is None:
+        return None, [*remarks, "all gradients were absent or zero, and an audit compared nothing"]
+    if mean.wrong:
+        wrong = [names.get(id(own.leaves[place].parameter), "?") for place in mean.wrong]
+        where = sorted({ranks[at] for places in mean.wrong.values() for at in places})
+        found = ReplicaFinding(
+            kind=comparing.EXCHANGE, first=wrong[0], groups=(tuple(where),), differing=len(wrong),
+            compared=mean.compared, names=tuple(wrong[:64]), what=OWN if mean.own else OTHER,
+        )  # fmt: skip
+        return found, remarks
+    if mean.left_out:
+        left = tuple(ranks[at] for at in mean.left_out)
+        found = ReplicaFinding(
+            kind=comparing.EXCHANGE, first="", groups=(left,), differing=0, compared=mean.compared,
+            what=LEFT_OUT,
+        )  # fmt: skip
+        return found, remarks
+    if not mean.is_even:
+        shares = ", ".join(f"{one / sum(mean.weights):.4g}" for one in mean.weights)
+        remarks.append(
+            f"ranks count by {shares} in what the optimizer gets, which is right where the script "
+            "weights them by samples or tokens"
+        )
+    return None, remarks
+
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
 FIRST = 2  # the step that is checked beside every `every`-th: mistakes of a start show there
@@ -189,11 +245,11 @@ class Guard:
         """
         if self._audit is None or not (self._audit.rows or self._suspected):
             return None
-        gathered = self._peers.gather_bytes(auditing.measured(self._audit))
+        gathered = self._peers.gather_bytes(measured(self._audit))
         names = {id(p): name for name, p in state.of_optimizer(self._optimizer)}
         if self._watched is not None:
             names |= {id(p): name for name, p in self._watched.parameters()}
-        found, remarks = auditing.concluded(self._audit, gathered, self._peers.ranks, names)
+        found, remarks = concluded(self._audit, gathered, self._peers.ranks, names)
         for remark in remarks:
             self._remark(remark)
         before, self._suspected = self._suspected, None

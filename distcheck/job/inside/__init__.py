@@ -2,7 +2,7 @@
 
 start, install     wait for `import torch`; then let one of these listen to the hooks:
 hooks, listening   where every training script passes, and what is heard there
-recorder           writes down what a rank does, with loaders, losses, terms, parameters, step_file
+recorder           writes down what a rank does, with loaders, terms, parameters, step_file
 modules            the modules within a model, with watching for those of a replay's copies
 op_log             every operator that torch runs in a step
 replayer           runs the script as one process with the ranks' batches: handing_out, feeding

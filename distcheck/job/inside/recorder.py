@@ -1,26 +1,126 @@
 """Writes down what a training script does, step by step, in a rank of the job."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
-from distcheck.job.inside import arrangement, hooks, passes, rank, tensors
+from distcheck.job.inside import arrangement, hooks, rank, tensors
 from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.held import HeldState
-from distcheck.job.inside.lines import LinesHeard
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
-from distcheck.job.inside.losses import LossesHeard
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.step_file import After, StepFile
-from distcheck.job.inside.terms import terms_of
+from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.records import Clip, CollectiveCall, Pass
+from distcheck.recordings.jobs.records import MOST_LINES, Clip, CollectiveCall, LossCall, Pass, Term
+from distcheck.worlds.callers import line_of_script
+
+_numbers = itertools.count()
+
+
+class LossesHeard:
+    """Those since the last backward pass; since earlier ones, where some had none yet, as in a
+    pipeline that makes several forward passes first.
+    """
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self._calls: list[LossCall] = []
+        self._places: dict[int, int] = {}  # in the lists, by number
+        self._reached: set[int] = set()
+        self._done: set[int] = set()
+
+    def hear(self, name: str, reduction: str, counted: int, target: str, value: Any) -> None:
+        """One was computed, over `counted` targets; hears of a backward pass through it."""
+        heard = next(_numbers)
+        self._places[heard] = len(self._calls)
+        number = float(value.detach()) if value.numel() == 1 else float("nan")
+        self._calls.append(
+            LossCall(name=name, reduction=reduction, counted=counted, value=number, target=target)
+        )
+        self.heard.append((name, reduction, value, counted))
+        value.grad_fn.register_prehook(lambda _: hooks.say("reaches", heard))
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._reached = set()
+
+    def reaches(self, heard: int) -> None:
+        """It goes through one of them."""
+        if heard in self._places:
+            self._reached.add(self._places[heard])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a backward pass went through each of them."""
+        return len(self._done) == len(self._calls)
+
+    def of_backward(self, one: Pass) -> tuple[tuple[LossCall, ...], tuple[Term, ...]]:
+        """The losses that a pass's backward pass came from, and its terms, which say which."""
+        kept = sorted(self._reached)
+        self._done |= self._reached
+        places = {place: number for number, place in enumerate(kept, len(one.losses))}
+        terms = (replace(term, call=places.get(term.call, -1)) for term in one.terms)
+        return (*one.losses, *(self._calls[place] for place in kept)), tuple(terms)
+
+
+def begun(
+    file: StepFile, model: torch.nn.Module, given: Sequence[torch.Tensor], loaders: Loaders,
+    drew: bool,
+) -> Pass:  # fmt: skip
+    """A pass that begins, with the tensors that the model is `given`."""
+    autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
+    return Pass(
+        inputs=tuple(file.add_data(t) for t in given),
+        rows=tensors.rows_of([*given]) if given else (),
+        batches=loaders.for_pass([*given]),
+        live=False,
+        later=file.has_restarted,
+        random=tensors.random_digests(),
+        drew=drew,
+        exchanges=rank.exchanges(model),
+        exchange_s=rank.exchange_seconds(model),
+        autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
+    )
+
+
+def give_loss(passes: list[Pass], before: Pass | None, reached: Sequence[int]) -> None:
+    """Gives what was noted of the last pass, which was another one `before`, to the only one that
+    backward went through: where several passes are made first, as in a pipeline.
+    """
+    last = passes[-1]
+    if len(reached) != 1 or reached[0] == len(passes) - 1 or before is None:
+        return
+    if last.loss is not None:
+        about: dict[str, Any] = {"losses": last.losses, "terms": last.terms, "drew": last.drew}
+        loss = last.loss - (before.loss or 0.0)
+        passes[reached[0]] = replace(passes[reached[0]], loss=loss, unread=last.unread, **about)
+    passes[-1] = before
+
+
+class LinesHeard:
+    """By the kinds of `recordings.jobs.records.LINES`, each line once."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, dict[str, None]] = {}
+
+    def note(self, kind: str) -> None:
+        """The script calls something now."""
+        lines = self._heard.setdefault(kind, {})
+        if len(lines) < MOST_LINES:
+            lines[line_of_script()] = None
+
+    def taken(self) -> dict[str, tuple[str, ...]]:
+        """All of them, in the order in which they were first called from."""
+        return {kind: tuple(lines) for kind, lines in self._heard.items()}
 
 
 class Recorder(Deaf):
@@ -108,7 +208,7 @@ class Recorder(Deaf):
         self._not_finite += tensors.not_finite(inputs)
         self._roots.append(model)
         drew = tensors.has_drawn(self._origin, random)
-        self._passes.append(passes.begun(file, model, given, self.loaders, drew))
+        self._passes.append(begun(file, model, given, self.loaders, drew))
         number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
         file.add(f"random/{number}", random)
         file.add(f"origin/{number}", origin)
@@ -202,7 +302,7 @@ class Recorder(Deaf):
             losses, terms = self._losses.of_backward(self._passes[-1])
             self._change_pass(-1, losses=losses, terms=terms)
             reached = [number for step, number in self._through if step == self.steps_over]
-            passes.give_loss(self._passes, self._before, reached)
+            give_loss(self._passes, self._before, reached)
         self._losses = LossesHeard() if self._losses.is_over else self._losses
         self._opaque = []
         for step, number in self._through:

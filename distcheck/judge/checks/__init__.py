@@ -21,8 +21,7 @@ What they compare with:
     comparison.py   two tensors: to the bit, within a bound, by relative norm
     tally.py        adds up what was compared, and keeps the worst and the first place
     merging.py      the results of one check as one, and whether they cover what is required
-    sums.py         sums for pictures, which decide nothing
-    sensitivity.py  what a comparison would have shown, of simplest_mistakes.py
+    sensitivity.py  which of the simplest mistakes a comparison would have shown
 """
 
 import importlib

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from distcheck.judge.checks import happened_in_loop, happened_to_gradients
+from distcheck.judge.checks import happened
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.recording import RunOfEvents
 from distcheck.judge.checks.tally import Tally
@@ -20,10 +20,9 @@ OVER_STEPS = True  # looks at all steps together
 
 
 def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
-    """The function of a `happened_` file that has an event's name."""
+    """The function in `happened` that has an event's name."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower()
-    place = happened_in_loop if hasattr(happened_in_loop, name) else happened_to_gradients
-    look: Callable[[Any, RunOfEvents], str] = getattr(place, name)
+    look: Callable[[Any, RunOfEvents], str] = getattr(happened, name)
     return look
 
 

@@ -5,10 +5,10 @@ as `unexplained`, with what was seen. Causes that the evidence cannot tell apart
 
 One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
 optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts` (of
-model-parallel worlds), and `gradients`, which asks `weights` (with `counting`), `parts` and
+model-parallel worlds), and `gradients`, which asks `weights`, `parts` and
 `precision`. They see plain numbers (`facts`), which `observation` has measured in a process of its
 own, and only for cases that failed: `measuring` and `layout_measuring` a step, `measured` what they
-ask of it, `combinations`, `elements`, `matching`, `tokens`, `backward`, `updates` what else it is,
+ask of it, `combinations`, `matching`, `tokens`, `backward`, `updates` what else it is,
 `ways` the line that it is about.
 """
 

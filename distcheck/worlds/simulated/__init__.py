@@ -11,10 +11,10 @@ search.py          the process that tries schedules, each in a fork of itself
 
 baton.py           threads of which one runs at a time; sleep takes no time
 schedules.py       which rank runs next, under a schedule; which schedules a search tries
-world.py           the ranks of this process, what each has called, and how their world ends
+world.py           the ranks of this process, what each has called, whether calls of one group
+                   match, and how their world ends
 group.py           the process group
 calls.py           what a rank has called, and where
-matching.py        calls of one group, which must be alike; messages
 collectives.py     what each collective leaves, from what every rank gave
 work.py            a started call, and waiting for it
 in_flight.py       tensors that a call still reads or writes
@@ -22,9 +22,8 @@ groups.py          the groups that ranks make: whether the same, and whether the
 odd_calls.py       calls that gloo takes, and that are rarely meant
 store.py           the store at which ranks meet
 
-isolation.py       what ranks in one process would share, and processes do not
-random_numbers.py  of that, the generators
-settings.py        of that, the settings of Python and torch
+isolation.py       what ranks in one process would share, and processes do not: generators, and
+                   settings of Python and torch
 patches.py         of that, what code sets in modules that all ranks share
 owned.py           what a job adds to that
 limits.py          what the code under test may not do there

@@ -13,12 +13,20 @@ whenever another rank runs.
     what a job says   attributes that `owned.py` names
 """
 
+import _random
+import copy
+import ctypes
 import importlib
+import logging
+import operator
 import os
+import random
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
@@ -27,10 +35,202 @@ from typing import Any, TextIO
 
 import torch
 
+from distcheck.machine import compat
 from distcheck.worlds.simulated.owned import Owned
 from distcheck.worlds.simulated.patches import Patches
-from distcheck.worlds.simulated.random_numbers import Generators, GeneratorStates
-from distcheck.worlds.simulated.settings import ProcessSettings
+
+_Words = ctypes.c_uint32 * 625
+
+
+@dataclass
+class GeneratorStates:
+    """The states of one rank. Of NumPy's, `numpy` is all of it and `words` its twister; both are
+    None where NumPy is not there.
+    """
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any = None
+    words: bytes | None = None
+    source: Any = None  # NumPy's bit generator, which code may replace
+
+
+class Generators:
+    """Those of this process."""
+
+    def __init__(self) -> None:
+        self._python = _words_of_python()
+        self._numpy: memoryview | None = None
+        self._source: Any = None
+        self._kept = 1  # whether NumPy now keeps a normal number for the next draw
+
+    def beginning(self) -> GeneratorStates:
+        """The states as they are now, for a rank to begin with."""
+        found = GeneratorStates(torch.default_generator.get_state(), self._python_now())
+        self._take_numpy(found)
+        return found
+
+    def take(self, own: GeneratorStates) -> None:
+        """Notes the states of the rank that ran."""
+        own.torch = torch.default_generator.get_state()
+        own.python = self._python_now()
+        self._take_numpy(own)
+
+    def give(self, own: GeneratorStates) -> None:
+        """Sets the states of the rank that runs now. Those of the last one have been taken."""
+        torch.default_generator.set_state(own.torch)
+        if self._python is None:
+            random.setstate(own.python)
+        else:
+            self._python[:], random._inst.gauss_next = own.python  # type: ignore[attr-defined]
+        if own.numpy is not None:
+            self._give_numpy(own)
+
+    def _python_now(self) -> Any:
+        if self._python is None:
+            return random.getstate()
+        return bytes(self._python), random._inst.gauss_next  # type: ignore[attr-defined]
+
+    def _take_numpy(self, own: GeneratorStates) -> None:
+        if (numpy := sys.modules.get("numpy.random")) is None:
+            return
+        source = _source_of(numpy)
+        if self._source is None or source is not self._source:
+            self._source, self._numpy = source, _words_of_numpy(numpy, source)
+        words = None if self._numpy is None else bytes(self._numpy)
+        # A normal number that is kept for the next draw can go without a trace in the words.
+        same = words is not None and words == own.words and source is own.source
+        if not same or own.numpy["has_gauss"]:
+            own.numpy, own.words, own.source = numpy.get_state(legacy=False), words, source
+        self._kept = own.numpy.get("has_gauss", 1)
+
+    def _give_numpy(self, own: GeneratorStates) -> None:
+        numpy: Any = sys.modules["numpy.random"]
+        if own.source is not _source_of(numpy):
+            numpy.set_bit_generator(own.source)
+            numpy.set_state(own.numpy)
+        elif self._numpy is not None and own.words and not (self._kept or own.numpy["has_gauss"]):
+            self._numpy[:] = own.words
+        else:
+            numpy.set_state(own.numpy)
+
+
+def _source_of(numpy: Any) -> Any:
+    return getattr(numpy.mtrand._rand, "_bit_generator", None)
+
+
+def _words_of_python() -> memoryview | None:
+    """Where Python's twister lies; None where that is not known."""
+    if _random.Random.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Words):
+        return None
+    _, words, _ = random.getstate()
+    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    return _view(address, (words[-1], *words[:-1]))
+
+
+def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
+    """Where NumPy's twister lies; None where that is not known, or it is another generator."""
+    state = numpy.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937" or source is None:
+        return None
+    words = (*state["state"]["key"].tolist(), state["state"]["pos"])
+    return _view(source.ctypes.state_address, words)
+
+
+def _view(address: int, words: tuple[int, ...]) -> memoryview | None:
+    """The bytes at an address, if they are these words."""
+    if tuple(_Words.from_address(address)) != words:
+        return None
+    return memoryview((ctypes.c_ubyte * ctypes.sizeof(_Words)).from_address(address)).cast("B")
+
+
+# Names in modules; those that a release of Python or torch does not have are left out.
+_NAMES: Mapping[str, Sequence[str]] = {
+    "builtins": ("print", "input", "open", "__import__"),
+    "logging": (
+        "lastResort", "raiseExceptions", "_loggerClass", "_logRecordFactory",
+        "_warnings_showwarning",
+    ),
+    "sys": (
+        "argv", "path", "path_hooks", "meta_path", "excepthook", "displayhook", "stdin",
+    ),
+    "tempfile": ("tempdir",),
+    "warnings": ("filters", "onceregistry", "defaultaction", "showwarning", "formatwarning"),
+    **compat.PROCESS_WIDE,
+}  # fmt: skip
+
+
+class ProcessSettings:
+    """Those of this process. What a rank has of its own is of no meaning elsewhere."""
+
+    def __init__(self) -> None:
+        self._modules = []
+        for module, names in _NAMES.items():
+            there = vars(sys.modules[module]) if module in sys.modules else {}
+            if known := [name for name in names if name in there]:
+                self._modules.append((there, known, operator.itemgetter(*known, known[0])))
+        self._objects: list[Any] = [
+            compat.groups_state(),
+            logging.root,
+            logging.root.manager,
+            compat.print_options(),
+        ]
+        self._of_torch = compat.process_settings()
+        self._now = self._torch_now()
+
+    def beginning(self) -> Any:
+        """The settings as they are now, for a rank to begin with."""
+        names = [[_own(module[name]) for name in names] for module, names, _ in self._modules]
+        others = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects[1:]]
+        return names, [compat.fresh_groups_state(), *others], self._torch_now()
+
+    def take(self) -> Any:
+        """Those of the rank that ran."""
+        self._now = self._torch_now()
+        values = [_values(module, names, get) for module, names, get in self._modules]
+        return values, [one.__dict__ for one in self._objects], self._now
+
+    def give(self, own: Any) -> None:
+        """Sets those of the rank that runs now. Those of the last one have been taken."""
+        values, objects, of_torch = own
+        before = warnings.filters
+        for (module, names, _), these in zip(self._modules, values, strict=True):
+            module.update(zip(names, these, strict=False))
+        for one, state in zip(self._objects, objects, strict=True):
+            one.__dict__ = state
+        if before != warnings.filters and (changed := getattr(warnings, "_filters_mutated", None)):
+            changed()  # without it, what a place has warned of once stays silent
+        if of_torch != self._now:
+            for (_, put), value, is_now in zip(self._of_torch, of_torch, self._now, strict=True):
+                if value is not None and value != is_now:
+                    put(value)
+
+    def _torch_now(self) -> list[Any]:
+        try:
+            return [get() for get, _ in self._of_torch]
+        except RuntimeError:  # code has set torch's two interfaces for one thing apart
+            return [_or_nothing(get) for get, _ in self._of_torch]
+
+
+def _values(
+    module: Mapping[str, Any], names: Sequence[str], get: Callable[[Any], tuple[Any, ...]]
+) -> Sequence[Any]:
+    try:
+        return get(module)
+    except KeyError:  # code has deleted one
+        return [module.get(name) for name in names]
+
+
+def _or_nothing(get: Callable[[], Any]) -> Any:
+    with suppress(RuntimeError):
+        return get()
+    return None
+
+
+def _own(value: Any) -> Any:
+    """A value for one rank: containers are copied."""
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
 
 _COMPILED = (".so", ".pyd")
 _NOTHING = Owned()
