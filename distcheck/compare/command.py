@@ -123,7 +123,8 @@ def _compare_runs(
     earlier = saved_run(Path(then))
     if now is None:
         cases = _checked_cases(earlier)
-        require_trust(then, cases, doing="comparing with", trusted=trusted)
+        made = {name: trace.saved.made for name, trace in earlier.cases.items()}
+        require_trust(then, cases, made, doing="comparing with", trusted=trusted)
         keep = Store.of_own(keep_everything=True, spare=Path(then))
         folder = keep.folder
     else:

@@ -1,0 +1,92 @@
+"""Each thing that an attacker could use is done in one place, which knows the rules. A new entry
+point that does it by itself fails here: it calls the function that is named, or says in the table
+why it need not.
+"""
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import distcheck
+
+ROOT = Path(distcheck.__file__).parent
+
+
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """Every call in distcheck: its file, the dotted name that is called, and the call."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Call):
+                name = file.relative_to(ROOT).as_posix()
+                found.append((name, ast.unparse(node.func), node))
+    return found
+
+
+def runs_code(called: str, call: ast.Call) -> bool:
+    """What makes code of data: from a file, a pickle, or a name that is not written there."""
+    last = called.rpartition(".")[2]
+    if last in ("exec_module", "run_path", "run_module", "AutoExecutor", "exec", "eval"):
+        return bool(call.args)  # model.eval() has none
+    if called.startswith(("pickle.load", "marshal.load", "torch.load", "shelve.")):
+        return True
+    if last.endswith("Unpickler"):
+        return True
+    return last == "import_module" and not is_own_name(call.args[0])
+
+
+def is_own_name(name: ast.expr) -> bool:
+    """Whether a module's name is written in the call, or its package is."""
+    if isinstance(name, ast.JoinedStr):
+        first = name.values[0]
+        if isinstance(first, ast.FormattedValue):
+            return ast.unparse(first.value) == "__name__"
+        return isinstance(first, ast.Constant) and str(first.value).startswith("distcheck.")
+    return isinstance(name, ast.Constant)
+
+
+Reasons = dict[str, str]
+# What is done, in which calls, and the files in which it may be done without more, and why.
+RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
+    "code is run; the command asks store/trust.require_trust first": (runs_code, {
+        "training/loading.py": "loads what a case names, after the question",
+        "training/scripts.py": "the same, of a script without its training",
+        "training/adapters/free_names.py": "modules of a list of distcheck's own",
+        "testing/front.py": "modules that the person's own tests have imported",
+        "testing/kept_rank.py": "tests of the person's own, from its parent",
+        "engines/on_slurm.py": "results of its own jobs, in a folder of its own",
+        "machine/compat.py": "calls that this process itself has recorded",
+        "workloads/datasets/cifar10.py": "an unpickler that knows numbers, texts and arrays alone",
+        **dict.fromkeys((
+            "__init__.py", "judge/checks/__init__.py", "plan/source_files.py", "selftest/zoo.py",
+            "workloads/datasets/__init__.py", "workloads/datasets/files.py",
+            "worlds/local/child.py", "worlds/local/helper.py",
+            "worlds/local/late_compiler.py", "worlds/simulated/host.py",
+            "worlds/simulated/search.py",
+        ), "modules of distcheck and of torch, by names that are written in distcheck"),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_goes_around_the_one_function(rule: str) -> None:
+    is_done, reasons = RULES[rule]
+    found = {file for file, called, call in calls() if is_done(called, call)}
+    assert sorted(found - {*reasons}) == [], rule
+    assert sorted({*reasons} - found) == [], "it is not done there any more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["exec(text)", "spec.loader.exec_module(module)", "runpy.run_path(path)", "torch.load(file)",
+     "pickle.loads(data)", "importlib.import_module(name)", "import_module(f'{place}.x')",
+     "_Unpickler(file)", "submitit.AutoExecutor(folder)"],
+)  # fmt: skip
+def test_what_would_go_around_it_is_found(line: str) -> None:
+    """Each line fails one of the rules in a file that it does not list."""
+    (call,) = (node for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call))
+    assert any(is_done(ast.unparse(call.func), call) for is_done, _ in RULES.values())
