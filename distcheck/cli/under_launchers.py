@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from distcheck import private
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.plan.identity import identity_of
 from distcheck.records import Case
@@ -86,8 +87,7 @@ def write_error_file(exit_code: int, message: str) -> None:
         }
     }
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(about))
+        private.write(Path(path), json.dumps(about))
     except OSError as error:
         click.echo(f"distcheck: {path} cannot be written: {error.strerror}", err=True)
 

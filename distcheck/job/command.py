@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.job import (
     condensing,
@@ -59,7 +60,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     with leftovers.folder() as folder:
         made = origin_here()
         recorded, copy = folder / "recording", folder / "copy"
-        recorded.mkdir()
+        private.folder(recorded, is_new=True)
         missing = _why_none(asked)
         needs_copy = asked.save is not None or not missing
         copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
@@ -199,7 +200,7 @@ def _replay(
             "ranks that train one model draw random numbers in forward passes, each for its own "
             "part, and one process draws them for all; set dropout to 0 for this check"
         )
-    folder.mkdir()
+    private.folder(folder, is_new=True)
     try:
         return replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
@@ -175,7 +176,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
     for what no machine sends.
     """
     line.be_patient(_LOST_S)
-    heard, size, file = time.monotonic(), 0, None
+    heard, size, file, opened = time.monotonic(), 0, None, None
     try:
         while True:
             for word in words:
@@ -187,11 +188,11 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
                 if size > MOST_BYTES:
                     raise ValueError(f"it sent more than {MOST_BYTES >> 30} GiB")
                 place = _place(folder, word.name, ranks)
-                if file is None or file.name != str(place):
+                if place != opened:
                     if file is not None:
                         file.close()
-                    place.parent.mkdir(exist_ok=True)
-                    file = place.open("xb")
+                    opened = place
+                    file = private.new_file(private.folder(place.parent) / place.name)
                 file.write(word.data)
             words = line.receive()
             if not words and time.monotonic() - heard > _LOST_S:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.errors.masking import masker
 from distcheck.errors.shown_text import without_commands, without_secrets
@@ -178,6 +179,6 @@ def write_text(path: str, text: str, *, option: str = "--json") -> None:
         click.echo(without_commands(text, form=form), nl=False)
         return
     try:
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        private.publish(path, text)
     except OSError as error:
         raise CannotRunError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from distcheck import __version__
+from distcheck import __version__, private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.masking import masker
 from distcheck.errors.shown_text import without_secrets
@@ -199,7 +199,7 @@ def open_bundle(path: Path) -> Replay:
             for name in manifest.cases:
                 file = draft / "cases" / f"{name}.json"
                 case, before = _moved(_case(path, file), moved), store.read_provenance(file)
-                file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
+                private.write(file, _json({**msgspec.to_builtins(case), "made": before}))
                 if before is not None:
                     made[name] = before
     cases = [store.read_case(folder / "cases" / f"{name}.json") for name in manifest.cases]

@@ -28,9 +28,9 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
-from distcheck.plan.owners import is_ones_own, is_private_folder
 from distcheck.plan.provenance import Provenance, code_digest, named
 from distcheck.plan.source_files import NO_DIGEST, digest_of, files_beside
+from distcheck.private import is_ones_own, is_private_folder
 from distcheck.records import Case
 from distcheck.records.sources import read_source
 from distcheck.store import own_objects

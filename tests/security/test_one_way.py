@@ -49,6 +49,29 @@ def is_own_name(name: ast.expr) -> bool:
     return isinstance(name, ast.Constant)
 
 
+def makes_folders(called: str, call: ast.Call) -> bool:
+    """A new folder, or a temporary one."""
+    last = called.rpartition(".")[2]
+    return last in ("mkdir", "makedirs", "mkdtemp", "TemporaryDirectory")
+
+
+def writes_files(called: str, call: ast.Call) -> bool:
+    """A file that is opened to be written."""
+    last = called.rpartition(".")[2]
+    if last in ("write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "copyfile", "fdopen"):
+        return True
+    if last in ("open", "write_text"):
+        words = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        words += [k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)]
+        modes = [w for w in words if isinstance(w, str) and {*w} <= {*"rwxabt+"}]
+        return (
+            "O_CREAT" in ast.unparse(call)
+            or any({*mode} & {*"wxa+"} for mode in modes)
+            or ("." in called and last == "write_text")
+        )
+    return last == "save_file" and ast.unparse(call.args[1]) != "draft"
+
+
 Reasons = dict[str, str]
 # What is done, in which calls, and the files in which it may be done without more, and why.
 RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
@@ -69,6 +92,23 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "worlds/simulated/search.py",
         ), "modules of distcheck and of torch, by names that are written in distcheck"),
     }),
+    "a folder is made; private.folder does it": (makes_folders, {
+        "private.py": "here",
+        **dict.fromkeys(("workloads/datasets/files.py", "workloads/datasets/mnist.py"),
+                        "data sets, which other users may read"),
+    }),
+    "a file is written; private.write does it, or publish, drafted, new_file": (writes_files, {
+        "private.py": "here",
+        "workloads/datasets/mnist.py": "a data set, which other users may read",
+        "reports/files.py": "appends to GitHub's summary, and tries a file before anything runs",
+        "store/bundle.py": "a file without a name, which gets the one that the person gave",
+        "job/in_use.py": "a lock, which must be held before the file has its name",
+        "job/inside/answering.py": "a counter that is written in place",
+        "job/hook/sitecustomize.py": "distcheck could not be imported, and that is noted",
+        "worlds/linux.py": "the name of a thread",
+        **dict.fromkeys(("cli/streams.py", "job/relay.py", "worlds/local/child.py",
+                         "testing/fixtures.py"), "descriptors that are open already"),
+    }),
 }  # fmt: skip
 
 
@@ -84,7 +124,9 @@ def test_nothing_goes_around_the_one_function(rule: str) -> None:
     "line",
     ["exec(text)", "spec.loader.exec_module(module)", "runpy.run_path(path)", "torch.load(file)",
      "pickle.loads(data)", "importlib.import_module(name)", "import_module(f'{place}.x')",
-     "_Unpickler(file)", "submitit.AutoExecutor(folder)"],
+     "_Unpickler(file)", "submitit.AutoExecutor(folder)", "place.mkdir(parents=True)",
+     "tempfile.mkdtemp()", "place.write_text(text)", "open(place, 'w')", "place.open('xb')",
+     "os.open(place, os.O_CREAT)", "save_file(held, place)", "shutil.copyfile(a, b)"],
 )  # fmt: skip
 def test_what_would_go_around_it_is_found(line: str) -> None:
     """Each line fails one of the rules in a file that it does not list."""

@@ -326,8 +326,9 @@ def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Pa
     folder = home / ".config/distcheck"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
+    (folder / "planted").touch()
     secret.shared_secret()
-    assert list(folder.iterdir()) == []
+    assert os.listdir(folder) == ["planted"]
     other = tmp_path / f"distcheck-{os.getuid()}"
     assert (other / "secret").exists()
     (other / "secret").unlink()

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
+from distcheck import private
 from distcheck.cli import _group
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.explore.found import KeptCases
-from distcheck.plan import owners
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import provenance_of
@@ -59,9 +59,9 @@ def commit(root: Path) -> None:
 
 def of_another(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
     """These files belong to another user."""
-    real = owners._owners
+    real = private._owners
     monkeypatch.setattr(
-        owners, "_owners", lambda path: {4242} if path.absolute() in theirs else real(path)
+        private, "_owners", lambda path: {4242} if path.absolute() in theirs else real(path)
     )
 
 
@@ -161,7 +161,9 @@ def test_a_kept_folder_that_others_control_is_not_used(
     case.write_text(json.dumps({**zips.CASE, "id": "c"}))
     assert Store.by_default() is None
     assert not trust.is_own_run(str(case))
-    with pytest.raises(CannotRunError, match=r"\.distcheck is a link, another user's, or"):
+    with pytest.raises(
+        CannotRunError, match=r"\.distcheck cannot be written: it is a link, another user's, or"
+    ):
         open_bundle(zips.bundle(tmp_path / "b.zip"))
 
 
@@ -189,7 +191,7 @@ def test_a_folder_within_that_is_a_link_is_not_used(
     (checkout / ".distcheck").mkdir()
     (checkout / ".distcheck" / name).symlink_to(home)
     before = sorted(home.iterdir())
-    refused = rf"\.distcheck/{name} is a link, another user's, or"
+    refused = rf"\.distcheck/{name} cannot be written: it is a link, another user's, or"
     if name == "runs":
         assert Store.by_default() is None
         with pytest.raises(CannotRunError, match=refused):

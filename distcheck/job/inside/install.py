@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from distcheck import private
 from distcheck.errors import ExitCode
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
@@ -33,7 +34,7 @@ def install(file: str) -> None:
 
     def give_up() -> None:
         with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
-            (folder / "defect").write_text(traceback.format_exc())
+            private.write(folder / "defect", traceback.format_exc())
         if settings.mode == "replay":
             os._exit(ExitCode.INTERNAL)
 

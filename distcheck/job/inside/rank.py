@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distcheck import private
 from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
 from distcheck.job.inside.elsewhere import Elsewhere
@@ -39,9 +40,9 @@ def introduce(
 ) -> None:
     """Makes the folder of a rank, and writes who it is."""
     mine = records.rank_folder(folder, rank)
-    mine.mkdir()
+    private.folder(mine, is_new=True)
     mark_rank()
-    atexit.register((mine / "ended").touch)
+    atexit.register(private.write, mine / "ended", b"")
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = next(iter(parameters.by_name.values()), torch.empty(0))
     records.write_json(
@@ -77,7 +78,7 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
         records.write_json(read, records.Samples(tuple(read_alike(loaders))))
-    mine.touch()
+    private.write(mine, b"")
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]
     here = [one for one in others if one.exists()]

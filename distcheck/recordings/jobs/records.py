@@ -20,7 +20,6 @@ batch was handed out. Beyond the budget `local/`, `raw/` and `step/` are 64 sums
 """
 
 import math
-import os
 import stat
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import xxhash
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.watched import Watched
@@ -331,9 +331,7 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 def write_json(file: Path, record: msgspec.Struct) -> None:
     """Writes a record at once: a reader sees all of it, or nothing."""
-    part = file.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(record))
-    os.replace(part, file)
+    private.write(file, msgspec.json.encode(record))
 
 
 def read_step(file: Path) -> StepRecord:
