@@ -1,8 +1,8 @@
 """Files and folders that distcheck makes for itself. Every one is made here.
 
-A folder has the mode 0700. It belongs to this user, is not a link, and other users cannot write to it.
-A file has the mode 0600. It gets its name when it is complete, so that a full disk leaves the old
-one, and no link is written through. Failures are OSErrors whose `strerror` says what is wrong.
+A folder has the mode 0700. It belongs to this user, is not a link, and no other user can write in
+it. A file has the mode 0600. It gets its name when it is complete, so that a full disk leaves the
+old one, and no link is written through. Failures are OSErrors whose `strerror` says what is wrong.
 
 Data sets are no files of distcheck's own, as other users may read them, and neither is a report
 whose name the person gave (`publish`): it has the mode that the person's umask gives it.

@@ -34,6 +34,7 @@ from distcheck.plan.provenance import changes_for_bits
 from distcheck.recordings.differing import BY_VALUE
 from distcheck.records import Case, VerdictName
 from distcheck.records.parting import TraceComparison
+from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
@@ -208,7 +209,7 @@ def render_json(comparison: RunsComparison) -> str:
         "verdict": comparison.verdict,
         **msgspec.to_builtins(comparison),
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+    return json_report.render(document)
 
 
 def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:

@@ -22,7 +22,7 @@ from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
-from distcheck.recordings.jobs.records import RankRecord, read_rank
+from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 
@@ -252,6 +252,10 @@ def _send(line: wire.Wire, folder: Path, own: list[RankRecord], ran: Ran) -> Non
     for file in sorted(folder.glob("*")) + sorted(folder.glob("rank-*/*")):
         name = str(file.relative_to(folder))
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
+            continue
+        if file.name == "rank.json":
+            data = msgspec.json.encode(for_others(read_rank(file)))
+            line.send(Piece(name=name, data=data))
             continue
         with file.open("rb") as opened:
             line.send(Piece(name=name, data=opened.read(_PIECE)))

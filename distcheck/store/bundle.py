@@ -22,7 +22,6 @@ import msgspec
 
 from distcheck import __version__, private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.errors.masking import masker
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest
@@ -103,12 +102,11 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
         sources=tuple(sources),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
-    mask = masker()
     members["bundle.json"] = _json(msgspec.to_builtins(manifest))
     for path in files:
-        members[f"cases/{path.name}"] = _json(_for_others(_read(path)))
+        members[f"cases/{path.name}"] = _json(without_secrets(_for_others(_read(path))))
     if report is not None:
-        members["report.json"] = _json(without_secrets(_for_others(report), mask))
+        members["report.json"] = _json(without_secrets(_for_others(report)))
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
     text = _README.format(version=__version__, name=target.name, count=count)
     members["README.txt"] = text.encode()

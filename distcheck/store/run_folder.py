@@ -28,6 +28,7 @@ import psutil
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.errors.masking import masked_forms
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
@@ -213,7 +214,7 @@ class Store:
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
-        private.write(self.folder / "report.json", text)
+        private.write(self.folder / "report.json", masked_forms(text))
 
     def _make(self) -> None:
         try:

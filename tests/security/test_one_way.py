@@ -72,6 +72,16 @@ def writes_files(called: str, call: ast.Call) -> bool:
     return last == "save_file" and ast.unparse(call.args[1]) != "draft"
 
 
+def prints(called: str, call: ast.Call) -> bool:
+    """A text on the terminal, past `say` and past a console."""
+    return called in ("click.echo", "click.secho", "print", "sys.stdout.write", "sys.stderr.write")
+
+
+def makes_json(called: str, call: ast.Call) -> bool:
+    """JSON for people, which is indented."""
+    return called.endswith("json.format")
+
+
 Reasons = dict[str, str]
 # What is done, in which calls, and the files in which it may be done without more, and why.
 RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
@@ -109,6 +119,27 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         **dict.fromkeys(("cli/streams.py", "job/relay.py", "worlds/local/child.py",
                          "testing/fixtures.py"), "descriptors that are open already"),
     }),
+    "a text is printed; errors/shown_text.say masks it": (prints, {
+        "errors/shown_text.py": "here",
+        "reports/files.py": "a report or annotations, which are masked already",
+        "store/trust.py": "lines that were made fit to be shown",
+        "testing/waiting.py": "lines of the person's own tests",
+        "worlds/reporter.py": "one sentence of distcheck",
+        **dict.fromkeys((
+            "cli/__init__.py", "cli/commands/explain.py", "cli/commands/list.py", "cli/doctor.py",
+            "cli/forecast.py", "cli/rendering.py", "cli/show_and_keep.py", "cli/training_run.py",
+            "explore/command.py", "selftest/command.py",
+        ), "distcheck's own words and numbers"),
+    }),
+    "a document is written; reports/json_report.render masks it": (makes_json, {
+        "reports/json_report.py": "here",
+        "store/run_folder.py": "a case, which must run again as it is, in a private file",
+        "store/bundle.py": "masked there, member by member",
+        "explore/found.py": "a case, as in a run",
+    }),
+    "a file that the person named is written; reports/files.write_text masks it": (
+        lambda called, _: called.endswith("private.publish"), {"reports/files.py": "here"},
+    ),
 }  # fmt: skip
 
 
@@ -126,9 +157,22 @@ def test_nothing_goes_around_the_one_function(rule: str) -> None:
      "pickle.loads(data)", "importlib.import_module(name)", "import_module(f'{place}.x')",
      "_Unpickler(file)", "submitit.AutoExecutor(folder)", "place.mkdir(parents=True)",
      "tempfile.mkdtemp()", "place.write_text(text)", "open(place, 'w')", "place.open('xb')",
-     "os.open(place, os.O_CREAT)", "save_file(held, place)", "shutil.copyfile(a, b)"],
+     "os.open(place, os.O_CREAT)", "save_file(held, place)", "shutil.copyfile(a, b)",
+     "print(text)", "click.echo(text)", "msgspec.json.format(data)", "private.publish(a, b)"],
 )  # fmt: skip
 def test_what_would_go_around_it_is_found(line: str) -> None:
     """Each line fails one of the rules in a file that it does not list."""
     (call,) = (node for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call))
     assert any(is_done(ast.unparse(call.func), call) for is_done, _ in RULES.values())
+
+
+def test_every_screen_masks_its_texts() -> None:
+    """A module that prints on a console makes the texts fit to be shown, or has only its own."""
+    prints = {file for file, called, _ in calls() if called.endswith("console.print")}
+    masks = {file for file, called, _ in calls() if called == "shown"}
+    own = {
+        "backend_probe/command.py": "two lines of its own",
+        "reports/brief.py": "texts of a report that terminal.py has masked",
+        "reports/wrapping.py": "lines of its callers",
+    }
+    assert prints - masks == {*own}

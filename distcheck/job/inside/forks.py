@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distcheck import private
+from distcheck.errors.masking import masked
 from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.worlds import linux
@@ -147,7 +148,7 @@ def _become_a_copy(reasons: Path) -> None:
     def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         first = str(error).strip().partition("\n")[0]
         with contextlib.suppress(OSError):
-            private.write(reasons, f"{kind.__name__}: {first}")
+            private.write(reasons, masked(f"{kind.__name__}: {first}"))
         os._exit(_FAILED)
 
     sys.excepthook = leave

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from distcheck import private
+from distcheck.errors.masking import masked
 from distcheck.job.guard import starting, state
 from distcheck.job.guard.checked import Checked
 from distcheck.job.guard.guarding import Guard
@@ -66,7 +67,7 @@ class Guarded:
         except Exception:
             self._has_failed = True
             with contextlib.suppress(OSError):
-                private.write(self._folder / "defect", traceback.format_exc())
+                private.write(self._folder / "defect", masked(traceback.format_exc()))
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)

@@ -59,9 +59,11 @@ def _note_what_ends_it(settings: str) -> None:
         said = f"{kind.__name__}: {error}"[:2000]
         if kind.__name__ == _OF_SPAWN:  # the traceback of the rank
             said = str(error).strip().rpartition("\n")[2][:2000]
+        from distcheck.errors.masking import masked  # not at the start of every Python
+
         with contextlib.suppress(OSError):
             file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
-            private.write(file, f"{rank}\n{said}\n")
+            private.write(file, masked(f"{rank}\n{said}\n"))
         shows(kind, error, trace)
 
     shows, sys.excepthook = sys.excepthook, show

@@ -21,6 +21,7 @@ from distcheck.recordings.jobs.records import (
     StepRecord,
     checksum_of,
     digest,
+    for_others,
     rank_folder,
     read_manifest,
     read_rank,
@@ -332,6 +333,8 @@ def keep(job: JobRecording, kept: Path) -> None:
             shutil.copytree(rank, kept / rank.name, ignore=shutil.ignore_patterns("ended"))
         for note in folder.glob("drawn-*"):
             shutil.copy(note, kept / note.name)
+        for file in kept.glob("rank-*/rank.json"):  # no reference is started from here
+            write_json(file, for_others(read_rank(file)))
         steps = read(kept).steps
         write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:

@@ -30,6 +30,7 @@ import xxhash
 
 from distcheck import private
 from distcheck.errors import UsageError
+from distcheck.errors.masking import masked_words
 from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.watched import Watched
 from distcheck.records.decoding import decode_json, read_bounded
@@ -342,6 +343,11 @@ def read_step(file: Path) -> StepRecord:
 def read_rank(file: Path) -> RankRecord:
     """A rank's record again. Raises UsageError for one that is damaged."""
     return _read(file, RankRecord)
+
+
+def for_others(record: RankRecord) -> RankRecord:
+    """The record for others, or to be kept: the words of its command may hold secrets."""
+    return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
 
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
