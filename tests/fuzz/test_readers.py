@@ -3,6 +3,7 @@
 A failure names the reader and the number of the mutation; `run_one("merge", 17, ...)` repeats it.
 """
 
+import contextlib
 import re
 import shutil
 import traceback
@@ -71,7 +72,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
         world=2, workload="mlp", dtype="float32", batch=8, steps=2, separate=False, save=run,
     )  # fmt: skip
     assert [case.verdict for case in report.cases] == ["pass", "fail"]
-    make_bundle(run, folder / "run.zip", traces=False)
+    with contextlib.chdir(folder):  # only code of this checkout is packed
+        make_bundle(run, folder / "run.zip", traces=False)
     return Originals(run, folder / "run.zip", _parts(folder), folder / "matrix.toml")
 
 
