@@ -17,7 +17,7 @@ from distcheck.worlds.reporter import Reporter
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 Descriptors = Mapping[str, int]  # a job's own, by name; only those that were given
-LISTEN = "listen"  # the listening socket, which every rank of a world is given
+STORE = "store"  # where ranks meet, which every rank of a world is given
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from distcheck.errors import (
 from distcheck.errors.defects import place_of
 from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
-from distcheck.worlds.jobs import LISTEN, Answer, Asked, Descriptors, Job
+from distcheck.worlds.jobs import STORE, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
+from distcheck.worlds.rendezvous import Rendezvous, environment_of, meeting_place
 from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.simulated.share import (
     SEARCH,
@@ -69,22 +69,23 @@ def start_world(
     own_fds: Sequence[Descriptors] = (),
     on_progress: OnProgress | None = None,
 ) -> World:
-    """Starts ranks; each gets the listening socket, `fds`, and those of its own."""
+    """Starts ranks; each gets the store, `fds`, and those of its own."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi = MPIJob(size) if backend == "mpi" else None
     try:
-        with listening(pool.address) as server:
+        with meeting_place(pool.address, in_memory=pool.forks_all) as (host, port, store):
             starts = _starts(
                 ranks,
-                *server.getsockname()[:2],
+                host,
+                port,
                 variables=backends.variables(backend, pool.ranks_here(size)),
             )
             if own_fds:
                 starts = [replace(start, fds=fd) for start, fd in zip(starts, own_fds, strict=True)]
             if mpi is not None:
                 starts = [mpi.enlist(rank, start) for rank, start in enumerate(starts)]
-            given = {LISTEN: Shared(fd=server.fileno()), **fds}
+            given = {STORE: Shared(fd=store), **fds}
             for start in starts:
                 job.accept({**given, **start.fds})
             if backends.name_of(backend) == "simulated":
