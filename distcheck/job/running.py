@@ -14,10 +14,12 @@ from types import MappingProxyType
 
 import psutil
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
 from distcheck.job.watching import Watch
+from distcheck.recordings.jobs.records import read_rank
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.keeper import start_kept
@@ -107,6 +109,7 @@ def run(
         if hung:
             _end(process)
         code = process.wait()
+    _remove_logs(settings.parent)
     return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
@@ -136,6 +139,7 @@ def run_kept(
         finally:
             ours.close()  # which ends it
             code = keeper.wait(_PATIENCE_S)
+    _remove_logs(settings.parent)
     return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
@@ -162,6 +166,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     for left in psutil.wait_procs(below, timeout=_PATIENCE_S)[1]:
         with contextlib.suppress(psutil.Error):
             left.kill()
+
+
+def _remove_logs(folder: Path) -> None:
+    """Removes the folder that torchrun has made for the errors of recorded ranks, and leaves."""
+    for file in folder.glob("rank-*/rank.json"):
+        with contextlib.suppress(UsageError, OSError, LookupError):
+            errors = read_rank(file).variables["TORCHELASTIC_ERROR_FILE"]
+            made = Path(errors).parents[3]
+            if errors == os.environ.get("TORCHELASTIC_ERROR_FILE"):  # of one around this command
+                continue
+            if made.name.startswith("torchelastic_") and private.is_private_folder(made):
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _started_by(process: int) -> list[psutil.Process]:

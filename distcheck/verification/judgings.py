@@ -73,7 +73,9 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         of_rerun=judging.what == "rerun",
         of_run=judging.of_run,
     )
-    return start_job(pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
+    return start_job(
+        pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
+    )
 
 
 def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: int | None) -> World:
@@ -89,7 +91,9 @@ def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: in
         takes_loss=run.facts.takes_loss,
         update_step=diagnosis.step_of_update(run.results),
     )
-    return start_job(pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
+    return start_job(
+        pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
+    )
 
 
 def what_was_seen(world: World, run: CaseRun) -> Facts:

@@ -145,12 +145,13 @@ def start_job(
     fds: Descriptors | None = None,
     *,
     deadline_s: float,
+    stopped_s: float | None = None,
 ) -> World:
-    """Starts one process here that meets no other."""
+    """Starts one process here that meets no other. `stopped_s` as for a world."""
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
-    return World([share], deadline_s=deadline_s)
+    return World([share], deadline_s=deadline_s, stopped_s=stopped_s)
 
 
 def search_schedules(
