@@ -74,11 +74,13 @@ def start_world(
     job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi = MPIJob(size) if backend == "mpi" else None
     try:
-        with meeting_place(pool.address, in_memory=pool.forks_all) as (host, port, store):
+        in_memory = pool.forks_all
+        with meeting_place(pool.address, in_memory=in_memory) as (host, port, store):
             starts = _starts(
                 ranks,
                 host,
                 port,
+                in_memory=in_memory,
                 variables=backends.variables(backend, pool.ranks_here(size)),
             )
             if own_fds:
@@ -112,9 +114,14 @@ def start_world(
 
 
 def _starts(
-    ranks: Ranks[Any], host: str, port: int, *, variables: Mapping[str, str] = NO_VARIABLES
+    ranks: Ranks[Any],
+    host: str,
+    port: int,
+    *,
+    in_memory: bool = False,
+    variables: Mapping[str, str] = NO_VARIABLES,
 ) -> list[RankStart]:
-    """What each rank is started with, if they are to meet at an address."""
+    """What each rank is started with, if they are to meet at an address or in memory."""
     size, surroundings = ranks.size, ranks.surroundings
     starts = []
     for rank in range(size):
@@ -125,6 +132,7 @@ def _starts(
             host=host,
             port=port,
             deadline_s=ranks.deadline_s,
+            in_memory=in_memory,
         )
         named = environment_of(meeting, nodes=surroundings.nodes_of(size))
         starts.append(

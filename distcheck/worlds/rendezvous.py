@@ -11,7 +11,6 @@ import functools
 import ipaddress
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     deadline_s: float
+    in_memory: bool = False  # whether the store is a file that every rank is given
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
 def _store(rendezvous: Rendezvous, store_fd: int, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
-    if not stat.S_ISSOCK(os.fstat(store_fd).st_mode):
+    if rendezvous.in_memory:
         file = dist.FileStore(f"/proc/self/fd/{store_fd}", -1)  # type: ignore[attr-defined]
         file.set_timeout(timeout)
         return file
