@@ -5,7 +5,8 @@ it. A file has the mode 0600. It gets its name when it is complete, so that a fu
 old one, and no link is written through. Failures are OSErrors whose `strerror` says what is wrong.
 
 Data sets are no files of distcheck's own, as other users may read them, and neither is a report
-whose name the person gave (`publish`): it has the mode that the person's umask gives it.
+whose name the person gave (`publish`): unless it is in the folder of a run, it has the mode that
+the person's umask gives it.
 """
 
 import contextlib
@@ -120,6 +121,8 @@ def publish(path: str, text: str) -> None:
                     file.write(_encoded(text))
                 if is_there:
                     draft.chmod(stat.S_IMODE(place.stat().st_mode))
+                elif (place.parent / "cases").is_dir():  # a run
+                    draft.chmod(0o600)
                 draft.replace(place)
             except OSError as error:
                 if error.errno != errno.EBUSY:  # a file that is mounted by itself

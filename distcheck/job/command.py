@@ -37,7 +37,6 @@ from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.run_facts import Origin
-from distcheck.reports.files import write_text
 from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import summarize
@@ -83,8 +82,8 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
             try:
                 reading.keep(job, Path(asked.save))
                 write_yardstick(yardstick, Path(asked.save))
-                write_text(str(Path(asked.save, REPORT)), render_json(report))
-            except CannotRunError as error:  # the verdict stands all the same
+                private.write(Path(asked.save, REPORT), render_json(report))
+            except (CannotRunError, OSError) as error:  # the verdict stands all the same
                 return msgspec.structs.replace(report, save_error=str(error))
             return msgspec.structs.replace(report, saved_to=asked.save)
         return report

@@ -152,6 +152,12 @@ def test_a_report_that_the_person_named_has_their_mode(here: Path) -> None:
     assert (here / "latest.json").is_symlink()
 
 
+def test_a_page_of_a_run_is_as_private_as_the_run(here: Path) -> None:
+    run = private.folder(here / "run" / "cases").parent
+    write_text(str(run / "report.html"), "<html>", option="--html")
+    assert mode_of(run / "report.html") == 0o600
+
+
 def test_a_report_goes_into_a_pipe(here: Path) -> None:
     os.mkfifo("pipe")
     found = []
