@@ -15,6 +15,7 @@ traces where it is `distcheck compare` that runs.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -124,9 +125,14 @@ class Store:
         """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
         `spare`. Raises CannotRunError where that cannot be written.
         """
-        runs = own_folder("runs")
-        name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-        store = cls(runs / name, keep_everything=keep_everything)
+        runs, now = own_folder("runs"), time.time()
+        # A clock that was set back, or a container, may give a name for the second time.
+        moments = (time.localtime(now + later) for later in itertools.count())
+        names = (f"{time.strftime('%Y%m%d-%H%M%S', one)}-{os.getpid()}" for one in moments)
+        store = cls(
+            next(runs / name for name in names if not (runs / name).exists()),
+            keep_everything=keep_everything,
+        )
         store._make()
         for old in _runs_in(runs)[:-_KEPT_RUNS]:
             if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):

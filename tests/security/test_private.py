@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_run_is_ones_own(here: Path) -> None:
     for path in (here / ".distcheck").rglob("*"):
         assert mode_of(path) == (0o700 if path.is_dir() else 0o600), path
     assert mode_of(here / ".distcheck") == 0o700
+
+
+def test_a_clock_that_is_set_back_gives_no_folder_twice(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    stores = [Store.by_default() for _ in range(3)]
+    folders = [store.folder for store in stores if store is not None]
+    assert len({*folders}) == 3
+    assert all(folder.is_dir() for folder in folders)
 
 
 @pytest.mark.parametrize("kind", ["a link", "another user's", "the group's", "everybody's"])
