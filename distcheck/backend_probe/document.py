@@ -16,6 +16,7 @@ from distcheck.backend_probe.records import (
 )
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.reports import json_report
 from distcheck.reports.document import made_from
 
 SCHEMA = "distcheck.backends/1"
@@ -69,7 +70,7 @@ def render_json(
             for c in changes
         ],
     )  # fmt: skip
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+    return json_report.render(msgspec.to_builtins(document))
 
 
 def read_sweeps(path: Path) -> list[Sweep]:

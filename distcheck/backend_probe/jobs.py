@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from distcheck.backend_probe.records import Probe
-from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
 
@@ -41,4 +41,4 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LOOK = Job("distcheck.backend_probe.availability:look", LookRequest, Availability)
-PROBE = Job("distcheck.backend_probe.rank:probe", ProbeRequest, type(None), (LISTEN,))
+PROBE = Job("distcheck.backend_probe.rank:probe", ProbeRequest, type(None), (STORE,))

@@ -31,8 +31,8 @@ from distcheck.backend_probe.scene import (
 )
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
-from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.rendezvous import join
+from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.rendezvous import join, wait_for
 from distcheck.worlds.reporter import Reporter
 
 
@@ -132,7 +132,7 @@ def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
     name = load_backend(job.rendezvous.backend)
     device = devices.enter(job.device, job.rendezvous.rank)
     reporter.progress(-1, "init_process_group")
-    store = join(job.rendezvous, fds[LISTEN], registered=name)
+    store = join(job.rendezvous, fds[STORE], registered=name)
     own = dist.PrefixStore("probes", store)  # type: ignore[attr-defined]
     prober = _Prober(job, device, own, reporter)
     for index, one in enumerate(job.probes, job.first):
@@ -264,7 +264,9 @@ class _Prober:
     def _exchange(self, turn: str, status: Status) -> set[str]:
         """Tells the other ranks, and waits for what they have to tell."""
         self._store.set(f"{turn}/ended/{self._rank}", status)
-        told = self._store.multi_get([f"{turn}/ended/{rank}" for rank in range(self._world)])
+        keys = [f"{turn}/ended/{rank}" for rank in range(self._world)]
+        wait_for(self._store, keys)
+        told = self._store.multi_get(keys)
         return {bytes(one).decode() for one in told}
 
 

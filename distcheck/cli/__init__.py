@@ -124,6 +124,13 @@ def root_command(context: click.Context) -> ExitCode | None:
 
 def _unexpected(error: Exception) -> ExitCode:
     """Says what no command has: that the machine failed, or that distcheck did."""
+    if isinstance(error, MemoryError):
+        _complain(
+            "there is not enough memory; free some, raise its limit (ulimit -v), or give a smaller "
+            "--world or --workload",
+            ExitCode.CANNOT_RUN,
+        )
+        return ExitCode.CANNOT_RUN
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         import tempfile
 

@@ -26,9 +26,7 @@ def json_option(what: str) -> Callable[[F], F]:
 
 def trust_option(command: F) -> F:
     """What every command has that runs the code that a file or folder names."""
-    return click.option(
-        "--trust", is_flag=True, help="Run code from outside this checkout without asking."
-    )(command)
+    return click.option("--trust", is_flag=True, help="Run untrusted code without asking.")(command)
 
 
 _TIME = "TIME"  # the metavar of a time

@@ -83,7 +83,8 @@ def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]
-    require_trust(folder, cases, doing="rechecking", trusted=trusted)
+    made = {trace.saved.case.id: trace.saved.made for trace in traces}
+    require_trust(folder, cases, made, doing="rechecking", trusted=trusted)
     pool = Pool()
     return show_run(
         lambda listener: recheck(Path(folder), traces, pool=pool, listener=listener), pool, showing

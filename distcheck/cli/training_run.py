@@ -23,7 +23,7 @@ from distcheck.plan.request import Request
 from distcheck.records import Case, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
-from distcheck.reports import training_screen
+from distcheck.reports import json_report, training_screen
 from distcheck.reports.files import check_outputs, write_text
 from distcheck.reports.terminal import console_for
 from distcheck.reports.training_screen import print_failure
@@ -81,7 +81,7 @@ def train_command(
         return int(ExitCode.RANK_FAILED)
     document = msgspec.json.encode({"schema": SCHEMA, "case": case, "epochs": table})
     if json_file is not None:
-        write_text(json_file, msgspec.json.format(document).decode() + "\n")
+        write_text(json_file, json_report.render(msgspec.json.decode(document)))
     if html_file is not None:
         runs = [*earlier, msgspec.json.decode(document, type=TrainedRun)]
         write_text(html_file, training_report.render(runs, version=__version__), option="--html")

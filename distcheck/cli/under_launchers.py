@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import click
-
+from distcheck import private
 from distcheck.errors import DistcheckError, ExitCode
+from distcheck.errors.shown_text import say, without_secrets
 from distcheck.plan.identity import identity_of
 from distcheck.records import Case
 from distcheck.verification.allowed_jobs import Allowed
@@ -86,10 +86,9 @@ def write_error_file(exit_code: int, message: str) -> None:
         }
     }
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(about))
+        private.write(Path(path), json.dumps(without_secrets(about)))
     except OSError as error:
-        click.echo(f"distcheck: {path} cannot be written: {error.strerror}", err=True)
+        say(f"distcheck: {path} cannot be written: {error.strerror}", err=True)
 
 
 def _end_with_launcher(pool: Pool, launch: Launch) -> None:

@@ -34,6 +34,7 @@ from distcheck.plan.provenance import changes_for_bits
 from distcheck.recordings.differing import BY_VALUE
 from distcheck.records import Case, VerdictName
 from distcheck.records.parting import TraceComparison
+from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
@@ -123,7 +124,8 @@ def _compare_runs(
     earlier = saved_run(Path(then))
     if now is None:
         cases = _checked_cases(earlier)
-        require_trust(then, cases, doing="comparing with", trusted=trusted)
+        made = {name: trace.saved.made for name, trace in earlier.cases.items()}
+        require_trust(then, cases, made, doing="comparing with", trusted=trusted)
         keep = Store.of_own(keep_everything=True, spare=Path(then))
         folder = keep.folder
     else:
@@ -207,7 +209,7 @@ def render_json(comparison: RunsComparison) -> str:
         "verdict": comparison.verdict,
         **msgspec.to_builtins(comparison),
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+    return json_report.render(document)
 
 
 def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:

@@ -60,6 +60,9 @@ def start(address: str, work: Sequence[Work]) -> OnRay:
     """Starts tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
     them.
     """
+    if not address and not os.environ.get("RAY_ADDRESS"):
+        # Without a token, one that is started here runs code of every user who reaches its port.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = importlib.import_module("ray")
     try:
         ray.init(

@@ -8,12 +8,13 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+from distcheck import private
 from distcheck.engines.part import Ended, run_part
 from distcheck.engines.running import Lost, Work
 from distcheck.errors import CannotRunError
+from distcheck.store.run_folder import own_folder
 
 _LOOK_EVERY_S = 1.0
 _MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT says otherwise
@@ -77,6 +78,13 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
         raise CannotRunError(
             "--on slurm needs sbatch, which is not on PATH; run it on a machine that submits jobs"
         )
-    place = Path(".distcheck", "slurm").absolute()
-    place.mkdir(parents=True, exist_ok=True)
+    # Jobs and results are pickles: the folder is new, and all of it is this user's.
+    place = own_folder("slurm").absolute() / private.unique("jobs-")
+    try:
+        private.folder(place, is_new=True, strictly=True)
+    except OSError as error:
+        raise CannotRunError(
+            f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a folder "
+            "of your own"
+        ) from error
     return OnSlurm(submitit.AutoExecutor(place, cluster=address or "slurm"), work)

@@ -5,11 +5,11 @@ own, and gives back the report as text.
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from distcheck.records.decoding import read_bounded
+from distcheck.worlds import scratch
 from distcheck.worlds.linux import die_with_parent
 
 Ended = tuple[int, str, str]  # exit code, the report's text or "", the last words of stderr
@@ -19,7 +19,7 @@ _MOST_WORDS = 2000  # characters of what was said
 def run_part(words: Sequence[str], folder: str | None) -> Ended:
     """Runs `distcheck verify` with these words, in a folder or in that of the task."""
     parent = os.getpid()
-    with tempfile.TemporaryDirectory(prefix="distcheck-part-") as place:
+    with scratch.folder(prefix="distcheck-part-") as place:
         file = Path(place, "part.json")
         ran = subprocess.run(
             # -P: what lies in the folder is not imported in place of distcheck's own modules.

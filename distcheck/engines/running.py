@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from distcheck import private
 from distcheck.engines.part import Ended
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
@@ -20,6 +20,7 @@ from distcheck.reports.live import LiveProgress
 from distcheck.reports.next_step import words_without
 from distcheck.store.origin import command_line
 from distcheck.verification.merging import Part, join, read_part, show_whole
+from distcheck.worlds import scratch
 
 # The module that starts tasks, the library that it needs, and how to install that.
 ENGINES = {
@@ -82,8 +83,8 @@ def run_on(
     started: Tasks = importlib.import_module(f"distcheck.engines.{module}").start(address, work)
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
         progress.phase(f"{len(work)} part{'s' * (len(work) > 1)} on {name}; code: {started.code}")
-        with tempfile.TemporaryDirectory(prefix="distcheck-parts-") as place:
-            parts, lost, interrupted = _collected(started, work, planned, Path(place), progress)
+        with scratch.folder(prefix="distcheck-parts-") as place:
+            parts, lost, interrupted = _collected(started, work, planned, place, progress)
     if not parts:
         raise CannotRunError(f"no part came back from {name}: {next(iter(lost.values()))}")
     code = show_whole(join(parts, lost), parts, files=files, quiet=quiet)
@@ -156,7 +157,7 @@ def _taken(
         lost[one.number] = f"its distcheck ended with code {code} and said: {last}"
         return "lost"
     file = place / f"part-{one.number}.json"
-    file.write_bytes(text.encode(errors="replace"))
+    private.write(file, text)
     try:
         part = read_part(str(file))
         plan = part.document.get("plan") or {}

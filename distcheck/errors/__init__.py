@@ -71,6 +71,10 @@ class HelperError(DistcheckError):
     exit_code = ExitCode.CANNOT_RUN
 
 
+class AnswerError(CannotRunError):
+    """A process of distcheck's has answered with something that its field cannot hold."""
+
+
 class InternalError(DistcheckError):
     """A defect of distcheck itself; `traceback` is that of the process in which it showed."""
 

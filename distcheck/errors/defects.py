@@ -6,6 +6,7 @@ calls. An error of the machine (memory, files) is not a defect.
 """
 
 import builtins
+import contextlib
 import os
 import re
 import sysconfig
@@ -13,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from distcheck import private
 from distcheck.errors.masking import masked
 
-FOLDER = Path(".distcheck") / "defects"
+FOLDER = Path(private.FOLDER, "defects")
 _OWN = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 # Libraries that distcheck calls itself; other code belongs to the user.
@@ -67,20 +69,12 @@ def save_traceback(text: str) -> str:
     """Writes a traceback, without secrets of the environment; returns where, or "" if nowhere."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text[-_MOST_CHARACTERS:])
-    try:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with open(FOLDER / name, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(content)
-        return str(FOLDER / name)
-    except OSError:
-        pass
-    try:  # the working folder may be read-only; this file is for its owner's eyes
-        number, path = tempfile.mkstemp(prefix="distcheck-defect-", suffix=".txt")
-        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(content)
-        return path
-    except OSError:
-        return ""
+    # The working folder may be read-only, or its .distcheck another user's.
+    for place in (FOLDER, Path(tempfile.gettempdir(), private.unique("distcheck-defect-"))):
+        with contextlib.suppress(OSError):
+            private.write(private.folder(place) / name, content)
+            return str(place / name)
+    return ""
 
 
 def _is_below(file: str, folder: str) -> bool:

@@ -1,27 +1,102 @@
-"""Values of the environment that look like secrets, masked in reports and bundles.
+"""Secrets in texts: masked in everything that is shown, kept, sent or packed.
 
-An exception may quote the environment, and so may what a strategy prints. A variable counts whose
-name says so (`_NAMES`) and whose value has at least `_LEAST_CHARACTERS` characters; of a value of
-several lines (a private key), every long line as well; of a value that is an address with a
-password (`postgres://user:password@host`) or a token (`https://TOKEN@host`), that. A secret that
-comes from elsewhere, or is spelled in another way, is not found.
+An exception may quote the environment, and so may a strategy's output. Two kinds are found:
+
+- Values of variables of this process whose names say so (`_NAMES`) and that have at least
+  `_LEAST_CHARACTERS` characters. Of a value of several lines (a private key), every long line as
+  well; of a value that is an address, its password or token. They become `<$NAME>`.
+- Texts whose form says so (`_FORMS`), wherever they come from: keys and tokens with known prefixes,
+  passwords in addresses, credentials in headers, and values after names such as `password=`. They
+  become `[masked]`.
+
+A secret of any other form that comes from elsewhere is not found.
 """
 
+import base64
+import binascii
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import quote
 
 _NAMES = re.compile(
     r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|COOKIE|CONNECTION_?STRING|WEBHOOK|BEARER"
-    r"|(^|_)(AUTH|PAT|PASS|JWT|DSN)(_|$)|_PWD$|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_|$)",
+    r"|AUTHORIZATION|(^|_)(AUTH|PAT|PASS|PW|JWT|DSN|SAS)(_|$)|_PWD$"
+    r"|(^|_)(API|ACCESS|ACCOUNT|AUTH|ENCRYPTION|PRIVATE|SECRET|SIGNING|SSH)?KEYS?(_|$)",
     re.I,
 )
-_ADDRESS = re.compile(r"\w+://(?:[^/\s:@]*:([^/\s@]+)|([^/\s:@]{16,}))@")
-_NOT_SECRET = re.compile(r"_(FILE|PATH|SOCK|DIR|ID)$", re.I)  # which say where one is
+_PLACES = re.compile(r"_(FILE|PATH|SOCK|DIR)$", re.I)  # which say where a secret is
+_NUMBERED = re.compile(r"_ID$", re.I)
+_SECRET_THOUGH_NUMBERED = re.compile(r"SECRET|KEY|(^|_)(PW|PASS)|PASSW", re.I)
 _LEAST_CHARACTERS = 6
 _LEAST_OF_A_LINE = 16
+MASK = "[masked]"
+
+# (each of which a text of the form has one, the form): its group `secret` is masked, or all of it.
+_FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
+    (tuple(hints.split()), re.compile(pattern))
+    for hints, pattern in (
+        ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
+         r"[A-Za-z0-9+/=\s\\:,-]*(?:-----END [A-Z0-9 ]+-----)?"),
+        ("eyJ", r"\beyJ[\w-]{8,}(?:\.[\w-]*){1,4}"),
+        ("ghp_ gho_ ghs_ ghu_ ghr_", r"\bgh[opsur]_[A-Za-z0-9]{16,}"),
+        ("github_pat_", r"\bgithub_pat_\w{16,}"),
+        ("hf_", r"\bhf_(?=[A-Za-z0-9]{0,99}[0-9A-Z])[A-Za-z0-9]{16,}"),
+        ("AKIA ASIA ABIA ACCA", r"\bA(?:KIA|SIA|BIA|CCA)[A-Z0-9]{12,}\b"),
+        ("AIza", r"\bAIza[\w-]{30,}"),
+        ("ya29.", r"\bya29\.[\w-]{16,}"),
+        ("GOCSPX-", r"\bGOCSPX-[\w-]{16,}"),
+        ("xox xapp-", r"\bx(?:ox[a-z]|app)-[\w-]{10,}"),
+        ("sk-", r"\bsk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{20,}"),
+        ("_live_ _test_", r"\b[rsp]k_(?:live|test)_\w{10,}"),
+        ("whsec_", r"\bwhsec_[\w+/=]{16,}"),
+        ("glpat- gldt- glrt- glcbt- glptt- glft- glimt- glsoat- glagent-",
+         r"\bgl[a-z]+-[\w-]{16,}"),
+        ("npm_", r"\bnpm_[A-Za-z0-9]{30,}"),
+        ("pypi-", r"\bpypi-[\w-]{30,}"),
+        ("dckr_", r"\bdckr_(?:pat|oat)_[\w-]{16,}"),
+        ("SG.", r"\bSG\.[\w-]{16,}\.[\w-]{16,}"),
+        ("SK", r"\bSK[0-9a-f]{32}\b"),
+        ("dapi", r"\bdapi[0-9a-f]{32}\b"),
+        ("://", r"(?<=://)[^\s/:@\"'<>?#]{0,200}:(?P<secret>[^\s/\"'<>?#]{1,500})@"),
+        ("://", r"(?<=://)(?P<secret>[^\s/:@\"'<>?#]{16,500})@"),
+        ("Bearer", r"\bBearer (?P<secret>(?=[\w.~+/=-]{0,99}\d)[\w.~+/=-]{8,})"),
+        ("uthorization", r"\b[Aa]uthorization[\"']?\s*[:=]\s*[\"']?(?:[A-Za-z]+\s+)?"
+         r"(?P<secret>[^\s\"'<>][^\"'\r\n<>]{3,})"),
+        ("ookie:", r"\b[Cc]ookie:\s*(?P<secret>[^\"'\r\n<>]*=[^\"'\r\n<>]+)"),
+        ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
+         r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
+        ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
+        ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
+        ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
+        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/webhooks|hooks\.slack\.com"
+         r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com)"
+         r"/(?P<secret>[^\s\"'<>]+)"),
+        ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),
+    )
+)  # fmt: skip
+# A value after a name, from the beginning of the name. `key` and `token` alone name tensors.
+_WORDS = tuple(map(re.compile, ("passw", "passphrase", "pwd", "secret", "credential",
+                                r"(?<=[\w-])key", r"(?<=[\w-])token")))  # fmt: skip
+_NAME = (
+    r"(?:--)?[\w.-]{0,40}?(?:passw(?:or)?d|passphrase|pwd|secret|credentials?|(?:api|access|account"
+    r"|auth|encryption|private|secret|signing|subscription)[_-]?key|(?:access|api|app|auth|bearer"
+    r"|bot|deploy|github|gitlab|hf|hub|id|refresh|session|slack|user|wandb)[_-]?token)(?:_?\d+)?"
+)
+_NO_VALUE = r"(?!(?:none|null|true|false|str|bytes|value)\b|\[masked|[-+.\d]+(?![\w.]))"
+_ASSIGNED = re.compile(
+    rf"{_NAME}(?:"
+    rf"\\?[\"']?\s*[:=]\s*[bru]?\\?[\"']{_NO_VALUE}(?P<a>[^\"'\\\r\n<>]{{4,}})"
+    rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>()\[\]]{{4,}})"
+    r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>[^\s\"'<>(),]{8,}))"
+    rf"|--(?:[\w-]{1, 40}-)?(?:token|{_NAME})[ =]{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}})",
+    re.I,
+)
+_BEFORE = re.compile(r"[\w.-]{0,40}\Z")
+_BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
 
 def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -29,31 +104,120 @@ def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
     found = {
         value: name
         for name, value in environ.items()
-        if _NAMES.search(name) and not _NOT_SECRET.search(name) and len(value) >= _LEAST_CHARACTERS
+        if len(value) >= _LEAST_CHARACTERS and is_secret(name)
     }
     for value, name in list(found.items()):
         lines = [line.strip() for line in value.splitlines()[1:-1]]  # not BEGIN and END of a key
         found |= {line: name for line in lines if len(line) >= _LEAST_OF_A_LINE}
     for name, value in environ.items():
-        for password, token in _ADDRESS.findall(value):
-            if len(password or token) >= _LEAST_CHARACTERS:
-                found.setdefault(password or token, name)
+        for pattern in (p for hints, p in _FORMS if hints == ("://",) and "://" in value):
+            for part in pattern.findall(value):
+                if len(part) >= _LEAST_CHARACTERS:
+                    found.setdefault(part, name)
     return dict(sorted(found.items(), key=lambda one: -len(one[0])))
 
 
+def is_secret(name: str) -> bool:
+    """Return True if the name of a variable says that its value is a secret."""
+    if not _NAMES.search(name) or _PLACES.search(name):
+        return False
+    return not _NUMBERED.search(name) or bool(_SECRET_THOUGH_NUMBERED.search(name))
+
+
 def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A function that puts `<$NAME>` in the place of every value, also as Python, JSON and
-    addresses quote it."""
+    """Return a function that masks secrets of both kinds in a text; values of variables also as
+    Python, JSON and addresses quote them.
+    """
+    return _masker(tuple((os.environ if environ is None else environ).items()))
+
+
+@functools.lru_cache(maxsize=4)
+def _masker(environ: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
     names: dict[str, str] = {}
-    for value, name in secrets_of(os.environ if environ is None else environ).items():
+    for value, name in secrets_of(dict(environ)).items():
         for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe="")):
             names.setdefault(spelling, name)
     if not names:
-        return str
+        return functools.lru_cache(maxsize=1 << 12)(masked_forms)
     pattern = re.compile("|".join(map(re.escape, names)))
-    return lambda text: pattern.sub(lambda found: f"<${names[found[0]]}>", text)
+    return functools.lru_cache(maxsize=1 << 12)(
+        lambda text: masked_forms(pattern.sub(lambda found: f"<${names[found[0]]}>", text))
+    )
+
+
+def masked_forms(text: str) -> str:
+    """Return the text without what has the form of a secret."""
+    for hints, pattern in _FORMS:
+        if any(hint in text for hint in hints):
+            text = pattern.sub(_masked, text)
+    if "Basic " in text:
+        text = _BASIC.sub(_masked_basic, text)
+    return _without_assigned(text)
+
+
+def _masked(found: "re.Match[str]") -> str:
+    if "secret" not in found.re.groupindex:
+        return MASK
+    start, end = (place - found.start() for place in found.span("secret"))
+    return f"{found[0][:start]}{MASK}{found[0][end:]}"
+
+
+def _without_assigned(text: str) -> str:
+    """The text without values after names such as `password=`. Texts are long, and names rare: the
+    words in them are looked for first.
+    """
+    low, parts, done = text.lower(), [], 0
+    if len(low) != len(text):  # there are letters that are longer in lower case
+        low = text
+    places = sorted(found.start() for word in _WORDS for found in word.finditer(low))
+    for place in places:
+        value = text[place : place + 24]
+        if place < done or not (
+            "=" in value or ":" in value or "--" in text[max(0, place - 24) : place]
+        ):
+            continue
+        before = _BEFORE.search(text, max(done, place - 40), place)
+        start = place if before is None else before.start()
+        found = _ASSIGNED.match(text, start) or _ASSIGNED.match(text, place)
+        if found is not None:
+            first, last = found.span(found.lastgroup or 0)
+            parts += [text[done:first], MASK]
+            done = last
+    return "".join([*parts, text[done:]])
+
+
+def _masked_basic(found: "re.Match[str]") -> str:
+    """A word of prose decodes to no `user:password`."""
+    try:
+        is_one = b":" in base64.b64decode(found[1] + "=" * (-len(found[1]) % 4))
+    except binascii.Error:
+        is_one = False
+    return f"Basic {MASK}" if is_one else found[0]
 
 
 def masked(text: str) -> str:
-    """The text without the values of this process's secrets."""
+    """The text without secrets, as far as this process knows them."""
     return masker()(text)
+
+
+def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> list[str]:
+    """The words of a command without secrets: a value may follow the name of its option."""
+    found = [mask(word) for word in words]
+    for place, word in enumerate(found[:-1]):
+        pair = f"{word} {found[place + 1]}"
+        if word.startswith("--") and "=" not in word and mask(pair) != pair:
+            found[place + 1] = MASK
+    return found
+
+
+def masked_command(text: str, mask: Callable[[str], str] = masked) -> str:
+    """A command without secrets, quoted so that it stays one: a value can be found as it is quoted
+    there, and as it is in the word.
+    """
+    plain = mask(text)
+    try:
+        words = shlex.split(plain)
+    except ValueError:
+        return plain
+    changed = masked_words(words, mask)
+    return text if plain == text and changed == words else shlex.join(changed)

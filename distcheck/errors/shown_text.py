@@ -9,21 +9,28 @@ than `MOST_CHARACTERS` loses its middle before anything is wrapped.
 
 import dataclasses
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
 import msgspec
 
+from distcheck.errors.masking import masked_command, masked_words, masker
+
 T = TypeVar("T")
 
 MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
-_FREE_TEXTS = (
-    "detail", "reason", "evidence", "suggestion", "notes", "environment", "arguments", "variables",
-    "why",
-)  # fmt: skip
+# Keys and fields whose texts are names, numbers and verdicts: a variable may have any value.
+_KEPT = frozenset((
+    "schema", "id", "verdict", "strategy", "workload", "backend", "device", "dtype", "data",
+    "check", "checks", "layer", "layers", "scope", "outcome", "cause", "kind", "kinds", "name",
+    "parameter", "parameters", "form", "loss", "order", "unit", "digest", "digests", "commit",
+    "date", "op", "bits", "actual_bits", "expected_bits", "proven", "reduction", "operation",
+    "features", "accept",
+))  # fmt: skip
+_FREE = ("environment", "arguments", "variables")  # which hold a person's own names
 _COMMANDS = ("replay", "command")
+_SHORTEST_SECRET = 6
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
 # Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
@@ -45,62 +52,52 @@ _ESCAPES = _Escapes()
 
 
 def shown(value: T) -> T:
-    """The value with every text in it fit to be shown: a text, or what is made of lists,
-    dictionaries and records.
+    """The value with every text in it fit to be shown, and without secrets: a text, or what is made
+    of lists, dictionaries and records.
     """
-    return _mapped(value, _text)  # type: ignore[no-any-return]
+    mask = masker()
+    return _mapped(value, lambda key, text: _text(_masked(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
     """The value with every text in it as UTF-8 can carry it, and otherwise as it is."""
-    return _mapped(value, lambda text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
+    return _mapped(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 
-def without_secrets(document: dict[str, Any], mask: Callable[[str], str]) -> dict[str, Any]:
-    """A document whose free texts were passed through `mask`; names and verdicts stay."""
-
-    def of(key: str, value: Any) -> Any:
-        if key in _COMMANDS and isinstance(value, str):
-            return _masked_words(value, mask)
-        return _mapped(value, mask) if key in _FREE_TEXTS else _within(value, mask)
-
-    return {key: of(key, value) for key, value in document.items()}
+def without_secrets(document: T) -> T:
+    """A document, or a part of it, without secrets; names and verdicts stay."""
+    mask = masker()
+    return _mapped(document, lambda key, text: _masked(key, text, mask))  # type: ignore[no-any-return]
 
 
-def _masked_words(text: str, mask: Callable[[str], str]) -> str:
-    """A command whose words were masked, quoted so that it stays one command; a value can be found
-    as it is quoted there, and as it is in the word.
+def _masked(key: str, text: str, mask: Callable[[str], str]) -> str:
+    if key in _KEPT or len(text) < _SHORTEST_SECRET:
+        return text
+    return masked_command(text, mask) if key in _COMMANDS else mask(text)
+
+
+def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
+    """The value with `of_text(key, text)` in the place of its texts; what is in a list has the
+    list's key, and what is in one of `_FREE` has that one's.
     """
-    plain = mask(text)
-    try:
-        words = shlex.split(plain)
-    except ValueError:
-        return plain
-    masked = [mask(word) for word in words]
-    return text if plain == text and masked == words else shlex.join(masked)
-
-
-def _within(value: Any, mask: Callable[[str], str]) -> Any:
-    if isinstance(value, list):
-        return [_within(inner, mask) for inner in value]
-    return without_secrets(value, mask) if isinstance(value, dict) else value
-
-
-def _mapped(value: Any, of_text: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return of_text(value)
+        return of_text(key, value)
+
+    def inner(name: Any, one: Any) -> Any:
+        return _mapped(one, of_text, key if key in _FREE or not isinstance(name, str) else name)
+
     if isinstance(value, dict):
-        return {_mapped(key, of_text): _mapped(inner, of_text) for key, inner in value.items()}
+        return {_mapped(k, of_text, "name"): inner(k, one) for k, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(inner, of_text) for inner in value)
+        if key == "job":
+            value = type(value)(masked_words(map(str, value)))
+        return type(value)(_mapped(one, of_text, key) for one in value)
     if isinstance(value, msgspec.Struct):
         names = list(value.__struct_fields__)
-        changed = {name: _mapped(getattr(value, name), of_text) for name in names}
-        return msgspec.structs.replace(value, **changed)
+        return msgspec.structs.replace(value, **{n: inner(n, getattr(value, n)) for n in names})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        changed = {name: _mapped(getattr(value, name), of_text) for name in names}
-        return dataclasses.replace(value, **changed)
+        return dataclasses.replace(value, **{n: inner(n, getattr(value, n)) for n in names})
     return value
 
 

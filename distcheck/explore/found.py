@@ -1,14 +1,14 @@
 """What was found: kept on disk, to be run first the next time; and as a few lines of Python."""
 
 import re
-import secrets
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from distcheck import private
 from distcheck.errors import DistcheckError
-from distcheck.plan.owners import is_private_folder
+from distcheck.private import is_private_folder
 from distcheck.records import Case
 from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case
 
@@ -38,13 +38,10 @@ class KeptCases:
     def keep(self, case: Case) -> Path | None:
         """Where the case is from now on; None where nothing can be written."""
         path = self.folder / f"{case.id}.json"
-        draft = path.with_name(f".{secrets.token_hex(8)}")
         try:
             own_folder(_FOLDER.name)
-            self.folder.mkdir(exist_ok=True)
-            with draft.open("xb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
-            draft.replace(path)  # a link that is there is not followed
+            text = msgspec.json.format(msgspec.json.encode(case)) + b"\n"
+            private.write(private.folder(self.folder) / path.name, text)
         except (OSError, DistcheckError):
             return None
         return path

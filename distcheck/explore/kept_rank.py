@@ -28,7 +28,7 @@ from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import look_at
 from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.kept import requests
 from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
@@ -42,7 +42,7 @@ def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     device = devices.enter("cpu", 0)
     late = Lateness()
     late.install()
-    join(meeting, fds[LISTEN])
+    join(meeting, fds[STORE])
     for number, turn in enumerate(requests(fds, CaseTurn), 1):
         reporter.progress(number, turn.case.id)
         torch.set_default_dtype(torch.float32)

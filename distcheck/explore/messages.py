@@ -8,7 +8,7 @@ import msgspec
 
 from distcheck.contract import Contract
 from distcheck.records import Case
-from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -40,5 +40,5 @@ class Sitting(msgspec.Struct, frozen=True, kw_only=True):
     pair: int = 0
 
 
-SERVE = Job("distcheck.explore.kept_rank:serve", Rendezvous, type(None), (LISTEN, CHANNEL, *TRACES))
+SERVE = Job("distcheck.explore.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES))
 JUDGE = Job("distcheck.explore.kept_rank:judge", bytes, type(None), (CHANNEL, *TRACES))

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import replaying, running
 from distcheck.job.asked import JobOptions
@@ -140,7 +141,7 @@ def _recorded(
     command = running.command_of(asked.words, asked.nproc)
     again, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
     for made in (again, folder / "reference"):
-        made.mkdir(parents=True)
+        private.folder(made, is_new=True)
     shutil.copytree(copy.folder, project.folder, symlinks=True)
     watched = msgspec.structs.replace(
         settings, modules=True, ops=False, kept=False, keep_going=False

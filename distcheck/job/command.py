@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.job import (
     condensing,
@@ -36,7 +37,6 @@ from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.run_facts import Origin
-from distcheck.reports.files import write_text
 from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import summarize
@@ -59,7 +59,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     with leftovers.folder() as folder:
         made = origin_here()
         recorded, copy = folder / "recording", folder / "copy"
-        recorded.mkdir()
+        private.folder(recorded, is_new=True)
         missing = _why_none(asked)
         needs_copy = asked.save is not None or not missing
         copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
@@ -82,8 +82,8 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
             try:
                 reading.keep(job, Path(asked.save))
                 write_yardstick(yardstick, Path(asked.save))
-                write_text(str(Path(asked.save, REPORT)), render_json(report))
-            except CannotRunError as error:  # the verdict stands all the same
+                private.write(Path(asked.save, REPORT), render_json(report))
+            except (CannotRunError, OSError) as error:  # the verdict stands all the same
                 return msgspec.structs.replace(report, save_error=str(error))
             return msgspec.structs.replace(report, saved_to=asked.save)
         return report
@@ -199,7 +199,7 @@ def _replay(
             "ranks that train one model draw random numbers in forward passes, each for its own "
             "part, and one process draws them for all; set dropout to 0 for this check"
         )
-    folder.mkdir()
+    private.folder(folder, is_new=True)
     try:
         return replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",

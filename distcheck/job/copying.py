@@ -7,7 +7,7 @@ leads out of it is copied with what it leads to, or stays where that cannot be w
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +71,17 @@ def _size(project: Path, own: Path) -> int | None:
 
 
 def _files(folder: Path, own: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if not _is_left_out(Path(parent, n), own)]
-        links = [Path(parent, n) for n in folders if Path(parent, n).is_symlink()]
-        for link in links:
-            if _is_copied(link, folder):
-                yield from _files(link.resolve(), own)
-        yield from (file for n in names if os.path.lexists(file := Path(parent, n)))
+    """The files of a folder and of those that its links lead to, each once: links may be a loop."""
+    ahead, seen = [folder], {folder}
+    while ahead:
+        for parent, folders, names in os.walk(top := ahead.pop()):
+            folders[:] = [n for n in folders if not _is_left_out(Path(parent, n), own)]
+            links = [Path(parent, n) for n in folders if Path(parent, n).is_symlink()]
+            for there in (link.resolve() for link in links if _is_copied(link, top)):
+                if there not in seen:
+                    seen.add(there)
+                    ahead.append(there)
+            yield from (file for n in names if os.path.lexists(file := Path(parent, n)))
 
 
 def _is_copied(link: Path, project: Path) -> bool:
@@ -97,7 +101,10 @@ def _is_left_out(path: Path, own: Path) -> bool:
 
 
 def _copy_what_links_lead_to(project: Path, copy: Path) -> None:
-    """Links of the copy lead into it, or to what cannot be written to."""
+    """Links of the copy lead into it, or to what cannot be written to. A folder outside is copied
+    once, and what else leads to it leads to its copy.
+    """
+    copies: dict[Path, Path] = {}
     for parent, folders, names in os.walk(copy):
         for name in (*folders, *names):
             link = Path(parent, name)
@@ -109,9 +116,18 @@ def _copy_what_links_lead_to(project: Path, copy: Path) -> None:
                 if Path(os.readlink(link)).is_absolute():
                     link.unlink()
                     link.symlink_to(copy / there.relative_to(project))
+            elif (known := _within_copies(there, copies)) is not None:
+                link.unlink()
+                link.symlink_to(known)
             elif _is_copied(original, project):
                 link.unlink()
                 if there.is_dir():
-                    shutil.copytree(there, link, symlinks=False, ignore_dangling_symlinks=True)
+                    copies[there] = link
+                    shutil.copytree(there, link, symlinks=True)
                 else:
                     shutil.copy2(there, link)
+
+
+def _within_copies(there: Path, copies: Mapping[Path, Path]) -> Path | None:
+    places = (c / there.relative_to(of) for of, c in copies.items() if there.is_relative_to(of))
+    return next(places, None)

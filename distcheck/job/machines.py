@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
-from distcheck.recordings.jobs.records import RankRecord, read_rank
+from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 
@@ -175,7 +176,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
     for what no machine sends.
     """
     line.be_patient(_LOST_S)
-    heard, size, file = time.monotonic(), 0, None
+    heard, size, file, opened = time.monotonic(), 0, None, None
     try:
         while True:
             for word in words:
@@ -187,11 +188,11 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
                 if size > MOST_BYTES:
                     raise ValueError(f"it sent more than {MOST_BYTES >> 30} GiB")
                 place = _place(folder, word.name, ranks)
-                if file is None or file.name != str(place):
+                if place != opened:
                     if file is not None:
                         file.close()
-                    place.parent.mkdir(exist_ok=True)
-                    file = place.open("xb")
+                    opened = place
+                    file = private.new_file(private.folder(place.parent) / place.name)
                 file.write(word.data)
             words = line.receive()
             if not words and time.monotonic() - heard > _LOST_S:
@@ -251,6 +252,10 @@ def _send(line: wire.Wire, folder: Path, own: list[RankRecord], ran: Ran) -> Non
     for file in sorted(folder.glob("*")) + sorted(folder.glob("rank-*/*")):
         name = str(file.relative_to(folder))
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
+            continue
+        if file.name == "rank.json":
+            data = msgspec.json.encode(for_others(read_rank(file)))
+            line.send(Piece(name=name, data=data))
             continue
         with file.open("rb") as opened:
             line.send(Piece(name=name, data=opened.read(_PIECE)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import DistcheckError
 from distcheck.job import condensing, running, settings
 from distcheck.job.copying import Copy
@@ -29,7 +30,7 @@ def measured(
     moved = []
     for draw in range(1, DRAWS + 1):
         own = folder / f"moved-{draw}"
-        own.mkdir(parents=True)
+        private.folder(own, is_new=True)
         file = settings.write(
             msgspec.structs.replace(asked, draw=draw, kept=False, ops=False, keep_going=False), own
         )

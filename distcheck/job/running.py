@@ -18,9 +18,11 @@ from types import MappingProxyType
 import msgspec
 import psutil
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.settings import VARIABLE, Answer
 from distcheck.judge.diagnosis import outcomes
+from distcheck.recordings.jobs.records import read_rank
 from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
@@ -254,6 +256,7 @@ def run(
         if hung:
             _end(process)
         code = process.wait()
+    _remove_logs(settings.parent)
     return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
@@ -283,6 +286,7 @@ def run_kept(
         finally:
             ours.close()  # which ends it
             code = keeper.wait(_PATIENCE_S)
+    _remove_logs(settings.parent)
     return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
@@ -309,6 +313,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     for left in psutil.wait_procs(below, timeout=_PATIENCE_S)[1]:
         with contextlib.suppress(psutil.Error):
             left.kill()
+
+
+def _remove_logs(folder: Path) -> None:
+    """Removes the folder that torchrun has made for the errors of recorded ranks, and leaves."""
+    for file in folder.glob("rank-*/rank.json"):
+        with contextlib.suppress(UsageError, OSError, LookupError):
+            errors = read_rank(file).variables["TORCHELASTIC_ERROR_FILE"]
+            made = Path(errors).parents[3]
+            if errors == os.environ.get("TORCHELASTIC_ERROR_FILE"):  # of one around this command
+                continue
+            if made.name.startswith("torchelastic_") and private.is_private_folder(made):
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _started_by(process: int) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.records import Collective
 
@@ -152,7 +153,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 def write(settings: JobSettings, folder: Path) -> Path:
     """Writes the settings into the folder of a recording, and returns the file."""
     file = folder / FILE
-    file.write_bytes(msgspec.json.encode(settings))
+    private.write(file, msgspec.json.encode(settings))
     return file
 
 

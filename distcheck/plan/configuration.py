@@ -24,8 +24,8 @@ from msgspec import UNSET, UnsetType
 
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean, nearest
-from distcheck.plan.owners import is_ones_own
 from distcheck.plan.settings import SETTINGS, Setting, with_adaptation
+from distcheck.private import is_ones_own
 from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
 from distcheck.training.adapters.asked import check_adaptation

@@ -1,17 +1,16 @@
 """Where a run was made: what its bits may depend on besides its case. No torch."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import xxhash
 
-from distcheck.plan.source_files import digest_with_modules, modules_beside
+from distcheck.plan.source_files import NO_DIGEST, digest_of_sources, files_beside, modules_beside
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
-from distcheck.training import loading
+from distcheck.training import loading, sources_only
 from distcheck.workloads.cells import place_of
 
 # What arithmetic is done on; bits of two machines that differ in one of these need not be equal.
@@ -26,48 +25,72 @@ _KINDS: dict[str, ChangeKind] = {
     **dict.fromkeys(_SOFTWARE, "software"),
     **dict.fromkeys(_SETTINGS, "settings"),
 }
-_OF_CODE = ("strategy", "workload")  # fields of a case that name code
-_MISSING = "none"
+_MISSING = NO_DIGEST
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """`environment` is a report's; `digests` are of the code of strategy and workload."""
+    """`environment` is a report's; `digests` are of all code that a case names, see `named`."""
 
     environment: dict[str, Any]
     digests: dict[str, str] = {}
 
 
 def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
-    """What is known of a case that runs here and now."""
+    """Return the provenance of a case that runs here and now."""
+    found = {what: code_digest(what, spec) for what, spec in named(case)}
     digests = {
-        "strategy": code_digest("strategy", case.strategy),
-        "workload": code_digest("workload", case.workload),
+        what: digest
+        for what, digest in found.items()
+        if what in ("strategy", "workload") or digest != NO_DIGEST
     }
     return Provenance(environment=dict(environment), digests=digests)
 
 
+def named(case: Case) -> Iterator[tuple[str, str]]:
+    """The purpose and the name of each piece of code that a case names."""
+    yield "strategy", case.strategy
+    yield "workload", case.workload
+    yield "backend", case.backend
+    said = case.adaptation
+    for name, text in (*said.arguments, *said.variables):
+        if text.startswith("@") and ":" in text:
+            yield f"value of {name}", text[1:]
+
+
 def code_digest(what: str, spec: str) -> str:
-    """A digest of the code behind a strategy or workload; "none" where there is none to read."""
-    place = spec.rpartition(":")[0]
-    if place.endswith(".py"):
-        return digest_with_modules(Path(place))
-    return file_digest(what, spec)
+    """Return a digest of the code behind a name; "none" if there is none to read."""
+    try:
+        return digest_of_sources(code_of(what, spec)[1])
+    except OSError:
+        return NO_DIGEST
+
+
+def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, bytes]]:
+    """Return the file behind a name, and its files' contents by their paths from its folder: of an
+    installed module its own file, since the files next to it are the whole library. Raises OSError.
+    """
+    file = file_behind(what, spec)
+    if file is None or not file.is_file():
+        return None, {}
+    registered = what == "strategy" and ":" not in spec and not loading.is_path(spec)
+    beside = {} if registered or sources_only.is_installed(file) else files_beside(file)
+    return file, {file.name: read_source(file), **beside}
 
 
 def file_digest(what: str, spec: str) -> str:
     """A digest of the file that a name leads to, found without importing it; "none" if it is not
     found. Two machines that load the same bytes have the same digest.
     """
-    file = _file_behind(what, spec)
+    file = file_behind(what, spec)
     try:
-        return xxhash.xxh3_64_hexdigest(read_source(file)) if file is not None else "none"
+        return digest_of_sources({} if file is None else {file.name: read_source(file)})
     except OSError:
-        return "none"
+        return NO_DIGEST
 
 
 def code_files(what: str, spec: str) -> set[Path]:
     """The file behind a strategy or workload, and the modules beside it that it imports."""
-    file = _file_behind(what, spec)
+    file = file_behind(what, spec)
     if file is None:
         return set()
     try:
@@ -76,7 +99,8 @@ def code_files(what: str, spec: str) -> set[Path]:
         return {file}
 
 
-def _file_behind(what: str, spec: str) -> Path | None:
+def file_behind(what: str, spec: str) -> Path | None:
+    """Return the source file that a name leads to, found without importing it."""
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
     if place in registered:
@@ -93,12 +117,12 @@ def file_of(module: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None or not rest:
+    if spec is not None and not rest:
         # A frozen or built-in module has a word there, which could be the name of a file.
-        if spec is None or not spec.has_location or spec.origin is None:
-            return None
-        return Path(spec.origin)
-    for folder in spec.submodule_search_locations or ():
+        return Path(spec.origin) if spec.has_location and spec.origin is not None else None
+    # A rank looks in the current folder last.
+    folders = [Path.cwd() / top] if spec is None else spec.submodule_search_locations or ()
+    for folder in folders:
         base = Path(folder, *rest)
         for candidate in (base.with_suffix(".py"), base / "__init__.py"):
             if candidate.is_file():
@@ -111,9 +135,10 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
     `then` knows nothing of has not.
     """
     found = [
-        Change(kind="code", name=f"{what} {getattr(case, what)}", then=before, now=after)
-        for what, before in then.digests.items()
-        if what in _OF_CODE and (after := now.digests.get(what, _MISSING)) != before
+        Change(kind="code", name=f"{what} {spec}", then=before, now=after)
+        for what, spec in dict(named(case)).items()
+        if (before := then.digests.get(what)) is not None
+        and (after := now.digests.get(what, _MISSING)) != before
     ]
     there, here = _flat(then.environment), _flat(now.environment)
     for name in dict.fromkeys([*here, *there]):

@@ -1,37 +1,60 @@
-"""The files that make up a piece of a person's code: one, and the modules beside it."""
+"""The files that make up a piece of a person's code: one, and the modules next to it."""
 
 import ast
+import hashlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
-
-import xxhash
 
 from distcheck.records.sources import parse_source, read_source
 from distcheck.training.loading import strategy_names
 
+NO_DIGEST = "none"
 _OWN = "distcheck_strategies"
+_COMPILED = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
+_CACHE = "__pycache__"  # not read: loading.py switches it off for code that was handed over
+_DIGITS = 32  # of SHA-256: 128 bits, so that a second file with it cannot be made
 
 
 def modules_beside(path: Path) -> dict[str, bytes]:
-    """The modules in the file's own folder that it imports, and those that they import: contents
+    """The modules in the file's own folder that it imports, and those that they import: sources
     by path from that folder. Nothing is imported to find out. Raises OSError.
     """
+    return {name: data for name, data in files_beside(path).items() if name.endswith(".py")}
+
+
+def files_beside(path: Path) -> dict[str, bytes]:
+    """The same with compiled modules, which Python imports as well."""
     found: dict[str, bytes] = {}
     ahead = [path]
     while ahead:
         for name in sorted(_imported(ahead.pop())):
-            module, package = path.parent / f"{name}.py", path.parent / name
-            files = [module] if module.is_file() else []
-            if (package / "__init__.py").is_file():
-                files = sorted(package.rglob("*.py"))
+            module, package = path.parent / name, path.parent / name / "__init__"
+            files = [Path(f"{module}{end}") for end in (".py", *_COMPILED)]
+            if any(Path(f"{package}{end}").is_file() for end in (".py", *_COMPILED)):
+                files = sorted(module.rglob("*"))
             for file in files:
                 inside = file.relative_to(path.parent).as_posix()
-                if inside not in found and file != path:
+                is_code = file.name.endswith((".py", *_COMPILED)) and file.parent.name != _CACHE
+                if is_code and file.is_file() and inside not in found and file != path:
                     found[inside] = read_source(file)
-                    ahead.append(file)
+                    ahead += [file] if file.suffix == ".py" else []
     return found
+
+
+def digest_of_sources(files: Mapping[str, bytes]) -> str:
+    """Return one digest of the contents and the names of files; "none" if there are none."""
+    digests = {name: hashlib.sha256(data).digest() for name, data in files.items()}
+    return digest_of(digests) if files else NO_DIGEST
+
+
+def digest_of(digests: Mapping[str, bytes]) -> str:
+    """Return one digest of files, whose own are given by their names."""
+    lines = (f"{digest.hex()} {name}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:_DIGITS]
 
 
 def mentions(pattern: str, spec: str) -> bool:
@@ -90,18 +113,6 @@ def _file_of(spec: str) -> Path | None:
     folders = map(Path, known or ())
     modules = (folder.joinpath(*inside).with_suffix(".py") for folder in folders)
     return next((module for module in modules if module.is_file()), None)
-
-
-def digest_with_modules(path: Path) -> str:
-    """One digest of the file and the modules beside it; "none" where it cannot be read."""
-    digest = xxhash.xxh3_64()
-    try:
-        for name, content in {"": read_source(path), **modules_beside(path)}.items():
-            digest.update(name.encode())
-            digest.update(content)
-    except OSError:
-        return "none"
-    return digest.hexdigest()
 
 
 def _imported(path: Path) -> set[str]:

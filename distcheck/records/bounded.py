@@ -4,5 +4,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+MOST = 2**63 - 1
+Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import click
 
+from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.errors.masking import masker
+from distcheck.errors.masking import masked_forms
 from distcheck.errors.shown_text import without_commands, without_secrets
 from distcheck.records import Report
 
@@ -92,11 +93,12 @@ def write_outputs(files: Mapping[str, str], report: Report) -> None:
     from distcheck.reports.json_report import as_document
 
     if files:
-        write_document(files, without_secrets(as_document(report), masker()))
+        write_document(files, as_document(report))
 
 
 def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
-    """Writes a document in every format. Raises CannotRunError."""
+    """Writes a document in every format, without secrets. Raises CannotRunError."""
+    document = without_secrets(document)
     for name, path in files.items():
         if name == GITHUB:
             _tell_github(path, document)
@@ -172,12 +174,15 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
-    """Writes a file, or standard output for "-". Raises CannotRunError."""
+    """Writes a file, or standard output for "-". What has the form of a secret is masked here once
+    more, whatever wrote the text. Raises CannotRunError.
+    """
+    text = masked_forms(text)
     if path == _STDOUT:
         form = "json" if option == "--json" else "xml"
         click.echo(without_commands(text, form=form), nl=False)
         return
     try:
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        private.publish(path, text)
     except OSError as error:
         raise CannotRunError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import encodable
+from distcheck.errors.shown_text import encodable, without_secrets
 from distcheck.records import (
     CaseReport,
     CheckResult,
@@ -47,7 +47,8 @@ def render_json(report: Report) -> str:
 
 
 def render(document: dict[str, Any]) -> str:
-    """A document as JSON text."""
+    """A document as JSON text, without secrets."""
+    document = without_secrets(document)
     try:
         data = msgspec.json.encode(document)
     except UnicodeEncodeError:  # a name of a file that is not UTF-8
@@ -103,8 +104,10 @@ def _facts(detail: str) -> dict[str, Any]:
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """The report as plain dictionaries and sequences; docs/report.md explains every key."""
-    built: dict[str, Any] = msgspec.to_builtins(document_of(report))
+    """The report as plain dictionaries and sequences, without secrets; docs/report.md explains
+    every key.
+    """
+    built: dict[str, Any] = without_secrets(msgspec.to_builtins(document_of(report)))
     return built
 
 

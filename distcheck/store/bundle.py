@@ -20,13 +20,12 @@ from typing import IO, Any
 
 import msgspec
 
-from distcheck import __version__
+from distcheck import __version__, private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.errors.masking import masker
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest
-from distcheck.plan.source_files import modules_beside
+from distcheck.plan.source_files import NO_DIGEST, modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded
@@ -35,6 +34,7 @@ from distcheck.reports.document import CaseEntry, check_shape
 from distcheck.reports.json_report import read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
+from distcheck.store.trust import Checkout, is_own_run
 from distcheck.training import loading
 
 SCHEMA = "distcheck.bundle/1"
@@ -94,7 +94,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     seen = [] if report is None else check_shape(report, place).cases
     remarks: list[str] = []
     members: dict[str, bytes] = {}
-    sources = list(_sources(cases, files, seen, members, remarks))
+    sources = list(_sources(run, cases, files, seen, members, remarks))
     manifest = Manifest(
         schema=SCHEMA,
         distcheck=__version__,
@@ -102,12 +102,11 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
         sources=tuple(sources),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
-    mask = masker()
     members["bundle.json"] = _json(msgspec.to_builtins(manifest))
     for path in files:
-        members[f"cases/{path.name}"] = _json(_for_others(_read(path)))
+        members[f"cases/{path.name}"] = _json(without_secrets(_for_others(_read(path))))
     if report is not None:
-        members["report.json"] = _json(without_secrets(_for_others(report), mask))
+        members["report.json"] = _json(without_secrets(_for_others(report)))
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
     text = _README.format(version=__version__, name=target.name, count=count)
     members["README.txt"] = text.encode()
@@ -198,7 +197,7 @@ def open_bundle(path: Path) -> Replay:
             for name in manifest.cases:
                 file = draft / "cases" / f"{name}.json"
                 case, before = _moved(_case(path, file), moved), store.read_provenance(file)
-                file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
+                private.write(file, _json({**msgspec.to_builtins(case), "made": before}))
                 if before is not None:
                     made[name] = before
     cases = [store.read_case(folder / "cases" / f"{name}.json") for name in manifest.cases]
@@ -269,12 +268,14 @@ def _moved(case: Case, moved: dict[str, str]) -> Case:
 
 
 def _sources(
+    run: Path,
     cases: list[Case],
     files: list[Path],
     seen: list[CaseEntry],
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[BundledSource]:
+    checkout, is_own = Checkout(), is_own_run(str(run))
     where = {case.strategy: case.strategy_file for case in seen}
     asked: dict[tuple[str, str], str] = {}
     for case, file in zip(cases, files, strict=True):
@@ -307,6 +308,15 @@ def _sources(
         except OSError as error:
             how = f"{error.filename or path}: {error.strerror}"
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
+        # The author of this run may have named a file whose content only this user knows.
+        is_known = is_own or now == digest != NO_DIGEST
+        places = [path.parent / name for name in beside] if runs else []
+        are_ours = all(checkout.holds(place) and not place.is_symlink() for place in places)
+        if runs and not (is_known and are_ours):
+            raise UsageError(
+                f"the code of {what} {spec} is not packed: it is a link, outside this checkout, or "
+                "not the code that the run recorded; bundle a run of this checkout"
+            )
         for name, content in beside.items():
             members[f"{folder}/{name}"] = content
         yield BundledSource(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
@@ -318,7 +328,7 @@ def _is_behind(spec: str, file: str) -> bool:
     """
     points = loading.strategy_names()
     place = spec.partition(":")[0]
-    found = provenance.file_of(points[place].module if place in points else place)
+    found = provenance.file_of(points[place].module) if place in points else None
     if found is None or not file.endswith(".py"):
         return False
     return Path(file).resolve().is_relative_to(found.resolve().parent)

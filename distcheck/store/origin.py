@@ -18,10 +18,10 @@ _PATIENCE_S = 5.0  # for git, in a repository of any size
 
 def origin_here() -> Origin:
     """That of a run that begins now, in this folder."""
-    commit = _git("rev-parse", "--verify", "HEAD")
+    commit = run_git("rev-parse", "--verify", "HEAD")
     changed = None
     if commit and not _has_filters():
-        changed = _git("status", "--porcelain", "--ignore-submodules=dirty")
+        changed = run_git("status", "--porcelain", "--ignore-submodules=dirty")
     return Origin(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command_line(),
@@ -43,7 +43,7 @@ def _has_filters() -> bool:
     """Whether the repository's own configuration, or one that cannot be read, names filters: git
     runs them to see whether a file has changed.
     """
-    listed = _git("config", "--list", "--show-scope", "--name-only", "-z")
+    listed = run_git("config", "--list", "--show-scope", "--name-only", "-z")
     scopes, names = (listed or "").split("\0")[::2], (listed or "").split("\0")[1::2]
     return listed is None or any(
         scope in ("local", "worktree") and name.startswith("filter.")
@@ -51,7 +51,7 @@ def _has_filters() -> bool:
     )
 
 
-def _git(*words: str) -> str | None:
+def run_git(*words: str) -> str | None:
     """What git prints; None where there is no git, no repository, or no answer in time."""
     command = ["git", "-c", "core.fsmonitor=false", *words]
     environment = {

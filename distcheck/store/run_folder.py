@@ -15,6 +15,7 @@ traces where it is `distcheck compare` that runs.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -26,11 +27,12 @@ from typing import Any
 import msgspec
 import psutil
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.errors.masking import masked_forms
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.owners import is_private_folder
 from distcheck.plan.provenance import Provenance
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
@@ -44,7 +46,7 @@ from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
-DEFAULT_FOLDER = Path(".distcheck")
+DEFAULT_FOLDER = Path(private.FOLDER)
 _KEPT_RUNS = 10
 _SMALL_TRACE_BYTES = 64 << 20
 _MOST_CASE_BYTES = 16 << 20
@@ -107,7 +109,7 @@ class Store:
         store = cls(folder, keep_everything=True, run=run, tensors=tensors)
         store._make()
         if run:
-            (folder / "launch.json").write_bytes(msgspec.json.encode({"run": run}))
+            private.write(folder / "launch.json", msgspec.json.encode({"run": run}))
         return store
 
     @classmethod
@@ -123,9 +125,14 @@ class Store:
         """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
         `spare`. Raises CannotRunError where that cannot be written.
         """
-        runs = own_folder("runs")
-        name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-        store = cls(runs / name, keep_everything=keep_everything)
+        runs, now = own_folder("runs"), time.time()
+        # A clock that was set back, or a container, may give a name for the second time.
+        moments = (time.localtime(now + later) for later in itertools.count())
+        names = (f"{time.strftime('%Y%m%d-%H%M%S', one)}-{os.getpid()}" for one in moments)
+        store = cls(
+            next(runs / name for name in names if not (runs / name).exists()),
+            keep_everything=keep_everything,
+        )
         store._make()
         for old in _runs_in(runs)[:-_KEPT_RUNS]:
             if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
@@ -141,10 +148,10 @@ class Store:
         with where it is run once that is known.
         """
         path = self.case_file(case)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private.folder(path.parent)
         about = {} if made is None else {"made": made}
         text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
-        path.write_bytes(msgspec.json.format(text) + b"\n")
+        private.write(path, msgspec.json.format(text) + b"\n")
 
     def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
         """The reports, by case, of what an earlier start of this run has finished."""
@@ -162,10 +169,8 @@ class Store:
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(report))
-        draft.replace(path)
+        private.folder(path.parent)
+        private.write(path, msgspec.json.encode(report))
 
     def check_space(self, total_bytes: int) -> None:
         """Raises CannotRunError when traces of this size do not fit."""
@@ -193,7 +198,7 @@ class Store:
         if self._run:
             shutil.rmtree(folder, ignore_errors=True)
         try:
-            folder.mkdir(parents=True)
+            private.folder(folder, is_new=True)
             job = TraceFilesRequest(
                 folder=str(folder.absolute()), layout=saved.layout, tensors=self._tensors
             )
@@ -215,13 +220,12 @@ class Store:
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
-        (self.folder / "report.json").write_text(text)
+        private.write(self.folder / "report.json", masked_forms(text))
 
     def _make(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / ".writable"
-            probe.write_text("distcheck\n")
+            probe = private.folder(self.folder) / ".writable"
+            private.write(probe, "distcheck\n")
             probe.unlink()
         except OSError as error:
             raise CannotRunError(
@@ -231,30 +235,22 @@ class Store:
 
 
 def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
-    """`.distcheck/NAME`, which is made; `root` is the `.distcheck` of another folder than the
-    current one. Raises CannotRunError where that cannot be, and where one
-    of the two is another user's, or is a link, as it may be in a folder from elsewhere: what is
-    kept and unpacked there could be replaced before it runs, and old runs are removed there.
+    """Make `.distcheck/NAME`; `root` is the `.distcheck` of another folder than the current one.
+    Raises CannotRunError if that cannot be, and if one of the two is not private: what is kept and
+    unpacked there could be replaced before it runs, and old runs are removed there.
     """
     place = root / name
-    for folder in (root, place):
-        is_folder = folder.is_symlink() or folder.is_dir()  # making it says the rest
-        if is_folder and not is_private_folder(folder):
-            raise CannotRunError(
-                f"{folder} is a link, another user's, or a folder that every user can write; "
-                "remove it, or work in a folder of your own"
-            )
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        private.folder(place)
         with (
             contextlib.suppress(FileExistsError),
-            (root / ".gitignore").open("x") as file,
+            private.new_file(root / ".gitignore") as file,
         ):
-            file.write("*\n")
+            file.write(b"*\n")
     except OSError as error:
         raise CannotRunError(
-            f"{place} cannot be written: {error.strerror}; save elsewhere, or run in a writable "
-            "folder"
+            f"{error.filename or place} cannot be written: {error.strerror}; save elsewhere, or "
+            "work in a writable folder of your own"
         ) from error
     return place
 

@@ -1,22 +1,24 @@
-"""Which code a saved run makes distcheck run, and whether the person has to say yes first.
+"""Which code a saved run makes distcheck run, and whether the person has to agree to it first.
 
-All who run what a file or folder names (replay, recheck, compare) go through `require_trust`.
-
+All who run code that a file or folder names (replay, recheck, compare) go through `require_trust`.
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
-Code is known where distcheck or an installed strategy's name stands for it, or where its file lies
-in this checkout: the folder of the current git repository, or else the current folder. A file that
-came with a bundle is known where the same file of this checkout holds the same bytes. In a known
-file, an object is known that the file defines, and none that it imports from elsewhere
-(`sync.py:os.system`). Files of other users of this machine are not known. A text that a case gives
-to a function of the checkout may be a command. All other code, and such texts, run only with
-`--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
-in this folder before, and are not asked about; the command of a whole job always is.
+
+Code is trusted
+- under a name of distcheck's own or of an installed strategy;
+- in a run that `.distcheck` keeps, as long as its digest is the one that the run has recorded;
+- in a file of this checkout (`Checkout`) that is not at or below the folder or file that was given.
+  A file that came with a bundle stands for the file of the checkout that holds the same bytes.
+
+In a trusted file, an object is trusted that the file defines, and none that it imports from
+elsewhere (`sync.py:os.system`). A text that a case gives to a function of the checkout may be a
+command. All other code, and such texts, run only with `--trust`, or after a yes on a terminal. The
+command of a whole job is always asked about.
 """
 
 import ast
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -26,28 +28,28 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
-from distcheck.plan.owners import is_ones_own, is_private_folder
-from distcheck.plan.source_files import modules_beside
+from distcheck.plan.provenance import Provenance, code_digest, named
+from distcheck.plan.source_files import NO_DIGEST, digest_of, files_beside
+from distcheck.private import is_ones_own, is_private_folder
 from distcheck.records import Case
 from distcheck.records.sources import read_source
 from distcheck.store import own_objects
 from distcheck.store import run_folder as store
+from distcheck.store.origin import run_git
 from distcheck.store.unpacking import contents
-from distcheck.training import loading
+from distcheck.training import loading, sources_only
 from distcheck.workloads.cells import place_of
 
 # Ours that is meant to be run as a case: other functions of distcheck write and remove files.
 _OWN = ("distcheck_strategies", "distcheck_mutants")
 _OWN_WORKLOADS = "distcheck.workloads"
-_INSTALLED = ("site-packages", "dist-packages")
-_LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 NOTHING: Mapping[str, str] = {}
-_DIGITS = 32  # of SHA-256: 128 bits, which no second file can be made to share
+UNRECORDED: Mapping[str, Provenance] = {}
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of code that a case runs: `what` it is for, the file that it is in ("" where none
-    is found), how many files belong to it, and their digest.
+    """A piece of code that a case runs: `what` it is for, the file that it is in ("" if none is
+    found), how many files belong to it, their digest, and the reason that it is not trusted.
     """
 
     what: str
@@ -55,47 +57,154 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     files: int
     digest: str
+    why: str = ""
 
     def __str__(self) -> str:
         more = "" if self.files < 2 else f" and {self.files - 1} more"
         where = f"{self.file}{more}, SHA-256 {self.digest}" if self.file else "not found here"
-        return f"{self.what} {self.spec} ({where})"
+        return f"{self.what} {self.spec} ({where}{self.why and f'; {self.why}'})"
 
 
-def unknown_code(cases: Iterable[Case], unpacked: Mapping[str, str] = NOTHING) -> list[Code]:
-    """The code of cases that is not known here. `unpacked` has the files of a bundle: where each
-    lies now, and where it was when the bundle was made.
+class Checkout:
+    """The folder whose code the person answers for: the git repository around the current folder,
+    or else the current folder. There is none in a home folder and at the root, which hold downloads
+    as well.
+
+    `given` is the folder or file that was handed over, if any. In a git repository, a file of the
+    checkout is tracked, holds the bytes of its entry in the index, and is not at or below `given`.
+    Without git nothing distinguishes a downloaded file: there, none is at or below the folder that
+    `given` is in, and none has changed since it was recorded. No file is another user's, installed,
+    or unpacked from a bundle.
     """
-    root = _checkout()
-    asked = dict.fromkeys(one for case in cases for one in named(case))
-    return [
-        _described(what, spec, unpacked)
-        for what, spec in asked
-        if not _is_known(what, spec, root, unpacked)
-    ]
+
+    def __init__(self, given: str = "") -> None:
+        here = Path.cwd().resolve()
+        folders = (here, *here.parents)
+        owned = (f for f in folders if (f / ".git").exists() and is_ones_own(f / ".git"))
+        git = next(owned, None)
+        self.is_git = git is not None
+        home = (Path.home().resolve(), Path(here.anchor))
+        self._root = git or (None if here in home else here)
+        self._not_ours = [(store.DEFAULT_FOLDER / "bundles").resolve()]
+        self._entries: dict[Path, dict[Path, str]] = {}
+        if given:
+            path = Path(given).resolve()
+            run = path if self.is_git else _run_of(path)
+            is_around = self._root is not None and not run.is_relative_to(self._root)
+            self._not_ours.append(path if is_around else run)
+
+    def holds(self, path: Path) -> bool:
+        """Return True if a file lies in the checkout, is this user's, and was not handed over."""
+        if not is_ones_own(path):
+            return False
+        path = path.resolve()
+        if self._root is None or not path.is_relative_to(self._root):
+            return False
+        return not sources_only.is_installed(path) and not any(
+            map(path.is_relative_to, self._not_ours)
+        )
+
+    def has(self, path: Path) -> bool:
+        """Return True if a file and all that Python imports from next to it are the checkout's."""
+        if not self.holds(path):  # the files next to a library's are all of it
+            return False
+        try:
+            beside = [path.parent / name for name in files_beside(path)]
+        except OSError:
+            return False
+        return all(self._is_ours(file) for file in (path, *beside))
+
+    def _is_ours(self, path: Path) -> bool:
+        return self.holds(path) and (not self.is_git or self._is_unmodified(path.resolve()))
+
+    def _is_unmodified(self, path: Path) -> bool:
+        """Return True if a file has the content that the index of the repository has for it. git
+        reads its index alone: a filter that would change the content is a program.
+        """
+        assert self._root is not None
+        if path.parent not in self._entries:
+            self._entries[path.parent] = self._tracked(path.parent)
+        entry = self._entries[path.parent].get(path, "")
+        try:
+            data = read_source(path)
+        except OSError:
+            return False
+        algorithm = "sha1" if len(entry) == 40 else "sha256"
+        return entry == hashlib.new(algorithm, b"blob %d\0" % len(data) + data).hexdigest()
+
+    def _tracked(self, folder: Path) -> dict[Path, str]:
+        """Return the digest that the index has for each file below a folder."""
+        listed = run_git(
+            "-c", f"safe.directory={self._root}", "--literal-pathspecs", "-C", str(self._root),
+            "ls-files", "--stage", "-z", "--full-name", "--", str(folder),
+        )  # fmt: skip
+        found: dict[Path, str] = {}
+        for entry in filter(None, (listed or "").split("\0")):
+            about, _, name = entry.partition("\t")
+            _, digest, stage = about.split()
+            if stage == "0" and self._root is not None:
+                found[self._root / name] = digest
+        return found
+
+
+def unknown_code(
+    cases: Iterable[Case],
+    unpacked: Mapping[str, str] = NOTHING,
+    *,
+    given: str = "",
+    made: Mapping[str, Provenance] = UNRECORDED,
+) -> list[Code]:
+    """Return the code of cases that is not trusted. `unpacked` has the files of a bundle: where
+    each lies now, and where it was when the bundle was made. `given` is where the cases were read,
+    `made` says by the id of a case where it was run.
+    """
+    checkout, is_own = Checkout(given), bool(given) and is_own_run(given)
+    found: dict[tuple[str, str], Code] = {}
+    for case in cases:
+        digests = made[case.id].digests if case.id in made else {}
+        for what, spec in named(case):
+            recorded = digests.get(what, NO_DIGEST)
+            if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):
+                continue
+            code = _described(what, spec, unpacked)
+            if is_own and code.digest == recorded != NO_DIGEST:
+                continue  # it ran here before, and is what it was
+            why = "changed since it was recorded" if NO_DIGEST != recorded != code.digest else ""
+            found[what, spec] = msgspec.structs.replace(code, why=why)
+    return list(found.values())
 
 
 def require_trust(
     given: str,
     cases: Sequence[Case],
+    made: Mapping[str, Provenance],
     *,
     doing: str,
     trusted: bool,
     may_ask: bool = True,
+    folder: Path | None = None,
     unpacked: Mapping[str, str] = NOTHING,
 ) -> None:
-    """Returns where the code of these cases, which were read from `given`, may run: the caller runs
-    them and reads none again. `doing` says what for, `unpacked` is as for `unknown_code`. Raises
-    UsageError otherwise.
+    """Return if the code of these cases, which were read from `given`, may run: the caller runs
+    them and reads none again. `doing` says what for; `made` and `unpacked` are as for
+    `unknown_code`; `folder` is where a bundle was unpacked. Raises UsageError otherwise, and for a
+    case that reads a file from outside its run.
     """
-    commands = [case.command_line for case in cases if case.job]
-    if trusted or (is_own_run(given) and not commands):
+    sources_only.begin()
+    is_own = is_own_run(given)
+    for case in cases:
+        if case.initial and not is_own:
+            _check_within(case.initial, folder or Path(given))
+    if trusted:
         return
-    found = commands or [*map(str, unknown_code(cases, unpacked)), *texts_given(cases)]
-    listed = [one_line(shown(text)) for text in found]
+    commands = [case.command_line for case in cases if case.job]
+    texts = [] if is_own else texts_given(cases)
+    handed_over = given if folder is None else ""  # what a bundle holds is not below it
+    code = [] if commands else unknown_code(cases, unpacked, given=handed_over, made=made)
+    listed = [one_line(shown(text)) for text in (commands or [*map(str, code), *texts])]
     if not listed:
         return
-    what = "a command" if commands else "code from outside this checkout"
+    what = "a command" if commands else "untrusted code"
     runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
@@ -104,6 +213,19 @@ def require_trust(
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
+
+
+def _run_of(given: Path) -> Path:
+    """Return the run's folder that was given, or that a case file is in."""
+    if given.is_dir():
+        return given
+    return given.parents[1] if given.parent.name == "cases" else given.parent
+
+
+def _check_within(file: str, given: Path) -> None:
+    if not Path(file).resolve().is_relative_to(_run_of(given.resolve())):
+        places = one_line(shown(f"{given} starts from {file}"))
+        raise UsageError(f"a case of {places}, which is not a file of its run; record it again")
 
 
 def texts_given(cases: Iterable[Case]) -> list[str]:
@@ -147,24 +269,15 @@ def is_own_run(given: str) -> bool:
     return path.is_relative_to(kept) and not path.is_relative_to(kept / "bundles")
 
 
-def named(case: Case) -> Iterator[tuple[str, str]]:
-    """The code that a case names, and what for."""
-    yield "strategy", case.strategy
-    yield "workload", case.workload
-    yield "backend", case.backend
-    said = case.adaptation
-    for name, text in (*said.arguments, *said.variables):
-        if text.startswith("@") and ":" in text:
-            yield f"value of {name}", text[1:]
-
-
-def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, str]) -> bool:
+def _is_known(
+    what: str, spec: str, checkout: Checkout, unpacked: Mapping[str, str], recorded: str
+) -> bool:
     place, _, attribute = (place_of(spec) if what == "workload" else spec).partition(":")
     if place in unpacked:
         here = Path(unpacked[place])
-        return _is_same(Path(place), here, root) and _defines(here, attribute, root)
+        return _is_same(Path(place), here, checkout) and _defines(here, attribute, checkout)
     if loading.is_path(place):
-        return _is_within(Path(place), root) and _defines(Path(place), attribute, root)
+        return _is_of(checkout, Path(place), attribute, code_digest(what, spec), recorded)
     if what == "workload" and _is_built_in(place, attribute):
         return True
     if what == "backend" and backends.is_known(spec):
@@ -176,7 +289,7 @@ def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, st
         return False
     if place.partition(".")[0] in _OWN or (what == "workload" and _is_below(place, _OWN_WORKLOADS)):
         return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
-    return _is_within(found, root) and _defines(found, attribute, root)
+    return _is_of(checkout, found, attribute, code_digest(what, spec), recorded)
 
 
 def _is_built_in(workload: str, words: str) -> bool:
@@ -188,14 +301,22 @@ def _is_below(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def _defines(file: Path, attribute: str, root: Path | None) -> bool:
+def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded: str) -> bool:
+    """Whether an object is of this checkout. Without git, nothing but the run's record says that
+    its code is still the code that ran.
+    """
+    is_current = checkout.is_git or recorded in (NO_DIGEST, digest)
+    return is_current and checkout.has(file) and _defines(file, attribute, checkout)
+
+
+def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
     """Whether an object is defined in a file of this checkout, or in another one of it."""
-    return own_objects.is_defined(file, attribute, lambda other: _is_within(other, root))
+    return own_objects.is_defined(file, attribute, checkout.has)
 
 
-def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
+def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     """Whether every file of a bundle's source is in this checkout as it is in the bundle."""
-    if not _is_within(place, root) or unpacked.name != place.name:
+    if not checkout.has(place) or unpacked.name != place.name:
         return False
     try:
         return all(
@@ -206,51 +327,16 @@ def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
         return False
 
 
-def _is_within(path: Path, root: Path | None) -> bool:
-    """Whether a file is this checkout's own: not another user's, installed into it, or unpacked
-    there.
-    """
-    if not is_ones_own(path):
-        return False
-    path = path.resolve()
-    if root is None or not path.is_relative_to(root) or set(_INSTALLED) & set(path.parts):
-        return False
-    return not path.is_relative_to((store.DEFAULT_FOLDER / "bundles").resolve())
-
-
-def _checkout() -> Path | None:
-    """The folder whose code is taken to be read; None in a home folder and at the root, which hold
-    downloads as well.
-    """
-    here = Path.cwd().resolve()
-    for folder in (here, *here.parents):
-        if (folder / ".git").exists() and is_ones_own(folder / ".git"):
-            return folder
-    return None if here in (Path.home().resolve(), Path(here.anchor)) else here
-
-
 def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
-    place = (place_of(spec) if what == "workload" else spec).rpartition(":")[0] or spec
-    file = Path(place) if loading.is_path(place) else provenance.file_of(place)
-    if file is None or not file.is_file():
-        return Code(what=what, spec=spec, file="", files=0, digest="")
     try:
-        if str(file) in unpacked:
-            files = contents(file.parent)
+        file, files = provenance.code_of(what, spec)
+        if file is not None and str(file) in unpacked:
+            digests = contents(file.parent)
         else:
-            # An installed module's neighbours are the whole library.
-            alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
-            whole = {file.name: read_source(file), **({} if alone else modules_beside(file))}
-            files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+            digests = {name: hashlib.sha256(data).digest() for name, data in files.items()}
     except OSError as error:
         raise UsageError(
             f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
         ) from error
-    text = "\n".join(f"{digest.hex()} {name}" for name, digest in sorted(files.items()))
-    return Code(
-        what=what,
-        spec=spec,
-        file=str(file),
-        files=len(files),
-        digest=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
-    )
+    digest = digest_of(digests) if digests else NO_DIGEST
+    return Code(what=what, spec=spec, file=str(file or ""), files=len(digests), digest=digest)

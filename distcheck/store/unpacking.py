@@ -10,7 +10,6 @@ import io
 import shutil
 import stat
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections import Counter
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 
 MOST_BYTES = 256 << 20  # of all compressed members together, unpacked
@@ -68,10 +68,9 @@ def unpacked(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Pat
     Raises UsageError for a damaged member, CannotRunError where nothing can be written.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name[:80]}-", dir=folder.parent))
+        draft = folder.with_name(private.unique(f".{folder.name[:80]}-"))
         try:
-            draft.chmod(0o755)
+            private.folder(draft, is_new=True)
             _write_members(path, archive, draft)
             yield draft
             _publish(draft, folder)
@@ -116,10 +115,10 @@ def _write_members(path: Path, archive: zipfile.ZipFile, folder: Path) -> None:
     for member in archive.infolist():
         target = folder / member.filename
         if member.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
+            private.folder(target)
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with archive.open(member) as source, target.open("xb") as file:
+        private.folder(target.parent)
+        with archive.open(member) as source, private.new_file(target) as file:
             left -= _copy(path, source, file, left if member.compress_type else None)
 
 

@@ -18,7 +18,7 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.kept import requests
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.reporter import Reporter
@@ -32,7 +32,7 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     first = rank.inherited()
     items = {item.nodeid: item for item in first.item.session.items}
     session.take_over(first.item.config, reporter.say)
-    rank.enter(rendezvous, fds[LISTEN], first.options, reporter)
+    rank.enter(rendezvous, fds[STORE], first.options, reporter)
     before = _Before()
     for test in requests(fds, KeptTest):
         before.destroy_left_groups()

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from distcheck.testing.examples import PassedToHypothesis
-from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.messages import printable
 from distcheck.worlds.rendezvous import Rendezvous
@@ -84,8 +84,8 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
     final: bool = False
 
 
-RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (LISTEN,))
-SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (LISTEN, CHANNEL))
+RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (STORE,))
+SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
 
 
 def encoded(message: RankReport | Subtest) -> bytes:

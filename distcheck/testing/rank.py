@@ -22,7 +22,7 @@ from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -79,7 +79,7 @@ def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """The job of a fresh rank: one test."""
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
-    enter(rendezvous, fds.get(LISTEN, -1), prepared.options, reporter)
+    enter(rendezvous, fds.get(STORE, -1), prepared.options, reporter)
     with examples.inherited():
         report, error = execute(prepared)
     reporter.say(encoded(report))

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from distcheck.contract import Batch, Samples, Training
@@ -19,6 +17,7 @@ from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensApart
 from distcheck.training.adapters.forms import trained_with
+from distcheck.training.initial_state import load_initial
 from distcheck.training.loaded import LoadedWorkload
 from distcheck.training.loading import load_trained, load_workload
 from distcheck.training.optimizers import (
@@ -162,36 +161,6 @@ def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
             "samples; it must return a bool tensor [n, positions]"
         )
     return replace(batch, real=real.reshape(rows, -1))
-
-
-def load_initial(model: nn.Module, file: str) -> None:
-    """Gives a model the parameters and buffers that the ranks of a saved trace began with. Raises
-    UsageError where the file does not have them.
-    """
-    try:
-        recorded = load_file(file)
-        held: dict[str, list[str]] = {}  # ranks that began alike share one tensor
-        for key in recorded:
-            held.setdefault(key.partition("/")[2], []).append(key)
-        with torch.no_grad():
-            for kind, tensors in (
-                ("parameter", model.named_parameters()),
-                ("buffer", model.named_buffers()),
-            ):
-                for name, tensor in tensors:
-                    initial = recorded[min(held[f"{kind}/{name}"])]
-                    if tensor.is_complex() and not initial.is_complex():
-                        initial = torch.view_as_complex(initial)
-                    if (initial.shape, initial.dtype) != (tensor.shape, tensor.dtype):
-                        raise ValueError(
-                            f"{name} is {initial.dtype} of shape {tuple(initial.shape)}"
-                        )
-                    tensor.copy_(initial)
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the recorded initial state {file} does not go with the model: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def open_ingredients(

@@ -12,7 +12,7 @@ from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
-from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
 
@@ -161,13 +161,13 @@ CALIBRATE = Job(
     "distcheck.judge.oracles.calibration:calibrate_rank",
     CalibrationRequest,
     Calibration,
-    (LISTEN,),
+    (STORE,),
 )
 RECORD = Job(
     "distcheck.training.rank:record",
     RecordRequest,
     type(None),
-    (LISTEN, "trace", "data", "baseline"),
+    (STORE, "trace", "data", "baseline"),
 )
-DIGEST = Job("distcheck.training.rank:digest", DigestRequest, tuple[str, ...], (LISTEN, "data"))
-TRAIN = Job("distcheck.training.rank:train", TrainRequest, type(None), (LISTEN, "data"))
+DIGEST = Job("distcheck.training.rank:digest", DigestRequest, tuple[str, ...], (STORE, "data"))
+TRAIN = Job("distcheck.training.rank:train", TrainRequest, type(None), (STORE, "data"))

@@ -28,7 +28,7 @@ from typing import Any
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
-from distcheck.training import scripts
+from distcheck.training import scripts, sources_only
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
 
@@ -289,6 +289,7 @@ def _look_in_current_folder() -> None:
 
 
 def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
+    sources_only.follow_environment()
     try:
         if is_path(place):
             return _import_file(Path(place), before)
@@ -340,7 +341,9 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
         return loaded
     if loaded is not None:  # a stranger's file may be called like a module that is loaded
         name = f"_distcheck_file_{name}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=sources_only.loader(name, path)
+    )
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

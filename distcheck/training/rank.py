@@ -35,7 +35,7 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds import postings, step_calls, surroundings
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
@@ -49,7 +49,7 @@ def _open(
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
-    join(job.rendezvous, fds.get(LISTEN, -1))
+    join(job.rendezvous, fds.get(STORE, -1))
     reporter.progress(0, LOADING)
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)

@@ -12,8 +12,8 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import CannotRunError
+from distcheck.plan.provenance import named
 from distcheck.records import Case
-from distcheck.store.trust import named
 from distcheck.training import loading
 from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of

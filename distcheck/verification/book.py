@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import DistcheckError, InternalError
-from distcheck.errors.masking import masker
 from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
@@ -184,12 +183,11 @@ class Book:
         return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
 
     def _written(self, report: Report) -> Report:
-        from distcheck.errors.shown_text import without_secrets
-        from distcheck.reports.json_report import as_document, render
+        from distcheck.reports.json_report import render_json
 
         assert self._keep is not None
         try:
-            self._keep.write_report(render(without_secrets(as_document(report), masker())))
+            self._keep.write_report(render_json(report))
         except OSError as error:
             self._note_failure(error)
             return msgspec.structs.replace(report, saved_to=None, save_error=self._save_error)

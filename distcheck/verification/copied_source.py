@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.store.run_folder import own_folder
 
@@ -36,7 +37,7 @@ def copied(name: str) -> str:
     digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
     path = own_folder("cells") / f"{name}-{digest}.py"
     try:
-        path.write_text(text)  # also over one that was edited since
+        private.write(path, text)  # also over one that was edited since
     except OSError as error:
         raise CannotRunError(
             f"{path} cannot be written: {error.strerror}; work in a writable folder"

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distcheck.errors import InternalError
+from distcheck.errors import DistcheckError, InternalError
 from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.records import CheckResult
 from distcheck.verification.case_run import CaseRun, WorldName
-from distcheck.worlds.launch import error_of, start_job
+from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
@@ -73,7 +73,9 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         of_rerun=judging.what == "rerun",
         of_run=judging.of_run,
     )
-    return start_job(pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
+    return start_job(
+        pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
+    )
 
 
 def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: int | None) -> World:
@@ -89,21 +91,25 @@ def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: in
         takes_loss=run.facts.takes_loss,
         update_step=diagnosis.step_of_update(run.results),
     )
-    return start_job(pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
+    return start_job(
+        pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
+    )
 
 
 def what_was_seen(world: World, run: CaseRun) -> Facts:
     """What a closer look has measured; why it could not, where it failed."""
-    if world.succeeded:
-        return OBSERVE.decode(world.results[0])
-    return Facts(world=run.case.world, trouble=str(error_of(world.children[0])))
+    try:
+        return OBSERVE.decode(job_result(world))
+    except DistcheckError as error:
+        return Facts(world=run.case.world, trouble=str(error))
 
 
 def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
     """A judge's results; unknown, where it failed."""
-    if world.succeeded:
-        return JUDGE.decode(world.results[0])
-    error = error_of(world.children[0])
+    try:
+        return JUDGE.decode(job_result(world))
+    except DistcheckError as raised:
+        error = raised
     reason = f"the check itself failed: {error}"
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [

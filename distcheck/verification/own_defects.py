@@ -10,8 +10,8 @@ its outcome says where.
 from collections.abc import Sequence
 
 from distcheck.errors import InternalError
+from distcheck.plan.provenance import named
 from distcheck.records import Adaptation, Case
-from distcheck.store.trust import named
 from distcheck.training import loading
 from distcheck.verification.allowed_jobs import is_built_in
 from distcheck.workloads.datasets import FILE_DATASETS

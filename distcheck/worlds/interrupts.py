@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: both end a command in the same way, with the report on what there is.
+"""Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGQUIT: each ends a command in the same
+way, with the report on what there is.
 
 The first one interrupts. What then ends the ranks and writes the report hears the second one and
 goes on; the third one leaves at once, and the helper ends the ranks when this process is gone.
@@ -13,16 +14,15 @@ from types import FrameType
 
 from distcheck.errors import ExitCode
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LEAVES_AT = 3
 _heard = 0
 
 
 def listen() -> None:
-    """From now on both signals interrupt, unless the parent process had them ignored."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    """From now on these signals interrupt, unless the parent process had them ignored (nohup)."""
     for number in _SIGNALS:
-        if signal.getsignal(number) is usual[number]:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _hear)
 
 
@@ -34,7 +34,7 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Notes both signals, and hands the first one on afterwards. A mask would be this thread's
+    """Notes these signals, and hands the first one on afterwards. A mask would be this thread's
     alone.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -11,12 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from distcheck.errors import AnswerError
 from distcheck.worlds.reporter import Reporter
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 Descriptors = Mapping[str, int]  # a job's own, by name; only those that were given
-LISTEN = "listen"  # the listening socket, which every rank of a world is given
+STORE = "store"  # where ranks meet, which every rank of a world is given
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,15 @@ class Job(Generic[Asked, Answer]):
         return _encoded(request)
 
     def decode(self, answer: bytes) -> Answer:
-        """An answer that came. Raises msgspec.MsgspecError for anything else."""
+        """An answer that came. Raises AnswerError for anything else: what a process computes may
+        depend on judged code, and one number of it ends no run.
+        """
         if self.result is bytes:
             return answer  # type: ignore[return-value]
-        return msgspec.msgpack.decode(answer, type=self.result)
+        try:
+            return msgspec.msgpack.decode(answer, type=self.result)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise AnswerError(f"the answer of {self.target} cannot be read: {error}") from error
 
     def accept(self, given: Mapping[str, object]) -> None:
         """Raises TypeError for descriptors that the job does not know."""
@@ -66,4 +72,9 @@ class Job(Generic[Asked, Answer]):
 
 
 def _encoded(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+    if isinstance(value, bytes):
+        return value
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError) as error:  # a number, or a text of judged code
+        raise AnswerError(f"an answer cannot be sent: {error}") from error

@@ -19,13 +19,13 @@ from distcheck.errors import (
 from distcheck.errors.defects import place_of
 from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
-from distcheck.worlds.jobs import LISTEN, Answer, Asked, Descriptors, Job
+from distcheck.worlds.jobs import STORE, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
+from distcheck.worlds.rendezvous import Rendezvous, environment_of, meeting_place
 from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.simulated.share import (
     SEARCH,
@@ -69,22 +69,25 @@ def start_world(
     own_fds: Sequence[Descriptors] = (),
     on_progress: OnProgress | None = None,
 ) -> World:
-    """Starts ranks; each gets the listening socket, `fds`, and those of its own."""
+    """Starts ranks; each gets the store, `fds`, and those of its own."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi = MPIJob(size) if backend == "mpi" else None
     try:
-        with listening(pool.address) as server:
+        in_memory = pool.forks_all
+        with meeting_place(pool.address, in_memory=in_memory) as (host, port, store):
             starts = _starts(
                 ranks,
-                *server.getsockname()[:2],
+                host,
+                port,
+                in_memory=in_memory,
                 variables=backends.variables(backend, pool.ranks_here(size)),
             )
             if own_fds:
                 starts = [replace(start, fds=fd) for start, fd in zip(starts, own_fds, strict=True)]
             if mpi is not None:
                 starts = [mpi.enlist(rank, start) for rank, start in enumerate(starts)]
-            given = {LISTEN: Shared(fd=server.fileno()), **fds}
+            given = {STORE: Shared(fd=store), **fds}
             for start in starts:
                 job.accept({**given, **start.fds})
             if backends.name_of(backend) == "simulated":
@@ -111,9 +114,14 @@ def start_world(
 
 
 def _starts(
-    ranks: Ranks[Any], host: str, port: int, *, variables: Mapping[str, str] = NO_VARIABLES
+    ranks: Ranks[Any],
+    host: str,
+    port: int,
+    *,
+    in_memory: bool = False,
+    variables: Mapping[str, str] = NO_VARIABLES,
 ) -> list[RankStart]:
-    """What each rank is started with, if they are to meet at an address."""
+    """What each rank is started with, if they are to meet at an address or in memory."""
     size, surroundings = ranks.size, ranks.surroundings
     starts = []
     for rank in range(size):
@@ -124,6 +132,7 @@ def _starts(
             host=host,
             port=port,
             deadline_s=ranks.deadline_s,
+            in_memory=in_memory,
         )
         named = environment_of(meeting, nodes=surroundings.nodes_of(size))
         starts.append(
@@ -144,12 +153,13 @@ def start_job(
     fds: Descriptors | None = None,
     *,
     deadline_s: float,
+    stopped_s: float | None = None,
 ) -> World:
-    """Starts one process here that meets no other."""
+    """Starts one process here that meets no other. `stopped_s` as for a world."""
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
-    return World([share], deadline_s=deadline_s)
+    return World([share], deadline_s=deadline_s, stopped_s=stopped_s)
 
 
 def search_schedules(

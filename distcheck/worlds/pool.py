@@ -144,6 +144,11 @@ class Pool(Forker):
         return self._interpreters[interpreter]
 
     @property
+    def forks_all(self) -> bool:
+        """Whether all ranks of a world are forked here, and so can be given one file."""
+        return True
+
+    @property
     def address(self) -> str:
         """An address of this machine at which every rank can reach it."""
         return "127.0.0.1"

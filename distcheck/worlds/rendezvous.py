@@ -1,8 +1,9 @@
-"""How the ranks of a world find each other: a store on a port that the kernel chooses.
+"""How the ranks of a world find each other: at a store.
 
-The front binds port 0, on loopback unless ranks are on other machines, and passes the listening
-socket to rank 0, which serves the store on it; the kernel queues early connections. So there
-is no race for a port.
+If all ranks are forked by one front, the store is a file in memory, which the front passes to them.
+Ranks of several processes meet at a store of torch's on a port: the front binds port 0, on loopback
+unless ranks are on other machines, and passes the listening socket to rank 0, which serves the
+store on it. The kernel queues early connections, so there is no race for a port.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from distcheck.backends.mpi.library import TORCH_NAME
 from distcheck.worlds import flight, linux, postings
 
 _MARGIN_S = 120.0
+_LOOK_EVERY_S = 0.0005
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,16 +38,30 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     deadline_s: float
+    in_memory: bool = False  # whether the store is a file that every rank is given
 
 
 @contextlib.contextmanager
-def listening(host: str) -> Iterator[socket.socket]:
-    """A listening socket on an address of this machine, for rank 0 to serve the store on."""
+def meeting_place(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield an address of this machine, and a descriptor for the store of ranks that meet: of a
+    file in memory (`in_memory`), or of a socket that listens there, on which rank 0 serves it.
+
+    Only processes that are given the file can open it. A socket is open to every user of this
+    machine, and torch's store asks nobody who they are: it is for ranks of several processes.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
         server.bind((host, 0))
-        server.listen(1024)
-        yield server
+        place, port = server.getsockname()[:2]
+        if not in_memory:
+            server.listen(1024)
+            yield place, port, server.fileno()
+            return
+        store = os.memfd_create("distcheck-store")
+        try:
+            yield place, port, store
+        finally:
+            os.close(store)
 
 
 def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
@@ -74,8 +91,8 @@ def enter_world_of_one() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any:
-    """Makes the default process group. `listen_fd` is the front's socket; rank 0 keeps it.
+def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
+    """Makes the default process group. `store_fd` is the front's, see `meeting_place`.
 
     `registered` is torch's name for the backend, where that is registered already. Returns the
     store at which the ranks have met, a `torch.distributed.Store`.
@@ -87,19 +104,7 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     if backends.name_of(rendezvous.backend) == "simulated":
         return _join_simulated(rendezvous, timeout, usual_limit_s)
     postings.install(usual_limit_s)
-    serving = rendezvous.rank == 0
-    if not serving:
-        os.close(listen_fd)
-    with linux.without_name_servers() if _is_number(rendezvous.host) else contextlib.nullcontext():
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.host,
-            rendezvous.port,
-            rendezvous.world,
-            serving,
-            timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd if serving else None,
-        )
+    store = _store(rendezvous, store_fd, timeout)
     registered = registered or backends.register(rendezvous.backend)
     if registered == TORCH_NAME:
         note_calls_of_mpi()
@@ -112,6 +117,43 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     )
     _see_all_join(store, rendezvous)
     return store
+
+
+def _store(rendezvous: Rendezvous, store_fd: int, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
+    if rendezvous.in_memory:
+        file = dist.FileStore(f"/proc/self/fd/{store_fd}", -1)  # type: ignore[attr-defined]
+        file.set_timeout(timeout)
+        return file
+    serving = rendezvous.rank == 0
+    if not serving:
+        os.close(store_fd)
+    with linux.without_name_servers() if _is_number(rendezvous.host) else contextlib.nullcontext():
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            rendezvous.host,
+            rendezvous.port,
+            rendezvous.world,
+            serving,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=store_fd if serving else None,
+        )
+
+
+def wait_for(store: Any, keys: Sequence[str]) -> None:
+    """Wait until keys are in a store. A file is looked at more often than torch does, which sleeps
+    10 ms in between.
+    """
+    while _is_file(store) and not store.check(keys):
+        time.sleep(_LOOK_EVERY_S)
+    store.wait(keys)
+
+
+def _is_file(store: Any) -> bool:
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    return isinstance(getattr(store, "underlying_store", store), FileStore)  # of one with a prefix
 
 
 @functools.cache
@@ -169,13 +211,15 @@ def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: f
 
 def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
     """Waits until every rank has its group: gloo lets one go on while others are still connecting,
-    to whom one that dies at once would be a failed start and no collective's lost peer. Rank 0,
-    which serves the store, leaves last.
+    to whom one that dies at once would be a failed start and no collective's lost peer. Rank 0
+    leaves last if it serves the store.
     """
     others = rendezvous.world - 1
     if store.add("distcheck/joined", 1) == rendezvous.world:
         store.set("distcheck/all joined", "")
-    store.wait(["distcheck/all joined"])
+    wait_for(store, ["distcheck/all joined"])
+    if _is_file(store):
+        return
     if rendezvous.rank == 0:
         store.wait(["distcheck/all know"] if others else [])
     elif store.add("distcheck/know", 1) == others:

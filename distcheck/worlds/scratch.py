@@ -6,11 +6,12 @@ helper knows; the helper outlives all that it has forked, and removes what is no
 
 import contextlib
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from distcheck import private
 
 _noted: Path | None = None  # set in a helper, and so in all that it forks
 
@@ -18,7 +19,7 @@ _noted: Path | None = None  # set in a helper, and so in all that it forks
 def keep_notes() -> None:
     """Called in a helper, before it forks; it calls `remove_noted` at its end."""
     global _noted
-    _noted = Path(tempfile.gettempdir(), f"distcheck-noted-{os.getpid()}-{secrets.token_hex(4)}")
+    _noted = Path(tempfile.gettempdir(), private.unique(f"distcheck-noted-{os.getpid()}-"))
 
 
 def remove_noted() -> None:
@@ -35,13 +36,13 @@ def folder(where: Path | None = None, prefix: str = "distcheck-") -> Iterator[Pa
     """A new folder in `where`, or where temporary files are, until the end of the block. OSError
     where it cannot be made.
     """
-    made = Path(where or tempfile.gettempdir()).absolute() / f"{prefix}{secrets.token_hex(8)}"
+    made = Path(where or tempfile.gettempdir()).absolute() / private.unique(prefix)
     note = None if _noted is None else _noted / made.name
     if note is not None:
-        note.parent.mkdir(mode=0o700, exist_ok=True)
+        private.folder(note.parent)
         note.symlink_to(made)
     try:
-        made.mkdir(mode=0o700)
+        private.folder(made, is_new=True)
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -140,6 +140,7 @@ class World:
         deadline_s: float,
         on_progress: Callable[[int, messages.Progress], None] | None = None,
         job: MPIJob | None = None,
+        stopped_s: float | None = None,  # the patience with stopped ranks; usually the deadline
     ) -> None:
         self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
@@ -155,7 +156,7 @@ class World:
         if on_progress is not None:
             for rank, child in enumerate(self.children):
                 child.on_progress = partial(on_progress, rank)
-        self._most_stopped_s = max(deadline_s, _STOPPED_S)
+        self._most_stopped_s = max(stopped_s or deadline_s, _STOPPED_S)
         self._watch = StallWatch(deadline_s, time.monotonic())
         self._proofs = ProofWatch()
 

@@ -4,6 +4,7 @@ A failure prints the seed of its mutation and the folder with the damaged files;
 `run_one("merge", 17, ...)` repeats it. Seeds are fixed here; those of the sweep go on from there.
 """
 
+import contextlib
 import re
 import shutil
 import traceback
@@ -72,7 +73,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
         world=2, workload="mlp", dtype="float32", batch=8, steps=2, separate=False, save=run,
     )  # fmt: skip
     assert [case.verdict for case in report.cases] == ["pass", "fail"]
-    make_bundle(run, folder / "run.zip", traces=False)
+    with contextlib.chdir(folder):  # only code of this checkout is packed
+        make_bundle(run, folder / "run.zip", traces=False)
     return Originals(run, folder / "run.zip", _parts(folder), folder / "matrix.toml")
 
 

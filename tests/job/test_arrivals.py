@@ -62,7 +62,7 @@ def test_a_guard_after_another_has_addresses_and_notes_of_its_own(world: Any) ->
         assert peers.gather([10 * world.rank + number]) == [[number], [10 + number]]
         assert peers.arrivals is not None
         assert peers.arrivals._read("end", 1 - world.rank) == -1
-        assert peers.gather_bytes(b"a" * (world.rank + 1)) == [b"a", b"aa"]
+        assert peers.gather_bytes(b"a" * (world.rank + 1), "sums") == [b"a", b"aa"]
         peers.close()
 
 

@@ -216,6 +216,39 @@ def test_a_rank_that_ends_early_is_named_and_the_others_go_on(world: Any) -> Non
 
 
 @pytest.mark.world(2, reuse=True)
+@pytest.mark.parametrize("part", ["an audit", "digests", "a file's name"])
+def test_ranks_in_different_parts_of_a_check_are_told_and_go_on(world: Any, part: str) -> None:
+    """One sends numbers, the other bytes: gloo alone would mix them up, and JSON be damaged."""
+    job = Job(world.rank)
+    job.begin()
+    made = distcheck.guard(job.optimizer, every=4, on_difference="warn", save=None)
+    for _ in range(3):
+        job.step()
+    if world.rank == 1:
+        made._check = lambda: made._peers.gather_bytes(b"x" * 1000, part)  # type: ignore[method-assign]
+    with pytest.warns(GuardWarning, match=f"rank 0: numbers, rank 1: {part}"):
+        job.step()
+    assert made.is_closed
+    job.step()
+    assert world.gather(made.steps) == [4, 4]
+
+
+@pytest.mark.world(2, reuse=True)
+def test_a_difference_in_the_number_of_steps_is_found(world: Any) -> None:
+    job = Job(world.rank)
+    job.begin()
+    made = distcheck.guard(job.optimizer, every=4, on_difference=lambda _: None, save=None)
+    for _ in range(3):
+        job.step()
+    made.steps += world.rank  # as one that was given a step more
+    job.step()
+    if world.rank:
+        made.check()
+    (found,) = made.divergences[:1]
+    assert found.findings[0].kind == "steps"
+
+
+@pytest.mark.world(2, reuse=True)
 def test_warns_once_for_a_kind_and_goes_on(world: Any) -> None:
     job = Job(world.rank)
     with warnings.catch_warnings(record=True) as caught:

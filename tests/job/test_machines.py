@@ -1,5 +1,6 @@
 """A job on several machines: recordings come together, and one machine judges."""
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -200,6 +201,56 @@ def test_ranks_elsewhere_say_that_they_have_ended(monkeypatch: pytest.MonkeyPatc
     assert Elsewhere(0, 2).have_ended()
     monkeypatch.delenv("MASTER_PORT")
     assert Elsewhere(0, 2).have_ended(), "without a store nothing is waited for"
+
+
+# Writes down all that comes over a network, until its input ends.
+LISTENS = """
+import select, socket, sys
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+wire.bind(("eth0", 0))
+with open("heard", "wb") as heard:
+    print("listens", flush=True)
+    while sys.stdin not in select.select([wire, sys.stdin], [], [])[0]:
+        heard.write(wire.recv(1 << 16))
+"""
+
+
+@pytest.mark.sweep
+def test_a_secret_of_a_command_does_not_go_over_the_network(tmp_path: Path) -> None:
+    commands, folders = [], [tmp_path / "a", tmp_path / "b"]
+    with hosts(2) as network:
+        listener = subprocess.Popen(
+            network.on(0, sys.executable, "-c", LISTENS), cwd=tmp_path, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert listener.stdin is not None
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        for n, folder in enumerate(folders):
+            folder.mkdir()
+            (folder / "train.py").write_text((FOLDER / "plain_ddp.py").read_text())
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            torchrun += ["--nproc-per-node", "1", "--master-addr", network.address(0)]
+            script = ["--node-rank", str(n), "train.py", "--hub-token", "swordfish-of-mine"]
+            words = [sys.executable, "-m", "distcheck", "job", "--steps", "4", "--save", "kept"]
+            commands.append(network.on(n, *words, "--", *torchrun, *script))
+        ends = finish(
+            [start(c, f, GLOO_SOCKET_IFNAME="eth0", LOCAL_SECRET="hunter2-of-mine")
+             for c, f in zip(commands, folders, strict=True)]
+        )  # fmt: skip
+        listener.stdin.close()
+        listener.wait()
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    heard = (tmp_path / "heard").read_bytes()
+    assert b"rank-0001/rank.json" in heard
+    assert b"train.py" in heard
+    kept = [f.read_bytes() for f in folders[0].joinpath("kept").rglob("*") if f.is_file()]
+    assert kept
+    for secret_text in (b"swordfish", b"hunter2"):
+        assert secret_text not in heard
+        assert not [content for content in kept if secret_text in content]
+    for path in folders[0].joinpath("kept").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 @pytest.mark.sweep

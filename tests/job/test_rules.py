@@ -111,6 +111,27 @@ def test_what_a_copy_writes_stays_in_it(project: Path, tmp_path: Path) -> None:
         assert (copy.folder / "system").is_symlink()
 
 
+def test_links_that_lead_in_a_circle_are_copied_once(project: Path, tmp_path: Path) -> None:
+    """Two folders outside with links to each other and into the project."""
+    outside, other = tmp_path / "outside", tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("kept")
+    (outside / "other").symlink_to(other)
+    (outside / "latest").symlink_to("log")
+    (other / "back").symlink_to(outside)
+    (other / "project").symlink_to(project)
+    (project / "itself").symlink_to(project)
+    copy = copying.copy_project(tmp_path / "copy")
+    assert copy.missing == ""
+    runs = copy.folder / "runs"
+    assert (runs / "other" / "back").resolve() == runs
+    assert (runs / "latest").resolve() == runs / "log"
+    for link in (runs / "other" / "project", copy.folder / "itself"):
+        assert link.resolve() == copy.folder
+    (runs / "other" / "file").write_text("changed")
+    assert (other / "file").read_text() == "kept"
+
+
 def test_what_is_too_large_is_not_copied(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

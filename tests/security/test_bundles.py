@@ -198,7 +198,7 @@ def test_a_bundle_in_use_stays_where_it_is(tmp_path: Path) -> None:
 def test_code_of_others_is_named_and_not_run(tmp_path: Path) -> None:
     bundle = zips.bundle(tmp_path / "b.zip")
     said = refuse(str(bundle))
-    assert "runs code from outside this checkout: strategy .distcheck/bundles/b-" in said
+    assert "runs untrusted code: strategy .distcheck/bundles/b-" in said
     (code,) = trust.unknown_code(*unpacked(bundle))
     assert len(code.digest) == 32
     assert code.digest in said

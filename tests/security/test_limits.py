@@ -19,7 +19,7 @@ from distcheck.backend_probe.document import read_sweeps
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration
-from distcheck.plan.source_files import digest_with_modules
+from distcheck.plan.provenance import code_digest
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.traces import seal
 from distcheck.records import Case, decoding, sources
@@ -199,11 +199,11 @@ def test_code_of_any_size_and_depth_is_looked_at(tmp_path: Path) -> None:
     """It has a digest, or none; Python itself can read no such thing."""
     deep, wide = tmp_path / "deep.py", tmp_path / "wide.py"
     deep.write_text("-" * 200_000 + "1")
-    assert digest_with_modules(deep) != "none"
+    assert code_digest("strategy", f"{deep}:x") != "none"
     too_large(wide)
-    assert digest_with_modules(wide) == "none"
+    assert code_digest("strategy", f"{wide}:x") == "none"
     deep.write_text("import wide\n")
-    assert digest_with_modules(deep) == "none"
+    assert code_digest("strategy", f"{deep}:x") == "none"
 
 
 def test_a_trace_with_holes_is_refused_before_it_fills_memory(

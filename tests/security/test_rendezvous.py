@@ -114,6 +114,32 @@ def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None
             stranger.close()
 
 
+def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that has proven who it is, and not one of another address that still may."""
+    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
+    with door() as (greetings, port):
+        known = socket.create_connection(("127.0.0.1", port), 10)
+        proving = Thread(target=secret.prove, args=(known, SECRET))
+        proving.start()
+        while not any(one.line is not None for one in greetings._waiting):
+            greetings.come(0.01)
+        proving.join()
+        elsewhere = socket.create_connection(
+            ("127.0.0.1", port), 10, source_address=("127.0.0.9", 0)
+        )
+        greetings.come(0.01)
+        strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(30)]
+        for _ in range(30):
+            assert greetings.come(0.01) == []
+        addresses = [one.address for one in greetings._waiting if one.line is None]
+        assert len(addresses) == 3
+        assert sum("127.0.0.9" in address for address in addresses) == 1
+        known.sendall(frame(COMING))
+        assert those_who_come(greetings, within_s=4) == [[COMING]]
+        for one in (known, elsewhere, *strangers):
+            one.close()
+
+
 def test_another_secret_is_refused_and_counted() -> None:
     with door() as (greetings, port):
         thread = host(("127.0.0.1", port), b"another secret, as long")
@@ -326,8 +352,9 @@ def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Pa
     folder = home / ".config/distcheck"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
+    (folder / "planted").touch()
     secret.shared_secret()
-    assert list(folder.iterdir()) == []
+    assert os.listdir(folder) == ["planted"]
     other = tmp_path / f"distcheck-{os.getuid()}"
     assert (other / "secret").exists()
     (other / "secret").unlink()

@@ -2,18 +2,28 @@
 
 import json
 import shlex
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import pytest
 
+from distcheck import private
 from distcheck.errors.masking import masked, secrets_of
+from distcheck.errors.shown_text import say
+from distcheck.job import command as job_command
+from distcheck.job import machines
+from distcheck.job.inside import parameters, rank
+from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank, write_json
 from distcheck.records import Report
+from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
-from distcheck.reports.files import write_outputs
+from distcheck.reports.files import write_document, write_outputs
+from distcheck.reports.terminal import console_for, render, render_text, summarize
 from distcheck.store.bundle import make_bundle
 from distcheck.store.origin import origin_here
 from distcheck.worlds.local import child
@@ -21,6 +31,7 @@ from tests.documents import ENVIRONMENT, crash
 from tests.security import zips
 
 VALUE = "hunter2-of-the\\colleague"
+TOKEN = "ghp_0123456789abcdefABCDEF"
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +44,10 @@ def test_what_looks_like_a_secret() -> None:
         "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_passwd", "APIKEY", "KEY",
         "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "DISTCHECK_SECRET", "WANDB_API_KEY", "GH_PAT",
         "NPM_AUTH", "SLACK_WEBHOOK_URL", "SENTRY_DSN", "APP_JWT", "MYSQL_PWD",
-        "DB_PASS", "SESSION_COOKIE", "AZURE_STORAGE_CONNECTION_STRING",
+        "DB_PASS", "AWS_ACCESS_KEY_ID", "SESSION_COOKIE", "AZURE_STORAGE_CONNECTION_STRING",
     )  # fmt: skip
     others = (
-        "PATH", "MONKEYS", "KEYBOARD", "AWS_ACCESS_KEY_ID", "DISTCHECK_SECRET_FILE", "HOME", "PWD",
+        "PATH", "MONKEYS", "KEYBOARD", "SESSION_TOKEN_ID", "DISTCHECK_SECRET_FILE", "HOME", "PWD",
         "OLDPWD", "SSH_AUTH_SOCK", "GIT_AUTHOR_NAME", "PATTERN", "COMPASS",
     )  # fmt: skip
     found = secrets_of({name: f"value of {name}" for name in (*names, *others)})
@@ -119,3 +130,72 @@ def test_bundles_are_masked(tmp_path: Path) -> None:
         text = b"".join(archive.read(name) for name in archive.namelist())
     assert b"hunter2" not in text
     assert b"<$MY_API_KEY>" in text
+
+
+def test_the_screen_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what is long enough to be cut in the middle, and a secret that has a form alone."""
+    report = Report(
+        environment=ENVIRONMENT, cases=(crash(text=f"{VALUE} {TOKEN} " + "x" * 40_000),)
+    )
+    render(report, console_for(width=1000), verbose=True)
+    print(render_text(report, width=80))
+    print(summarize(report))
+    said = capsys.readouterr().out
+    assert "MY_API_KEY" in said
+    assert "hunter2" not in said
+    assert TOKEN not in said
+    say(f"distcheck: {VALUE}", err=True)
+    assert capsys.readouterr().err == "distcheck: <$MY_API_KEY>\n"
+
+
+def test_a_report_of_others_is_masked(tmp_path: Path) -> None:
+    """`report` and `merge` write documents that they have read."""
+    report = Report(environment=ENVIRONMENT, cases=(crash(text=f"see {TOKEN}"),))
+    document = msgspec.to_builtins(json_report.document_of(report))
+    write_document({"html": str(tmp_path / "r.html"), "junit": str(tmp_path / "r.xml")}, document)
+    for file in tmp_path.iterdir():
+        assert TOKEN not in file.read_text()
+
+
+def test_a_kept_run_of_a_job_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = Report(environment=ENVIRONMENT, cases=(crash(text=f"{VALUE} {TOKEN}"),))
+    assert job_command._kept(report).saved_to
+    (kept,) = tmp_path.rglob("report.json")
+    assert "hunter2" not in kept.read_text()
+    assert TOKEN not in kept.read_text()
+
+
+def test_a_recording_has_only_variables_of_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "ACCELERATE_HUB_TOKEN", "LOCAL_RANK",
+                 "TORCHELASTIC_Y", "OMPI_COMM_WORLD_Z"):  # fmt: skip
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--hub-token", "swordfish"])
+    monkeypatch.setattr(rank, "mark_rank", lambda: None)
+    monkeypatch.setattr(rank.atexit, "register", lambda *_: None)
+    for number in range(2):
+        rank.introduce(tmp_path, number, 2, parameters.Parameters())
+    first, second = (read_rank(tmp_path / f"rank-000{n}/rank.json") for n in range(2))
+    assert {*first.variables} & {"LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "TORCHELASTIC_Y",
+                                 "ACCELERATE_HUB_TOKEN", "OMPI_COMM_WORLD_Z"} == set()  # fmt: skip
+    assert first.variables["LOCAL_RANK"] == "hunter2"
+    assert first.arguments[-1] == "swordfish", "the reference is started with it"
+    assert second.arguments[-2:] == ("--hub-token", "[masked]")
+    assert for_others(first).arguments == second.arguments
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_what_another_machine_is_sent_is_masked(tmp_path: Path) -> None:
+    own = RankRecord(rank=0, world=2, arguments=("train.py", f"--name={TOKEN}"), folder="/x",
+                     backend="gloo", device="cpu", torch="2")  # fmt: skip
+    private.folder(tmp_path / "rank-0000")
+    write_json(tmp_path / "rank-0000/rank.json", own)
+    sent: list[object] = []
+    line = SimpleNamespace(send=sent.append)
+    machines._send(line, tmp_path, [own], SimpleNamespace(code=0))  # type: ignore[arg-type]
+    data = b"".join(one.data for one in sent if isinstance(one, machines.Piece))
+    assert b"train.py" in data
+    assert TOKEN.encode() not in data

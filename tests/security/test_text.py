@@ -210,7 +210,7 @@ def test_what_would_run_is_named_on_a_line_of_its_own(tmp_path: Path) -> None:
     name = f"{tmp_path}/x.py (of this checkout)\nRun it? [y/N]: y\n::error::x:f"
     case = Case(id="c", strategy=name, world=2, workload="mlp")
     with pytest.raises(UsageError) as caught:
-        require_trust("a\nb", [case], doing="replaying", trusted=False)
+        require_trust("a\nb", [case], {}, doing="replaying", trusted=False)
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -1,24 +1,33 @@
 """Code that a case from elsewhere names: which of it runs without a question, and whose it is."""
 
+import importlib.util
 import json
+import os
+import py_compile
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from distcheck import private
 from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.explore.found import KeptCases
-from distcheck.plan import owners
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
+from distcheck.plan.provenance import provenance_of
 from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.store import trust
-from distcheck.store.bundle import open_bundle
+from distcheck.store.bundle import make_bundle, open_bundle
 from distcheck.store.run_folder import Store
+from distcheck.training import loading, sources_only
+from distcheck.training.initial_state import load_initial
 from tests.security import zips
 
 
@@ -41,11 +50,18 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
+def commit(root: Path) -> None:
+    """Makes a git repository of a folder and commits everything in it."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+
+
 def of_another(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
     """These files belong to another user."""
-    real = owners._owners
+    real = private._owners
     monkeypatch.setattr(
-        owners, "_owners", lambda path: {4242} if path.absolute() in theirs else real(path)
+        private, "_owners", lambda path: {4242} if path.absolute() in theirs else real(path)
     )
 
 
@@ -99,7 +115,7 @@ def test_a_case_that_names_a_function_of_the_system_runs_nothing(tmp_path: Path)
         "adaptation": {"arguments": [["command", repr(f"touch {mark}")]]},
     }  # fmt: skip
     (tmp_path / "case.json").write_text(json.dumps(case))
-    with pytest.raises(UsageError, match="runs code from outside this checkout"):
+    with pytest.raises(UsageError, match="runs untrusted code"):
         root_command.main(["replay", str(tmp_path / "case.json")], standalone_mode=False)
     assert not mark.exists()
 
@@ -110,8 +126,8 @@ def test_files_of_another_user_are_asked_about(
     assert asked(strategy="mine.py:mean") == 0
     of_another(monkeypatch, checkout / "mine.py")
     assert asked(strategy="mine.py:mean") == 1
-    (tmp_path / ".git").mkdir()
     (tmp_path / "above.py").write_text("def f(model): ...")
+    commit(tmp_path)
     assert asked(strategy="../above.py:f") == 0
     of_another(monkeypatch, tmp_path / ".git")
     assert asked(strategy="../above.py:f") == 1
@@ -145,7 +161,9 @@ def test_a_kept_folder_that_others_control_is_not_used(
     case.write_text(json.dumps({**zips.CASE, "id": "c"}))
     assert Store.by_default() is None
     assert not trust.is_own_run(str(case))
-    with pytest.raises(CannotRunError, match=r"\.distcheck is a link, another user's, or"):
+    with pytest.raises(
+        CannotRunError, match=r"\.distcheck cannot be written: it is a link, another user's, or"
+    ):
         open_bundle(zips.bundle(tmp_path / "b.zip"))
 
 
@@ -173,7 +191,7 @@ def test_a_folder_within_that_is_a_link_is_not_used(
     (checkout / ".distcheck").mkdir()
     (checkout / ".distcheck" / name).symlink_to(home)
     before = sorted(home.iterdir())
-    refused = rf"\.distcheck/{name} is a link, another user's, or"
+    refused = rf"\.distcheck/{name} cannot be written: it is a link, another user's, or"
     if name == "runs":
         assert Store.by_default() is None
         with pytest.raises(CannotRunError, match=refused):
@@ -250,8 +268,172 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
     case = Case(id="c", strategy=strategy, world=2, workload="mlp",
                 adaptation=Adaptation(**{where: (pair,)}))  # fmt: skip
     given = {"doing": "replaying", "trusted": False}
+    Path("gift").mkdir()
     if is_asked:
         with pytest.raises(UsageError, match=f"{pair[0]}=.* for mine.py:mean; read it, then add"):
-            trust.require_trust("x.zip", [case], **given)  # type: ignore[arg-type]
+            trust.require_trust("gift", [case], {}, **given)  # type: ignore[arg-type]
     else:
-        trust.require_trust("x.zip", [case], **given)  # type: ignore[arg-type]
+        trust.require_trust("gift", [case], {}, **given)  # type: ignore[arg-type]
+
+
+SYNC = "import beside\ndef sync(model): ...\n"
+
+
+@pytest.fixture
+def tracked(checkout: Path) -> Path:
+    """A file that git tracks, with a module next to it that it imports."""
+    (checkout / "sync.py").write_text(SYNC)
+    (checkout / "beside.py").write_text("x = 1\n")
+    commit(checkout)
+    return checkout / "sync.py"
+
+
+def test_a_tracked_and_unmodified_file_is_trusted(tracked: Path) -> None:
+    assert asked(strategy="sync.py:sync") == 0
+    assert asked(strategy=f"{tracked}:sync") == 0
+
+
+@pytest.mark.parametrize("change", ["modified", "untracked", "shadowed", "compiled", "skipped"])
+def test_in_a_repository_no_other_file_is_trusted(tracked: Path, change: str) -> None:
+    beside = tracked.with_name("beside.py")
+    if change in ("modified", "skipped"):
+        beside.write_text("x = 2\n")
+    if change == "skipped":  # git itself would call it unmodified
+        words = ["git", "update-index", "--assume-unchanged", "beside.py"]
+        subprocess.run(words, check=True)
+    if change == "untracked":
+        subprocess.run(["git", "rm", "-q", "--cached", "beside.py"], check=True)
+    if change == "shadowed":
+        beside.with_suffix("").mkdir()
+        (beside.with_suffix("") / "__init__.py").write_text("x = 3\n")
+    if change == "compiled":
+        beside.with_name("beside.so").write_bytes(b"\x7fELF")
+    assert asked(strategy="sync.py:sync") == 1
+
+
+def test_nothing_in_the_folder_that_was_given_is_trusted(tracked: Path, checkout: Path) -> None:
+    """Not even what git tracks there: a colleague's folder is not one's own by being added."""
+    gift = checkout / "colleague"
+    (gift / "cases").mkdir(parents=True)
+    (gift / "sync.py").write_text("def sync(model): ...\n")
+    commit(checkout)
+    case = Case(id="c", strategy="colleague/sync.py:sync", world=2, workload="mlp")
+    (gift / "cases/c.json").write_bytes(msgspec.json.encode(case))
+    assert trust.unknown_code([case]) == []
+    assert len(trust.unknown_code([case], given="colleague")) == 1
+    assert len(trust.unknown_code([case], given="../checkout/colleague/")) == 1
+    (gift / "link").symlink_to(gift)
+    assert len(trust.unknown_code([case], given="colleague/link")) == 1
+    own = msgspec.structs.replace(case, strategy="sync.py:sync")
+    assert trust.unknown_code([own], given="colleague") == []
+    shutil.rmtree(checkout / ".git")
+    assert len(trust.unknown_code([case], given="colleague/cases/c.json")) == 1
+    assert trust.unknown_code([own], given="colleague/cases/c.json") == []
+
+
+def test_without_git_the_folder_of_a_case_file_is_not_trusted(checkout: Path) -> None:
+    """Case and code were downloaded together."""
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    Path("c.json").write_bytes(msgspec.json.encode(case))
+    assert len(trust.unknown_code([case], given="c.json")) == 1
+    commit(checkout)
+    assert trust.unknown_code([case], given="c.json") == []
+
+
+def test_without_git_changed_code_is_asked_about_again(checkout: Path) -> None:
+    (checkout / "run").mkdir()
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    made = {"c": provenance_of(case, {})}
+    assert trust.unknown_code([case], given="run", made=made) == []
+    with open("mine.py", "a") as file:
+        file.write("x = 1\n")
+    (code,) = trust.unknown_code([case], given="run", made=made)
+    assert str(code).endswith("; changed since it was recorded)")
+    commit(checkout)
+    assert trust.unknown_code([case], given="run", made=made) == [], "git vouches for it"
+
+
+def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
+    checkout: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere.py"
+    elsewhere.write_text("def sync(model): ...\n")
+    case = Case(id="c", strategy=f"{elsewhere}:sync", world=2, workload="mlp",
+                adaptation=Adaptation(arguments=(("x", f"@{elsewhere}:sync"),)))  # fmt: skip
+    made = {"c": provenance_of(case, {})}
+    store = Store.by_default()
+    assert store is not None
+    store.write_case(case, made["c"])
+    given = str(store.folder)
+    assert trust.unknown_code([case], given=given, made=made) == []
+    assert len(trust.unknown_code([case], given=given)) == 2, "no digest was recorded"
+    assert len(trust.unknown_code([case], given=str(tmp_path), made=made)) == 2, "not kept here"
+    elsewhere.write_text("def sync(model): print()\n")
+    code, _ = trust.unknown_code([case], given=given, made=made)
+    assert "changed since it was recorded" in str(code)
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "../slot-000.safetensors", "a link", "a FIFO"])
+def test_a_case_starts_from_no_file_outside_its_run(
+    file: str, checkout: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slot-000.safetensors").touch()
+    (checkout / "gift").mkdir()
+    inside = checkout / "gift/slot-000.safetensors"
+    if file == "a link":
+        inside.symlink_to("/dev/zero")
+    if file == "a FIFO":
+        os.mkfifo(inside)
+    case = Case(id="c", strategy="ddp", world=2, workload="mlp",
+                initial=file if "/" in file else str(inside))  # fmt: skip
+    if file == "a FIFO":  # which is in the run, and is not opened
+        trust.require_trust("gift", [case], {}, doing="replaying", trusted=True)
+        with pytest.raises(UsageError, match="is not a regular file"):
+            load_initial(torch.nn.Linear(1, 1), case.initial)
+    else:
+        with pytest.raises(UsageError, match="is not a file of its run"):
+            trust.require_trust("gift", [case], {}, doing="replaying", trusted=True)
+
+
+def test_the_source_that_was_read_is_the_code_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled copy that says of itself that it need not be checked."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    monkeypatch.setenv(sources_only._VARIABLE, "1")
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    for name, text in (("main_of_gift", "import next_of_gift"), ("next_of_gift", "")):
+        source = tmp_path / f"{name}.py"
+        source.write_text("raise SystemExit('compiled')")
+        py_compile.compile(str(source), invalidation_mode=unchecked)
+        source.write_text(f"{text}\ndef sync(model): ...\n")
+        assert Path(importlib.util.cache_from_source(str(source))).exists()
+    try:
+        _, _, module = loading._resolve("strategy", f"{tmp_path}/main_of_gift.py:sync", {})
+        assert module.next_of_gift.sync
+    finally:
+        for name in ("main_of_gift", "next_of_gift"):
+            sys.modules.pop(name, None)
+        sys.path_importer_cache.clear()
+
+
+@pytest.mark.parametrize("kind", ["a link", "outside", "someone's secret"])
+def test_a_bundle_packs_only_code_of_the_checkout(
+    kind: str, checkout: Path, tmp_path: Path
+) -> None:
+    target = {"a link": checkout / "link.py", "outside": tmp_path / "secret.py",
+              "someone's secret": checkout / "settings.py"}[kind]  # fmt: skip
+    (tmp_path / "secret.py").write_text("TOKEN = 'precious'")
+    (checkout / "settings.py").write_text("TOKEN = 'precious'")
+    if kind == "a link":
+        target.symlink_to("settings.py")
+    case = Case(id="c", strategy=f"{target}:TOKEN", world=2, workload="mlp")
+    recorded = provenance_of(case, {}) if kind != "someone's secret" else None
+    gift = Store.at(checkout / "gift")
+    gift.write_case(case, recorded)
+    with pytest.raises(UsageError, match="is not packed: it is a link, outside this checkout, or"):
+        make_bundle(gift.folder, tmp_path / "b.zip", traces=False)
+    if kind == "someone's secret":  # who knows its digest knows the file
+        gift.write_case(case, provenance_of(case, {}))
+        assert make_bundle(gift.folder, tmp_path / "b.zip", traces=False)[0].sources

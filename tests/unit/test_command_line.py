@@ -12,9 +12,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from distcheck import cli
 from distcheck.cli import root_command
 from distcheck.cli.commands import COMMANDS
-from distcheck.errors import UsageError
+from distcheck.errors import ExitCode, UsageError
 from distcheck.records import Report
 from distcheck.records.run_facts import Origin
 from distcheck.reports.json_report import render_json
@@ -278,3 +279,12 @@ def test_open_shows_the_last_page(
     CliRunner().invoke(root_command, ["open", str(first)])
     assert opened[-1] == (first / "report.html").absolute().as_uri()
     assert kept_runs()[-1].name == "20260131-130000-3"
+
+
+def test_too_little_memory_is_no_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli._unexpected(MemoryError()) == ExitCode.CANNOT_RUN
+    assert "there is not enough memory; free some" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

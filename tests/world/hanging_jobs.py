@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import join
 from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
@@ -307,7 +307,7 @@ RIGHT: dict[str, Callable[[int, bool], None]] = {
 def runs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """One of the programs above."""
     asked = msgspec.msgpack.decode(payload, type=Asked)
-    join(asked.rendezvous, fds[LISTEN])
+    join(asked.rendezvous, fds[STORE])
     reporter.progress(1, "sync")
     {**WRONG, **RIGHT}[asked.about["program"]](asked.rendezvous.rank, asked.about["wrong"])
     return b""

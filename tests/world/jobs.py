@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck.worlds import scratch
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
 
@@ -29,7 +29,7 @@ class Asked(msgspec.Struct):
 
 def _join(payload: bytes, fds: Descriptors) -> tuple[int, dict]:
     job = msgspec.msgpack.decode(payload, type=Asked)
-    join(job.rendezvous, fds[LISTEN])
+    join(job.rendezvous, fds[STORE])
     return job.rendezvous.rank, job.about
 
 

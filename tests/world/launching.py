@@ -5,7 +5,7 @@ from typing import Any
 
 from distcheck.records import Outcome
 from distcheck.worlds import blame
-from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -31,7 +31,7 @@ def start(
         return Asked(rendezvous, about)
 
     ranks = Ranks(
-        job=Job(job if ":" in job else f"tests.world.jobs:{job}", Asked, bytes, (LISTEN,)),
+        job=Job(job if ":" in job else f"tests.world.jobs:{job}", Asked, bytes, (STORE,)),
         backend=backend,
         size=world,
         request=request,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import join
 from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
@@ -104,7 +104,7 @@ class Ledger:
 
 def enter(payload: bytes, fds: Descriptors) -> tuple[int, int]:
     job = msgspec.msgpack.decode(payload, type=Asked)
-    join(job.rendezvous, fds[LISTEN])
+    join(job.rendezvous, fds[STORE])
     return job.rendezvous.rank, job.rendezvous.world
 
 

@@ -30,7 +30,7 @@ from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer
 from distcheck.training.whole_tensors import whole
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import join
 from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked, _join
@@ -160,7 +160,7 @@ def trains(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     asked = msgspec.msgpack.decode(payload, type=Asked)
     case = msgspec.convert(asked.about["case"], Case)
     seeds.pin_determinism()
-    join(asked.rendezvous, fds[LISTEN])
+    join(asked.rendezvous, fds[STORE])
     ingredients = open_ingredients(case, b"", None)
     rank = asked.rendezvous.rank
     strategy = load_strategy(case.strategy)

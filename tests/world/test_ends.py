@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -297,6 +298,8 @@ def test_a_pause_of_everything_is_no_stopped_helper(monkeypatch: pytest.MonkeyPa
         pytest.param([signal.SIGTERM], id="SIGTERM"),
         pytest.param([signal.SIGINT, signal.SIGINT], id="twice"),
         pytest.param([signal.SIGTERM, signal.SIGINT], id="both", marks=pytest.mark.sweep),
+        pytest.param([signal.SIGHUP], id="SIGHUP", marks=pytest.mark.sweep),
+        pytest.param([signal.SIGQUIT], id="SIGQUIT", marks=pytest.mark.sweep),
     ],
 )
 def test_signals_end_a_verification_with_its_report(
@@ -325,6 +328,16 @@ def test_signals_end_a_verification_with_its_report(
     assert not [process for process in family if process.is_running()]
 
 
+def test_a_signal_that_the_parent_had_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nohup does with SIGHUP."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+    heard: dict[int, object] = {}
+    monkeypatch.setattr(signal, "getsignal", lambda number: usual.get(number, signal.SIG_DFL))
+    monkeypatch.setattr(signal, "signal", heard.__setitem__)
+    interrupts.listen()
+    assert heard == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGQUIT), interrupts._hear)
+
+
 def test_the_third_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(interrupts, "_heard", 0)
@@ -351,3 +364,15 @@ def test_a_cause_that_was_not_looked_for_is_said_to_be_that(
     found = [one for case in caught.value.report.cases for one in case.diagnosis]
     assert {one.cause for one in found} == {"unexplained"}
     assert "not possible: the run was interrupted before it; let it end" in found[0].evidence
+
+
+def test_a_stopped_process_that_judges_is_waited_for_as_long_as_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be silent for minutes, but not stopped."""
+    monkeypatch.setattr(world, "_STOPPED_S", 1.0)
+    stopped: Any = SimpleNamespace(done=None, is_stopped=True)
+    judge, ranks = (world.World([], deadline_s=600.0, stopped_s=s) for s in (2.0, None))
+    judge.children = ranks.children = [stopped]
+    assert [judge._has_hung(elapsed) for elapsed in (0.0, 1.9, 0.2)] == [False, False, True]
+    assert not ranks._has_hung(599.0)

@@ -275,7 +275,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     assert (same.returncode, "bits same; all bits are identical" in same.stdout) == (0, True)
 
     (tmp_path / "my_lib.py").write_text(MEAN.format(scale="*= 1 / 3"))
-    changed = command("compare", "golden")
+    changed = command("compare", "golden", "--trust")
     assert changed.returncode == 5, changed.stdout
     to_do = "to learn it, record the earlier run without --digests, on its machine"
     assert to_do in " ".join(changed.stdout.split())
@@ -288,6 +288,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     backwards = command("compare", later, "golden", "-q")
     assert "record the later run without --digests" in backwards.stdout
 
+    (tmp_path / "my_lib.py").write_text(MEAN.format(scale="/= 3"))
     rechecked = command("recheck", "golden")
     assert (rechecked.returncode, len(complaints(rechecked.stderr))) == (2, 1)
     assert "keeps digests and no tensors; judging needs the tensors" in rechecked.stderr
@@ -389,6 +390,7 @@ def test_a_bundle_is_there_whole_or_not_at_all(
         "make_bundle(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), traces=True)"
     )
     words = [sys.executable, "-c", program, str(golden / "golden"), str(tmp_path / "run.zip")]
+    monkeypatch.chdir(golden)
     assert subprocess.run(words, check=False).returncode == -9
     assert os.listdir(tmp_path) == []
 
@@ -421,6 +423,7 @@ def test_a_bundle_is_replayed_elsewhere(
     monkeypatch.setenv("MY_TOKEN", SECRET)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     zipped = tmp_path / "run.zip"
+    monkeypatch.chdir(golden)
     manifest, remarks = make_bundle(golden / "golden", zipped, traces=False)
     assert remarks == []
     assert manifest.variables["NCCL_ALGO"] == "Ring"
@@ -439,7 +442,9 @@ def test_a_bundle_is_replayed_elsewhere(
     assert not [note for note in case["notes"] if "since this case was saved" in note]
 
 
-def test_a_replay_says_what_has_changed(tmp_path: Path, command: Run) -> None:
+def test_a_replay_says_what_has_changed(
+    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Path(record(tmp_path, "run"))
     (file,) = (run / "cases").iterdir()
     # Of another size: within a second, Python tells by that which bytecode is old.
@@ -447,13 +452,20 @@ def test_a_replay_says_what_has_changed(tmp_path: Path, command: Run) -> None:
     saved = json.loads(file.read_text())
     saved["made"]["environment"]["torch"] = "1.0"
     file.write_text(json.dumps(saved))
-    ran = command("replay", str(run), "--json", "report.json")  # all its cases: one
+    words = ["replay", str(run), "--json", "report.json"]  # all its cases: one
+    assert "sync.py and 1 more, SHA-256" in command(*words).stderr, "it asks again"
+    ran = command(*words, "--trust")
     assert ran.returncode == 1, ran.stderr
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
     (note,) = (note for note in case["notes"] if "since this case was saved" in note)
     assert f"the code of strategy {tmp_path}/my_sync.py:sync has changed" in note
     assert "torch was 1.0 and is " in note
-    _, remarks = make_bundle(run, tmp_path / "late.zip", traces=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="not the code that the run recorded"):
+        make_bundle(run, tmp_path / "late.zip", traces=True)
+    kept = tmp_path / ".distcheck/runs/1"
+    shutil.copytree(run, kept)
+    _, remarks = make_bundle(kept, tmp_path / "late.zip", traces=True)
     assert "has changed since the run; the bundle has it as it is now" in remarks[0]
 
 

@@ -1,15 +1,20 @@
 """Ranks meet without asking anybody but each other."""
 
 import ctypes
+import os
 import re
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch.distributed as dist
 
+from distcheck.testing.view import WorldView
 from distcheck.worlds import linux
 
 # A name server that never answers is on 127.0.0.1; it says how often it was asked.
@@ -88,3 +93,40 @@ def test_localhost_has_its_name_meanwhile() -> None:
         assert socket.gethostbyname("localhost") == "127.0.0.1"
         with pytest.raises(socket.gaierror):
             socket.gethostbyname("nobody.invalid")
+
+
+@pytest.mark.world(2)
+def test_the_store_can_be_reached_by_its_ranks_alone(world: WorldView) -> None:
+    """torch's store on a port answers to every user of the machine; a file in memory has no name,
+    and what /proc shows of it only this user can open.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.FileStore)
+    assert os.readlink(store.path).startswith("/memfd:distcheck-store")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+    own = {connection.laddr for connection in psutil.Process().net_connections("tcp")
+           if connection.status == psutil.CONN_LISTEN}  # fmt: skip
+    assert not {place.port for place in own} & {address[1]}
+
+
+@pytest.mark.world(2)
+def test_the_store_has_what_code_asks_of_one(world: WorldView) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    peer = str(1 - world.rank)
+    store.set(f"set/{world.rank}", "value")
+    store.wait([f"set/{peer}"], timedelta(seconds=60))
+    assert store.get(f"set/{peer}") == b"value"
+    assert store.multi_get(["set/0", "set/1"]) == [b"value", b"value"]
+    store.append(f"set/{world.rank}", "s")
+    assert store.add(f"count/{world.rank}", 2) == 2
+    assert store.compare_set(f"set/{world.rank}", "values", "x") == b"x"
+    assert store.check([f"count/{world.rank}"])
+    assert store.delete_key(f"count/{world.rank}")
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["never"], timedelta(milliseconds=50))
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=60)) for _ in range(2)]
+    assert [dist.get_rank(group) for group in groups] == [world.rank] * 2

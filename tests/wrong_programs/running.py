@@ -14,7 +14,7 @@ from distcheck.judge import schedules
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
@@ -33,7 +33,7 @@ SCHEDULES = 12
 def runs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """One of the programs, on one rank."""
     asked = msgspec.msgpack.decode(payload, type=Asked)
-    join(asked.rendezvous, fds.get(LISTEN, -1))
+    join(asked.rendezvous, fds.get(STORE, -1))
     reporter.progress(1, "sync")
     result = PROGRAMS[asked.about["program"]].run(asked.rendezvous.rank, asked.about["wrong"])
     return repr(result).encode()

@@ -20,8 +20,8 @@ from distcheck.worlds.launchers import is_elsewhere
 def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **asked: Any) -> int:
     """Compare a recorded run with a later one, or with what its cases give here and now.
 
-    With one folder its cases are run. Code that is not of this checkout runs after a yes on a
-    terminal, or with --trust.
+    With one folder its cases are run. Code of a folder that was handed over, and files that git
+    does not track here or that have changed, run after a yes on a terminal, or with --trust.
 
     \b
     distcheck record golden --strategy allreduce --world 4

@@ -20,8 +20,9 @@ from distcheck.worlds.launchers import is_elsewhere
 def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:
     """Judge a saved run again; starts no rank.
 
-    Judging runs the workload and looks at the strategy. Code that is not of this checkout runs
-    after a yes on a terminal, or with --trust.
+    Judging runs the workload and looks at the strategy. Code of a folder that was handed over, and
+    files that git does not track here or that have changed, run after a yes on a terminal, or with
+    --trust.
     """  # fmt: skip
     if is_elsewhere():
         return 0

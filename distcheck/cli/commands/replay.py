@@ -28,8 +28,9 @@ def command(
     The report says what has changed since: files, versions, machine, settings. A whole job's
     command is run by distcheck job again, after a yes or with --trust.
 
-    Code that is not of this checkout (a bundle's, or a file elsewhere) is named first, with its
-    digest. It runs after a yes on a terminal, or with --trust.
+    Code of a bundle or of a folder that was handed over, and files that git does not track here
+    or that have changed, are named first, with a digest. They run after a yes on a terminal, or
+    with --trust.
     """  # fmt: skip
     from distcheck.store.bundle import read_replay
     from distcheck.store.trust import require_trust
@@ -39,8 +40,8 @@ def command(
     cases, made = replay.cases, replay.made
     launch, _ = launch_of({}, tuple(dict.fromkeys(case.world for case in cases)))
     require_trust(
-        case_file, cases, doing="replaying", trusted=trust, may_ask=launch is None,
-        unpacked=replay.unpacked,
+        case_file, cases, made, doing="replaying", trusted=trust, may_ask=launch is None,
+        folder=replay.folder, unpacked=replay.unpacked,
     )  # fmt: skip
     if cases[0].job:
         return _job_again(cases[0].job, asked, save=save, verbose=verbose, quiet=quiet)

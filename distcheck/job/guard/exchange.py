@@ -2,6 +2,9 @@
 
 Everything goes through a group that belongs to the guard, so that it cannot be taken for one of
 the script's own collectives, and over gloo on the CPU, so that no stream of a GPU is waited for.
+
+Each exchange begins with a row of one width, which names its part of a check. Ranks that are in
+different parts learn it from each other, where gloo would mix up their bytes or wait.
 """
 
 import atexit
@@ -15,6 +18,13 @@ import torch
 import torch.distributed as dist
 
 from distcheck.machine import compat
+
+PARTS = ("numbers", "an audit", "digests", "sums", "a file's name")
+
+
+class LostError(RuntimeError):
+    """Not all ranks are in the same exchange, or in any."""
+
 
 _PATIENCE_S = 5.0  # chosen: ranks that go on reach a check about when the first one does
 
@@ -82,9 +92,10 @@ def _last(step: int) -> str:
 
 
 class Peers:
-    """The ranks that hold replicas, or this process alone."""
+    """The ranks that hold replicas, or this process alone. `width`: the most numbers of a row."""
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: Any, timeout_s: float, width: int = 1) -> None:
+        self._width = width
         self.ranks: list[int] = [0]
         self.rank = 0  # the place among them
         self._group: Any = None
@@ -112,25 +123,35 @@ class Peers:
             self.arrivals.end()
         self._group = None
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank. All ranks give equally many."""
+    def gather(self, numbers: Sequence[int], part: str = PARTS[0]) -> list[list[int]]:
+        """Return the numbers of every rank, all equally many. Raises LostError."""
         if len(self.ranks) == 1:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        room = [torch.empty_like(own) for _ in self.ranks]
-        self._group.allgather([room], [own]).wait()
-        return [one.tolist() for one in room]
+        row = [PARTS.index(part), len(numbers), *numbers, *[0] * (self._width - len(numbers))]
+        rows = [one.tolist() for one in self._allgather(torch.tensor(row, dtype=torch.int64))]
+        parts = [PARTS[one[0]] if 0 <= one[0] < len(PARTS) else "another" for one in rows]
+        if len({(part, row[1]) for part, row in zip(parts, rows, strict=True)}) > 1:
+            said = ", ".join(f"rank {r}: {p}" for r, p in zip(self.ranks, parts, strict=True))
+            raise LostError(f"ranks are in different parts of a check ({said})")
+        return [one[2 : 2 + len(numbers)] for one in rows]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, of any length."""
-        lengths = [one[0] for one in self.gather([len(data)])]
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        room = [torch.empty_like(own) for _ in self.ranks]
+    def gather_bytes(self, data: bytes, part: str) -> list[bytes]:
+        """Return the bytes of every rank, of any length. Raises LostError."""
+        lengths = [one[0] for one in self.gather([len(data)], part)]
         if len(self.ranks) == 1:
             return [data]
-        self._group.allgather([room], [own]).wait()
+        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        room = self._allgather(own)
         return [one.numpy().tobytes()[:length] for one, length in zip(room, lengths, strict=True)]
+
+    def _allgather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        room = [torch.empty_like(own) for _ in self.ranks]
+        try:
+            self._group.allgather([room], [own]).wait()
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+        return room
 
 
 def _new_store(ranks: Sequence[int]) -> Any:

@@ -14,7 +14,7 @@ from distcheck import __version__
 from distcheck.errors import CannotRunError
 from distcheck.job.guard import audit, comparing, records, state
 from distcheck.job.guard.audit import Audit
-from distcheck.job.guard.exchange import Peers
+from distcheck.job.guard.exchange import LostError, Peers
 from distcheck.job.guard.records import LEFT_OUT, OTHER, OWN, Divergence, ReplicaFinding, TensorSums
 from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
@@ -129,7 +129,7 @@ class Guard:
         self._optimizer, self._every, self._action = optimizer, every, action
         self._watched, self._finder = watched, finder
         self._save, self._samples, self._randomness = save, samples, randomness
-        self._peers = Peers(group, timeout_s)
+        self._peers = Peers(group, timeout_s, len(FIELDS) + MOST_ROWS)
         self._is_state_divided = False
         self._initial = initial
         self._agreed_at = self.checked_at = -1
@@ -199,7 +199,7 @@ class Guard:
         if self._is_checked(self.steps):
             self.check()
         elif self._suspected is not None:
-            self._act_on_audit()
+            self._together(self._act_on_audit)
         follows = self._is_checked(self.steps + 1)
         if self._watched is not None:
             self._watched.forget()
@@ -217,21 +217,26 @@ class Guard:
 
     def check(self) -> Divergence | None:
         """Compares now, and acts on what it finds. All ranks must call it together."""
-        if len(self._peers.ranks) == 1:
-            return None
-        own, said = self._own()
-        if self._peers.arrivals is not None:
-            self._peers.arrivals.arrive(self.steps)
+        return None if len(self._peers.ranks) == 1 else self._together(self._check)
+
+    def _together(self, look: Callable[[], Divergence | None]) -> Divergence | None:
+        """What ranks find together. A check that not all of them reach ends the guard."""
         try:
-            own_rows = sorted(self._watched.rows) if self._watched is not None else []
-            sent = [*own_rows, *[0] * (MOST_ROWS - len(own_rows))] if self._samples else []
-            gathered = self._peers.gather([*(said[name] for name in FIELDS), *sent])
-        except RuntimeError as error:
+            return look()
+        except LostError as error:
             arrivals = self._peers.arrivals
             missing = {} if arrivals is None else arrivals.missing(self.steps)
             self.close()
             self._lost(error, missing)
             return None
+
+    def _check(self) -> Divergence | None:
+        own, said = self._own()
+        if self._peers.arrivals is not None:
+            self._peers.arrivals.arrive(self.steps)
+        own_rows = sorted(self._watched.rows) if self._watched is not None else []
+        sent = [*own_rows, *[0] * (MOST_ROWS - len(own_rows))] if self._samples else []
+        gathered = self._peers.gather([*(said[name] for name in FIELDS), *sent])
         self.checked_at = self.steps
         rows: list[dict[str, Any]] = [dict(zip(FIELDS, row, strict=False)) for row in gathered]
         for row, numbers in zip(rows, gathered, strict=True):
@@ -245,7 +250,7 @@ class Guard:
         """
         if self._audit is None or not (self._audit.rows or self._suspected):
             return None
-        gathered = self._peers.gather_bytes(measured(self._audit))
+        gathered = self._peers.gather_bytes(measured(self._audit), "an audit")
         names = {id(p): name for name, p in state.of_optimizer(self._optimizer)}
         if self._watched is not None:
             names |= {id(p): name for name, p in self._watched.parameters()}
@@ -345,7 +350,7 @@ class Guard:
     def _documents(self, own: ReplicaState) -> list[dict[str, dict[str, Any]]]:
         """Digests by name, of every rank."""
         mine = {name: getattr(own, name) for name in comparing.NAMED}
-        gathered = self._peers.gather_bytes(msgspec.json.encode(mine))
+        gathered = self._peers.gather_bytes(msgspec.json.encode(mine), "digests")
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
     def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
@@ -382,7 +387,7 @@ class Guard:
         kind = dict[str, tuple[int, list[float]]]
         of_ranks = [
             msgspec.json.decode(data, type=kind)
-            for data in self._peers.gather_bytes(msgspec.json.encode(mine))
+            for data in self._peers.gather_bytes(msgspec.json.encode(mine), "sums")
         ]
         return tuple(
             TensorSums(
@@ -434,7 +439,7 @@ class Guard:
                 name = str(records.write(difference, Path(self._save or ""))).encode()
             except (OSError, CannotRunError) as error:
                 self._remark(f"the bundle could not be written: {error}")
-        name = self._peers.gather_bytes(name or b" ")[0].strip()
+        name = self._peers.gather_bytes(name or b" ", "a file's name")[0].strip()
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
     def _lost(self, error: Exception, missing: Mapping[int, str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
@@ -141,12 +142,12 @@ def write(difference: Divergence, folder: Path) -> Path:
 
         own_folder(folder.name, folder.parent)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
+        private.folder(folder)
     stem = f"step-{difference.step:06d}"
     for number in range(1000):
         file = folder / (f"{stem}.json" if not number else f"{stem}-{number}.json")
         try:
-            with file.open("xb") as out:
+            with private.new_file(file) as out:
                 out.write(msgspec.json.encode(difference))
             return file
         except FileExistsError:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from distcheck import private
 from distcheck.job.inside.rank import world_of
 from distcheck.job.settings import Answer
 from distcheck.worlds import flight
@@ -30,7 +31,7 @@ class Answering:
         self._main = threading.get_ident()
         self._beats, self._last = 0, 0.0
         self._file = os.open(
-            folder / f"beat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            folder / f"beat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
         with contextlib.suppress(OSError):  # no named pipes: it cannot be asked
             os.mkfifo(folder / f"ask-{os.getpid()}", 0o600)
@@ -51,9 +52,7 @@ class Answering:
                 with (self._folder / f"ask-{name}").open("rb") as asked:
                     asked.read()
                 data = msgspec.json.encode(self._about())
-                part = self._folder / f"answer-{name}.part"
-                part.write_bytes(data)
-                os.replace(part, self._folder / f"answer-{name}")
+                private.write(self._folder / f"answer-{name}", data)
             except OSError:
                 return
 

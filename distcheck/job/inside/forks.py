@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from distcheck import private
+from distcheck.errors.masking import masked
 from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.worlds import linux
@@ -130,9 +132,8 @@ class Forks:
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""
-        part = self._file(role).with_suffix(".part")
-        save_file({name: tensor.contiguous() for name, tensor in found.items()}, part)
-        os.replace(part, self._file(role))
+        with private.drafted(self._file(role)) as draft:
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
         os._exit(0)
 
 
@@ -147,7 +148,7 @@ def _become_a_copy(reasons: Path) -> None:
     def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         first = str(error).strip().partition("\n")[0]
         with contextlib.suppress(OSError):
-            reasons.write_text(f"{kind.__name__}: {first}", errors="backslashreplace")
+            private.write(reasons, masked(f"{kind.__name__}: {first}"))
         os._exit(_FAILED)
 
     sys.excepthook = leave

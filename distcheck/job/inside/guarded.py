@@ -15,6 +15,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from distcheck import private
+from distcheck.errors.masking import masked
 from distcheck.job.guard import starting, state
 from distcheck.job.guard.checked import Checked
 from distcheck.job.guard.guarding import Guard
@@ -65,7 +67,7 @@ class Guarded:
         except Exception:
             self._has_failed = True
             with contextlib.suppress(OSError):
-                (self._folder / "defect").write_text(traceback.format_exc())
+                private.write(self._folder / "defect", masked(traceback.format_exc()))
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)
@@ -115,9 +117,7 @@ def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
     )  # fmt: skip
     file = folder / f"guard-{guard.rank:04d}-{os.getpid()}-{number}.json"
     with contextlib.suppress(OSError):
-        part = file.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(checked))
-        os.replace(part, file)
+        private.write(file, msgspec.json.encode(checked))
 
 
 def _trains(module: torch.nn.Module) -> bool:

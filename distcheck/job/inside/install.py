@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from distcheck import private
 from distcheck.errors import ExitCode
+from distcheck.errors.masking import masked
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
 from distcheck.job.inside.answering import Answering
@@ -33,7 +35,7 @@ def install(file: str) -> None:
 
     def give_up() -> None:
         with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
-            (folder / "defect").write_text(traceback.format_exc())
+            private.write(folder / "defect", masked(traceback.format_exc()))
         if settings.mode == "replay":
             os._exit(ExitCode.INTERNAL)
 

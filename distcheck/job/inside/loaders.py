@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace
 
+from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listening import Deaf
 from distcheck.machine.compat import note_samples
@@ -208,7 +209,7 @@ class InWorker(Deaf):
         for name, state in self._before.items():
             if now.get(name) != state:
                 self._is_over = True
-                (self._folder / f"drawn-{self._rank:04d}-{name}-{state}").touch()
+                private.write(self._folder / f"drawn-{self._rank:04d}-{name}-{state}", b"")
         self._before = {}
 
 

@@ -7,6 +7,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from distcheck import private
+
 # In the environment of a rank: its own process, and what a launcher calls it.
 MARK = "DISTCHECK_JOB_RANK"
 _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
@@ -31,4 +33,4 @@ def note(settings: str, what: str, text: str = "") -> None:
     """Leaves a file for the front: it says what a process reached before it ended."""
     with contextlib.suppress(OSError):  # the front says that nothing was recorded
         file = Path(os.path.dirname(settings), f"{what}-{os.getpid()}")
-        file.write_text(text, errors="surrogateescape")
+        private.write(file, text.encode(errors="surrogateescape"))

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from distcheck import private
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.inside.marking import MARK
@@ -152,5 +153,5 @@ class Processes:
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed at a step."""
         file = _Copy(self._folder).result(step)
-        save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{file}.part")
-        os.replace(f"{file}.part", file)
+        with private.drafted(file) as draft:
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)

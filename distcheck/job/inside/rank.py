@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from distcheck import private
+from distcheck.errors.masking import masked_words
 from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
 from distcheck.job.inside.elsewhere import Elsewhere
@@ -21,8 +23,21 @@ from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
 _WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
-_LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+# Variables of launchers that a script may read; a prefix would take a person's own as well.
+_VARIABLES = frozenset((
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ROLE_NAME",
+    *(f"{of}_{what}" for of in ("LOCAL", "GROUP", "ROLE") for what in ("RANK", "WORLD_SIZE")),
+    *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    *(f"TORCHELASTIC_{what}" for what in (
+        "RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE",
+    )),
+    *(f"ACCELERATE_{what}" for what in (
+        "MIXED_PRECISION", "USE_CPU", "USE_XPU", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM",
+        "USE_PARALLELISM_CONFIG", "GRADIENT_ACCUMULATION_STEPS", "TORCH_DEVICE", "ALLOW_TF32",
+        "DEBUG_MODE", "DYNAMO_BACKEND", "DYNAMO_MODE", "DYNAMO_USE_FULLGRAPH",
+        "DYNAMO_USE_DYNAMIC", "DYNAMO_USE_REGIONAL_COMPILATION", "CPU_AFFINITY",
+    )),
+))  # fmt: skip
 
 
 def world_of() -> tuple[int, int]:
@@ -40,9 +55,9 @@ def introduce(
 ) -> None:
     """Makes the folder of a rank, and writes who it is."""
     mine = records.rank_folder(folder, rank)
-    mine.mkdir()
+    private.folder(mine, is_new=True)
     mark_rank()
-    atexit.register((mine / "ended").touch)
+    atexit.register(private.write, mine / "ended", b"")
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = next(iter(parameters.by_name.values()), torch.empty(0))
     records.write_json(
@@ -50,18 +65,15 @@ def introduce(
         records.RankRecord(
             rank=rank,
             world=world,
-            arguments=tuple(sys.orig_argv),
+            # The reference is started as rank 0 was; the words of others are only shown.
+            arguments=tuple(masked_words(sys.orig_argv) if rank else sys.orig_argv),
             process=os.getpid(),
             parent=os.getppid(),
             folder=os.getcwd(),
             backend=torch.distributed.get_backend() if grouped else "",
             device=first.device.type,
             torch=str(torch.__version__),
-            variables={
-                name: value
-                for name, value in os.environ.items()
-                if name in _NAMES or name.startswith(_LAUNCHERS)
-            },
+            variables={name: v for name, v in os.environ.items() if name in _VARIABLES},
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
             divided_by=divided_by(parameters),
             axes=tuple(axes),
@@ -100,7 +112,7 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
         records.write_json(read, records.Samples(tuple(read_alike(loaders))))
-    mine.touch()
+    private.write(mine, b"")
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]
     here = [one for one in others if one.exists()]

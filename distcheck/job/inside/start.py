@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distcheck import private
 from distcheck.job import in_use
 from distcheck.job.inside.marking import MARK, called, mark_rank, note
 
@@ -58,9 +59,11 @@ def _note_what_ends_it(settings: str) -> None:
         said = f"{kind.__name__}: {error}"[:2000]
         if kind.__name__ == _OF_SPAWN:  # the traceback of the rank
             said = str(error).strip().rpartition("\n")[2][:2000]
+        from distcheck.errors.masking import masked  # not at the start of every Python
+
         with contextlib.suppress(OSError):
             file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
-            file.write_text(f"{rank}\n{said}\n", errors="backslashreplace")
+            private.write(file, masked(f"{rank}\n{said}\n"))
         shows(kind, error, trace)
 
     shows, sys.excepthook = sys.excepthook, show
@@ -74,7 +77,7 @@ def _install(settings: str) -> None:
         install.install(settings)
     except Exception:  # the script imports torch, and goes on with it
         with contextlib.suppress(OSError):
-            Path(os.path.dirname(settings), "defect").write_text(traceback.format_exc())
+            private.write(Path(os.path.dirname(settings), "defect"), traceback.format_exc())
 
 
 class _Waiting(importlib.abc.MetaPathFinder):

@@ -1,6 +1,5 @@
 """The tensors of one step of one rank, until they are written: whole, or as sums."""
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
@@ -179,10 +179,9 @@ class StepFile:
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
             self.after = {name: one for name, one in self.after.items() if one.sums is not None}
         stem = f"step-{self._step:06d}"
-        part = self._folder / f"{stem}.part"
-        save_file(_apart(kept), part)
-        checksum = records.checksum_of(part)
-        os.replace(part, self._folder / f"{stem}.safetensors")
+        with private.drafted(self._folder / f"{stem}.safetensors") as draft:
+            save_file(_apart(kept), draft)
+            checksum = records.checksum_of(draft)
         record = StepRecord(
             step=self._step,
             digests=self._digests,

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from distcheck.machine.numerics import real_parts
+from distcheck.records.bounded import MOST
 from distcheck.records.picture_sums import NONFINITE
 
 _SHOWN = 4  # of the elements of one tensor that fail
 _LOOKED_AT = 1 << 14  # elements of one tensor, for ULP; a histogram needs no more
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_STRUCT = {torch.float64: ("d", "q"), torch.float32: ("f", "i"), torch.float16: ("e", "h")}
+# As a float, as an integer, and the bits of that which the dtype does not have.
+_STRUCT = {
+    torch.float64: ("d", "q", 0), torch.float32: ("f", "i", 0), torch.float16: ("e", "h", 0),
+    torch.bfloat16: ("f", "i", 16),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,18 +225,16 @@ def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
-    """How many representable numbers lie between the two; None where that means nothing."""
-    if not (math.isfinite(actual) and math.isfinite(expected)):
+    """Return how many representable numbers lie between the two, at most `MOST`: in float64 there
+    are more between 2 and -2. None if that means nothing.
+    """
+    if dtype not in _STRUCT or not (math.isfinite(actual) and math.isfinite(expected)):
         return None
-    if dtype == torch.bfloat16:
-        return _ordered(actual, "f", "i", 16) - _ordered(expected, "f", "i", 16)
-    if dtype not in _STRUCT:
-        return None
-    kind, integer = _STRUCT[dtype]
     try:
-        return _ordered(actual, kind, integer, 0) - _ordered(expected, kind, integer, 0)
+        distance = _ordered(actual, *_STRUCT[dtype]) - _ordered(expected, *_STRUCT[dtype])
     except OverflowError:  # a float64 expectation beyond the dtype's range
         return None
+    return max(-MOST, min(distance, MOST))
 
 
 def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
@@ -246,7 +249,8 @@ def _distance(
 ) -> torch.Tensor:
     if actual.is_complex():
         return (actual.to(torch.complex128) - expected.to(torch.complex128)).abs()
-    distance = (actual.double() - expected.double()).abs()
+    actual, expected = actual.double(), expected.double()  # float8 has no comparison
+    distance = (actual - expected).abs()
     # Infinity minus itself is not a number: equal infinities are no difference, others endless.
     same = actual == expected
     if nan_is_expected:
@@ -299,11 +303,11 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def bits_of(value: float, dtype: torch.dtype) -> str:
     """The bits of a number in a dtype, as hexadecimal digits; empty where there are none."""
+    if dtype not in _STRUCT:
+        return ""
     if dtype == torch.bfloat16:
         nearest = float(torch.tensor(value, dtype=torch.float64).to(dtype))
         return struct.pack(">f", nearest).hex()[:4]
-    if dtype not in _STRUCT:
-        return ""
     try:
         return struct.pack(f">{_STRUCT[dtype][0]}", value).hex()
     except OverflowError:  # beyond the dtype's range

@@ -20,7 +20,7 @@ from distcheck.contract import BackendReduce, Contract, DDPBuckets, Order
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.machine import devices, seeds
 from distcheck.training.jobs import CALIBRATE, Calibration, CalibrationRequest
-from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
 
@@ -34,7 +34,7 @@ def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter
     seeds.pin_determinism()
     # Whatever is made below is made on the rank's device.
     torch.set_default_device(devices.enter(job.device, int(os.environ["LOCAL_RANK"])))
-    join(job.rendezvous, fds[LISTEN])
+    join(job.rendezvous, fds[STORE])
     reporter.progress(0, "calibrate")
     return Calibration(failures=tuple(_try_orders(job)))
 

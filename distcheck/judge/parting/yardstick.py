@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
@@ -190,7 +191,7 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 
 def write(yardstick: Yardstick, folder: Path) -> None:
     """Beside the recording that it is of."""
-    (folder / FILE).write_bytes(msgspec.json.encode(yardstick))
+    private.write(folder / FILE, msgspec.json.encode(yardstick))
 
 
 def read(folder: Path) -> Yardstick:

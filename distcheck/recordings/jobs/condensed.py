@@ -17,6 +17,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs import reading, records, sketches
@@ -48,17 +49,17 @@ def condensed(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> Job
         return job
     units = units_of(axes, job.world)
     steps = tuple(step for step in job.steps if all(record.whole for record in job.at(step)))
-    folder.mkdir(parents=True)
+    private.folder(folder, is_new=True)
     for note in job.folder.glob("python-*"):
-        shutil.copyfile(note, folder / note.name)
+        shutil.copy(note, folder / note.name)
     for number, unit in enumerate(units):
         own = rank_folder(folder, number)
-        own.mkdir()
+        private.folder(own, is_new=True)
         mine = _replace(job.ranks[unit[0]], rank=number, world=len(units), axes=tuple(axes))
         records.write_json(own / "rank.json", mine)
         read = rank_folder(job.folder, unit[0]) / "read.json"
         if read.exists():
-            shutil.copyfile(read, own / "read.json")
+            shutil.copy(read, own / "read.json")
         for step in steps:
             _Unit(job, unit, step, axes).write(own, number, len(units))
     found = reading.read(folder)
@@ -131,7 +132,8 @@ class _Unit:
         if alone and first.modules is not None:
             self._kept[SUMS] = self._job.tensors(self._ranks[0], self._step)[SUMS]
         file = folder / f"step-{self._step:06d}.safetensors"
-        save_file({name: one.contiguous() for name, one in self._kept.items()}, file)
+        with private.drafted(file) as draft:
+            save_file({name: one.contiguous() for name, one in self._kept.items()}, draft)
         record = _replace(
             first,
             rank=number, world=world, passes=tuple(self._passes()),

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
 from distcheck.recordings.jobs.records import (
@@ -20,6 +21,7 @@ from distcheck.recordings.jobs.records import (
     StepRecord,
     checksum_of,
     digest,
+    for_others,
     rank_folder,
     read_manifest,
     read_rank,
@@ -326,11 +328,13 @@ def keep(job: JobRecording, kept: Path) -> None:
     """
     folder = job.folder
     try:
-        kept.mkdir(parents=True)
+        private.folder(kept, is_new=True)
         for rank in folder.glob("rank-*"):
             shutil.copytree(rank, kept / rank.name, ignore=shutil.ignore_patterns("ended"))
         for note in folder.glob("drawn-*"):
-            shutil.copyfile(note, kept / note.name)
+            shutil.copy(note, kept / note.name)
+        for file in kept.glob("rank-*/rank.json"):  # no reference is started from here
+            write_json(file, for_others(read_rank(file)))
         steps = read(kept).steps
         write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:

@@ -20,7 +20,6 @@ batch was handed out. Beyond the budget `local/`, `raw/` and `step/` are 64 sums
 """
 
 import math
-import os
 import stat
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -29,7 +28,9 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import xxhash
 
+from distcheck import private
 from distcheck.errors import UsageError
+from distcheck.errors.masking import masked_words
 from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.watched import Watched
 from distcheck.records.decoding import decode_json, read_bounded
@@ -331,9 +332,7 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 def write_json(file: Path, record: msgspec.Struct) -> None:
     """Writes a record at once: a reader sees all of it, or nothing."""
-    part = file.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(record))
-    os.replace(part, file)
+    private.write(file, msgspec.json.encode(record))
 
 
 def read_step(file: Path) -> StepRecord:
@@ -344,6 +343,11 @@ def read_step(file: Path) -> StepRecord:
 def read_rank(file: Path) -> RankRecord:
     """A rank's record again. Raises UsageError for one that is damaged."""
     return _read(file, RankRecord)
+
+
+def for_others(record: RankRecord) -> RankRecord:
+    """The record for others, or to be kept: the words of its command may hold secrets."""
+    return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
 
 
 def read_samples(file: Path) -> tuple[Sample, ...]:

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
@@ -50,7 +51,7 @@ def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tu
     try:
         for number, fd in _numbered(fds):
             folder = Path(job.folder, f"run-{number}")
-            folder.mkdir(parents=True)
+            private.folder(folder, is_new=True)
             reporter.progress(number, "save")
             indexes.append(_save(folder, job.layout, fd, tensors=job.tensors))
     except safetensors.SafetensorError as error:  # it wraps the system's error in a text
@@ -81,7 +82,7 @@ def _numbered(fds: Descriptors) -> list[tuple[int, int]]:
 def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -> str:
     """Writes one trace; returns the digest of its index."""
     index = os.pread(fd, layout.index_bytes, 0)
-    (folder / "index.bin").write_bytes(index)
+    private.write(folder / "index.bin", index)
     trace = TraceReader(fd, layout)
     for slot in range(layout.steps + 1 if tensors else 0):
         held: dict[str, torch.Tensor] = {}
@@ -90,7 +91,8 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
             assert tensor is not None, "the table says that it is stored"
             in_pairs = tensor.dtype in _IN_PAIRS
             held[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
-        save_file(held, folder / f"slot-{slot:03}.safetensors")
+        with private.drafted(folder / f"slot-{slot:03}.safetensors") as draft:
+            save_file(held, draft)
     return seal.digest(index)
 
 

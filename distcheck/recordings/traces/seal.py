@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
@@ -35,9 +36,9 @@ def digest(data: bytes) -> str:
 
 def write_about(folder: Path, about: bytes, indexes: Sequence[str]) -> None:
     """Writes about.json and then the checksums; `indexes` are the digests of the indexes."""
-    (folder / _ABOUT).write_bytes(about)
+    private.write(folder / _ABOUT, about)
     seal = Seal(schema=SCHEMA, about=digest(about), indexes=tuple(indexes))
-    (folder / _NAME).write_bytes(msgspec.json.encode(seal))
+    private.write(folder / _NAME, msgspec.json.encode(seal))
 
 
 def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:

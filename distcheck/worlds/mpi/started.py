@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from distcheck import private
 from distcheck.backends.mpi import INSTALL, library
 from distcheck.errors import CannotRunError
 from distcheck.worlds import keeper
@@ -163,7 +164,8 @@ def _launcher() -> library.Launcher:
 def _new_folder() -> str:
     """A folder for everything that the launcher and the library write, in memory if possible."""
     base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
-    return tempfile.mkdtemp(prefix="distcheck-mpi-", dir=base)
+    place = Path(base or tempfile.gettempdir(), private.unique("distcheck-mpi-"))
+    return str(private.folder(place, is_new=True))
 
 
 def _start_keeper(

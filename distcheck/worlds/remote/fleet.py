@@ -50,6 +50,11 @@ class Fleet(Pool):
         self._asked_to_end = False
 
     @property
+    def forks_all(self) -> bool:
+        """Whether no other process has ranks."""
+        return not self._links
+
+    @property
     def address(self) -> str:
         """The address at which the other processes have reached this one."""
         return next(filter(None, (link.line.own_address for link in self._links)), "127.0.0.1")

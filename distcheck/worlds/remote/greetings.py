@@ -1,12 +1,14 @@
 """The front's door: connections are let in side by side, each when it has shown who it is.
 
 A stranger may say nothing, or something else, for as long as it likes: the others do not wait for
-it, and it is sent away after `GREETING_S`. Of more than `_MOST_WAITING`, the oldest goes first.
+it, and it is sent away after `GREETING_S`. Of more than `_MOST_WAITING`, one without the secret is
+sent away: the oldest of the address that has the most. So a flood sends away its own.
 """
 
 import select
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ class _Greeting:
     connection: socket.socket
     sent: bytes
     until: float
+    address: str
     heard: bytes = b""
     line: wire.Wire | None = None
     words: list[Any] = field(default_factory=list)
@@ -75,10 +78,12 @@ class Greetings:
     def _let_in(self) -> bool:
         """Takes one connection; False where there is none."""
         try:
-            connection, _ = self._server.accept()
+            connection, place = self._server.accept()
         except OSError:  # or it has left already, or there are too many
             return False
-        greeting = _Greeting(connection, secret.challenge(), time.monotonic() + GREETING_S)
+        greeting = _Greeting(
+            connection, secret.challenge(), time.monotonic() + GREETING_S, str(place[:1])
+        )
         self._waiting.append(greeting)
         try:
             if not secret.is_own_peer(connection):
@@ -87,8 +92,10 @@ class Greetings:
             connection.sendall(greeting.sent)
         except OSError:
             self._send_away(greeting)
-        if len(self._waiting) > _MOST_WAITING:
-            self._send_away(self._waiting[0])
+        strangers = [one for one in self._waiting if one.line is None]
+        if len(strangers) > _MOST_WAITING:
+            counts = Counter(one.address for one in strangers)
+            self._send_away(max(strangers, key=lambda one: counts[one.address]))
         return True
 
     def _goes_on(self, greeting: _Greeting) -> bool:

@@ -7,7 +7,6 @@ The schemes are those of `launchers.Launch.meeting`. Both ends prove that they h
 import contextlib
 import errno
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from distcheck import private
 from distcheck.errors import CannotRunError
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.remote import secret
@@ -165,10 +165,8 @@ def listen_here(name: str) -> socket.socket:
 def announced_in(path: str, place: str) -> Iterator[None]:
     """Makes a file say where rank 0 listens, for as long as it does."""
     target = Path(path)
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        draft.write_text(place)
-        os.replace(draft, target)
+        private.write(target, place)
     except OSError as error:
         raise CannotRunError(f"{path} cannot be written: {error.strerror}") from None
     try:

@@ -28,6 +28,7 @@ import struct
 import tempfile
 from pathlib import Path
 
+from distcheck import private
 from distcheck.errors import CannotRunError
 
 VARIABLE, FILE_VARIABLE = "DISTCHECK_SECRET", "DISTCHECK_SECRET_FILE"
@@ -66,15 +67,11 @@ def shared_secret() -> bytes:
 
 def _kept(folder: Path) -> str:
     """The secret of a folder, made if it is not there; the first of several processes makes it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = folder.lstat()
-    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
-    place = folder / "secret"
+    place = private.folder(folder, strictly=True) / "secret"
     if not place.exists():
-        draft = folder / f".secret-{secrets.token_hex(8)}"
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+        draft = folder / private.unique(".secret-")
+        with private.new_file(draft) as file:
+            file.write(secrets.token_hex(32).encode())
         try:
             with contextlib.suppress(FileExistsError):
                 os.link(draft, place)

@@ -1,0 +1,138 @@
+"""Files and folders that distcheck makes for itself. Every one is made here.
+
+A folder has the mode 0700. It belongs to this user, is not a link, and no other user can write in
+it. A file has the mode 0600. It gets its name when it is complete, so that a full disk leaves the
+old one, and no link is written through. Failures are OSErrors whose `strerror` says what is wrong.
+
+Data sets are no files of distcheck's own, as other users may read them, and neither is a report
+whose name the person gave (`publish`): unless it is in the folder of a run, it has the mode that
+the person's umask gives it.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+FOLDER = ".distcheck"  # in the current folder, for runs and all else that is kept
+_NOT_OURS = "it is a link, another user's, or a folder that other users can write"
+
+
+def is_ones_own(path: Path) -> bool:
+    """Return True if a file or folder, and the target of a link, belongs to this user, to root, or
+    to the owner of the current folder (a container mounts a checkout of a user outside of it).
+    """
+    try:
+        return _owners(path) <= {os.geteuid(), 0, *_owners(Path.cwd())}
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _owners(path: Path) -> set[int]:
+    return {path.lstat().st_uid, path.stat().st_uid}
+
+
+def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
+    """Return True if a path is a folder (no link) of one's own that no other user can write to;
+    `strictly` if it is this user's.
+    """
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    is_own = about.st_uid == os.geteuid() if strictly else is_ones_own(path)
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_ISDIR(about.st_mode) and is_own and not about.st_mode & others
+
+
+def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
+    """Make a folder, and those around it, or find one that is private, as all from `.distcheck` on
+    must be. Raises OSError for one that is not (`strictly` as for `is_private_folder`), and with
+    `is_new` for any that is there.
+    """
+    if FOLDER in path.parent.parts:
+        folder(path.parent, strictly=strictly)
+    try:
+        path.mkdir(0o700)
+    except FileNotFoundError:
+        folder(path.parent)
+        path.mkdir(0o700)
+    except FileExistsError:
+        if is_new or (not path.is_symlink() and not path.is_dir()):
+            raise
+        if _is_empty_own(path):
+            path.chmod(0o700)
+        if not is_private_folder(path, strictly=strictly):
+            raise PermissionError(errno.EPERM, _NOT_OURS, str(path)) from None
+    return path
+
+
+def unique(prefix: str) -> str:
+    """Return a name that cannot be guessed."""
+    return f"{prefix}{os.urandom(8).hex()}"
+
+
+def _is_empty_own(path: Path) -> bool:
+    is_own = path.lstat().st_uid == os.geteuid() and not path.is_symlink()
+    return is_own and not any(path.iterdir())
+
+
+def new_file(path: Path | str) -> IO[bytes]:
+    """Open a file that must not be there."""
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+    )
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, or replace it at once."""
+    with drafted(path) as draft, new_file(draft) as file:
+        file.write(content if isinstance(content, bytes) else _encoded(content))
+
+
+@contextlib.contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Yield the name of a draft, which takes the place of `path` at the end of the block."""
+    draft = path.with_name(unique(".part-"))
+    try:
+        yield draft
+        draft.chmod(0o600)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def publish(path: str, text: str) -> None:
+    """Write a file that the person named, whole or not at all; a pipe or a device as it is."""
+    place = Path(os.path.realpath(path))
+    is_there = place.exists()
+    draft = place.with_name(unique(".part-"))
+    if not is_there or place.is_file():
+        try:
+            file = draft.open("xb")
+        except OSError:
+            pass  # the folder cannot be written; the file, perhaps
+        else:
+            try:
+                with file:
+                    file.write(_encoded(text))
+                if is_there:
+                    draft.chmod(stat.S_IMODE(place.stat().st_mode))
+                elif (place.parent / "cases").is_dir():  # a run
+                    draft.chmod(0o600)
+                draft.replace(place)
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # a file that is mounted by itself
+                    raise
+            else:
+                return
+            finally:
+                draft.unlink(missing_ok=True)
+    place.write_bytes(_encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", errors="backslashreplace")

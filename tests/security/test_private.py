@@ -1,0 +1,179 @@
+"""Files and folders of distcheck's own: who can read and write them, and which of them are used."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from distcheck import private
+from distcheck.engines import on_slurm
+from distcheck.engines.running import Work
+from distcheck.errors import CannotRunError
+from distcheck.errors.defects import save_traceback
+from distcheck.records import Case
+from distcheck.reports.files import write_text
+from distcheck.store.run_folder import Store
+
+ANOTHER = 4242
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    umask = os.umask(0o002)
+    yield tmp_path
+    os.umask(umask)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_and_files_are_ones_own(here: Path) -> None:
+    file = private.folder(here / "a" / "b") / "file"
+    private.write(file, "text\n")
+    assert [mode_of(path) for path in (here / "a", here / "a/b", file)] == [0o700, 0o700, 0o600]
+    private.write(file, b"other")
+    assert file.read_bytes() == b"other"
+    assert os.listdir(here / "a/b") == ["file"]
+
+
+def test_a_run_is_ones_own(here: Path) -> None:
+    store = Store.by_default()
+    assert store is not None
+    store.write_case(Case(id="c", strategy="ddp", world=2))
+    store.write_report("{}")
+    for path in (here / ".distcheck").rglob("*"):
+        assert mode_of(path) == (0o700 if path.is_dir() else 0o600), path
+    assert mode_of(here / ".distcheck") == 0o700
+
+
+def test_a_clock_that_is_set_back_gives_no_folder_twice(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    stores = [Store.by_default() for _ in range(3)]
+    folders = [store.folder for store in stores if store is not None]
+    assert len({*folders}) == 3
+    assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize("kind", ["a link", "another user's", "the group's", "everybody's"])
+@pytest.mark.parametrize("use", ["runs", "a traceback", "pickles"])
+def test_a_folder_that_others_can_write_is_not_used(
+    kind: str, use: str, here: Path, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    place = here / ".distcheck"
+    there = tmp_path_factory.mktemp("theirs")
+    (there / "planted").touch()
+    if kind == "a link":
+        place.symlink_to(there)
+    else:
+        place.mkdir()
+        (place / "planted").touch()
+        place.chmod({"the group's": 0o770, "everybody's": 0o757}.get(kind, 0o755))
+    if kind == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(place, ANOTHER, ANOTHER)
+    if use == "runs":
+        assert Store.by_default() is None
+    elif use == "a traceback":
+        saved = save_traceback("boom")
+        assert saved
+        assert not Path(saved).resolve().is_relative_to(here)
+        assert not Path(saved).resolve().is_relative_to(there)
+    else:
+        with pytest.raises(CannotRunError, match="another user's, or a folder that other users"):
+            on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
+    assert os.listdir(place) == ["planted"]
+
+
+def test_pickles_are_in_a_folder_of_this_user_even_where_the_current_one_is_not(here: Path) -> None:
+    """In a container, files of the current folder's owner are taken for one's own; pickles not."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    for path in (here, here / ".distcheck", here / ".distcheck/slurm"):
+        path.mkdir(exist_ok=True)
+        os.chown(path, ANOTHER, ANOTHER)
+        path.chmod(0o755)
+    assert private.is_private_folder(here / ".distcheck")
+    with pytest.raises(CannotRunError, match="exchanges pickles"):
+        on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
+
+
+def test_an_empty_folder_that_the_umask_left_open_is_closed(here: Path) -> None:
+    (here / "run").mkdir(0o775)
+    private.folder(here / "run")
+    assert mode_of(here / "run") == 0o700
+
+
+def test_a_folder_that_is_to_be_new_is_new(here: Path) -> None:
+    private.folder(here / "one", is_new=True)
+    with pytest.raises(FileExistsError):
+        private.folder(here / "one", is_new=True)
+    (here / "file").touch()
+    with pytest.raises(FileExistsError):
+        private.folder(here / "file")
+
+
+def test_a_link_is_replaced_and_not_followed(here: Path) -> None:
+    (here / "victim").write_text("precious")
+    (here / "link").symlink_to("victim")
+    private.write(here / "link", "ours")
+    assert (here / "victim").read_text() == "precious"
+    assert not (here / "link").is_symlink()
+
+
+def test_a_full_disk_leaves_the_old_report() -> None:
+    """As a quota does: a file cannot grow beyond a few kilobytes."""
+    program = """
+import resource, signal, sys
+from distcheck.errors import CannotRunError
+from distcheck.reports.files import write_text
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_text("report.html", "x" * 100_000, option="--html")
+except CannotRunError as error:
+    print(error)
+"""
+    Path("report.html").write_text("the old one")
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "--html report.html cannot be written: File too large" in ran.stdout
+    assert Path("report.html").read_text() == "the old one"
+    assert os.listdir() == ["report.html"]
+
+
+def test_a_report_that_the_person_named_has_their_mode(here: Path) -> None:
+    write_text("new.json", "{}")
+    assert mode_of(here / "new.json") == 0o664
+    (here / "new.json").chmod(0o640)
+    (here / "latest.json").symlink_to("new.json")
+    write_text("latest.json", "[]")
+    assert (mode_of(here / "new.json"), Path("new.json").read_text()) == (0o640, "[]")
+    assert (here / "latest.json").is_symlink()
+
+
+def test_a_page_of_a_run_is_as_private_as_the_run(here: Path) -> None:
+    run = private.folder(here / "run" / "cases").parent
+    write_text(str(run / "report.html"), "<html>", option="--html")
+    assert mode_of(run / "report.html") == 0o600
+
+
+def test_a_report_goes_into_a_pipe(here: Path) -> None:
+    os.mkfifo("pipe")
+    found = []
+    reader = threading.Thread(target=lambda: found.append(Path("pipe").read_text()))
+    reader.start()
+    write_text("pipe", "{}")
+    reader.join()
+    assert found == ["{}"]

@@ -1,0 +1,126 @@
+"""Secrets by their form, wherever they come from; and texts that only look like one."""
+
+import base64
+import json
+
+import pytest
+
+from distcheck.errors.masking import MASK, is_secret, masked_command, masked_forms
+
+A40 = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF3hJ6kL9n"
+PEM = f"-----BEGIN RSA PRIVATE KEY-----\n{A40}\n{A40}\n-----END RSA PRIVATE KEY-----"
+BASIC = base64.b64encode(b"me:hunter2-of-mine").decode()
+# Each with what must not be left of it.
+FORMS = {
+    "PEM": (PEM, A40),
+    "PEM in JSON": (json.dumps({"key": PEM}), A40),
+    "PEM that is cut": (PEM[:90], A40),
+    "PGP": (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{A40}", A40),
+    "JWT": (f"token eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{A40}", A40),
+    "JWE": (f"eyJhbGciOiJSU0EtT0FFUCJ9.{A40}.{A40}.{A40}.{A40}", A40),
+    "GitHub": (f"ghp_{A40[:36]} was refused", A40[:36]),
+    "GitHub app": (f"ghs_{A40[:36]}", A40[:36]),
+    "GitHub fine-grained": (f"github_pat_11ABC_{A40}", A40),
+    "GitLab": (f"glpat-{A40[:20]}", A40[:20]),
+    "Hugging Face": (f"hf_{A40[:34]}", A40[:34]),
+    "AWS id": ("AKIAIOSFODNN7EXAMPLE", "IOSFODNN7"),
+    "AWS temporary id": ("ASIAIOSFODNN7EXAMPLE", "IOSFODNN7"),
+    "AWS key": (f"aws_secret_access_key = '{A40}'", A40),
+    "AWS key of a file": (f"aws_secret_access_key={A40}", A40),
+    "Google": (f"https://maps?key=AIza{A40[:35]}", A40[:35]),
+    "Google OAuth": (f"ya29.{A40}", A40),
+    "OpenAI": (f"sk-proj-{A40}", A40),
+    "Anthropic": (f"sk-ant-api03-{A40}", A40),
+    "Stripe": (f"sk_live_{A40[:24]}", A40[:24]),
+    "Slack": (f"xoxb-123456789012-{A40[:24]}", A40[:24]),
+    "Slack app": (f"xapp-1-A0-{A40[:24]}", A40[:24]),
+    "SendGrid": (f"SG.{A40[:22]}.{A40}", A40),
+    "npm": (f"npm_{A40[:36]}", A40[:36]),
+    "PyPI": (f"pypi-AgEIcHlwaS5vcmc{A40}", A40),
+    "Docker": (f"dckr_pat_{A40[:27]}", A40[:27]),
+    "Databricks": (f"dapi{'0123456789abcdef' * 2}", "0123456789abcdef"),
+    "Bearer": (f"Authorization: Bearer {A40}", A40),
+    "Bearer alone": (f"sent Bearer {A40}", A40),
+    "Basic": (f"sent Basic {BASIC}", BASIC),
+    "Authorization": ("{'Authorization': 'Token hunter2-of-mine'}", "hunter2"),
+    "Cookie": ("Cookie: session=hunter2-of-mine; a=b", "hunter2"),
+    "address": ("connect to postgres://me:hunter2@host/db failed", "hunter2"),
+    "address, @ in it": ("https://me:hunt@er2@host/x", "er2"),
+    "address of a token": (f"git clone https://{A40[:20]}@host/x", A40[:20]),
+    "netrc": ("machine host login me password hunter2", "hunter2"),
+    "netrc of lines": ("machine host\n  login me\n  password hunter2\n", "hunter2"),
+    "SAS": ("https://a.blob.core.windows.net/c?sv=2022&sig=hunter2%2Fof%3D", "hunter2"),
+    "Azure": (f"DefaultEndpointsProtocol=https;AccountKey={A40}==;Endpoint=x", A40),
+    "S3, signed": (f"https://b.s3.amazonaws.com/k?X-Amz-Signature={A40}", A40),
+    "Slack webhook": (f"https://hooks.slack.com/services/T0/B0/{A40[:24]}", A40[:24]),
+    "Discord webhook": (f"https://discord.com/api/webhooks/123/{A40}", A40),
+    "Teams webhook": (f"https://x.webhook.office.com/webhookb2/{A40}", A40),
+    "password": ("login(user='me', password='hunter2 of mine')", "hunter2"),
+    "JSON": ('{"api_key": "hunter2-of-mine"}', "hunter2"),
+    "JSON in JSON": (json.dumps({"text": '{"client_secret": "hunter2-of-mine"}'}), "hunter2"),
+    "YAML": ("db_password: hunter2ofmine\n", "hunter2"),
+    "environment": ("WANDB_API_KEY=hunter2", "hunter2"),
+    "option": ("train.py --api-key hunter2 --lr 0.1", "hunter2"),
+    "option with =": ("train.py --hub_token=hunter2", "hunter2"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_secret_is_masked(name: str) -> None:
+    text, secret = FORMS[name]
+    masked = masked_forms(f"it said: {text}")
+    assert secret not in masked
+    assert MASK in masked
+    assert masked.startswith("it said: ")
+    assert masked_forms(masked) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layers.0.attention.key.weight is float32 of shape (2, 3)",
+        "lm_head.token_embedding: was 0.1234567890, is 0.1234567891",
+        '{"key.weight": [1, 2], "token_embedding.bias": "0x1.8p+3", "secret_gate": "abcdefgh"}',
+        "KeyError: 'optimizer.param_groups.0.key'",
+        "SHA-256 14babb7e8dbcb300b39fde041408f42a, XXH3 1f2e3d4c5b6a79880f1e2d3c4b5a6978",
+        "commit 69b4016c0d5e4f7a8b9c0d1e2f3a4b5c6d7e8f90 of main",
+        "digest 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "distcheck verify --strategy sync.py:token_weighted --loss tokens --world 4",
+        "--arg tokens=512 --arg key=3 --token-embedding-dim 512 --max-tokens 4096",
+        "tokenizer=AutoTokenizer.from_pretrained(name), pad_token='<pad>', eos_token_id=50256",
+        "nothing is known of secret; give --arg secret=VALUE",
+        "Basic misunderstandings of Bearer authentication",
+        "http://127.0.0.1:8000/page tcp://host:29500 file:///home/me/x.py ssh://ubuntu@host",
+        "see https://a:80/b@c and user@host, 3e-05@step",
+        "sk-learn-contrib-a-long-package-name, hf_transfer_enabled, glue-and-others",
+        "all_reduce(tensor, op=ReduceOp.SUM, async_op=True) at sync.py:12",
+        "AKI ASIA AIzawa xoxo npm_config_registry pypi-mirror-of-the-company eyJ",
+        "password=None, api_key=None, use_auth_token=True, secret: str, passwd=0",
+        "query_key_value.weight: expected 1.5e-3, rank 1 has 2.5e-3",
+        "the token 50257 of vocab; PRIVATE KEY of attention",
+    ],
+)  # fmt: skip
+def test_an_innocent_text_stays(text: str) -> None:
+    assert masked_forms(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("AWS_ACCESS_KEY_ID", True), ("CLIENT_SECRET_ID", True), ("DB_PW_ID", True),
+        ("DB_PW", True), ("PGPASSWORD", True), ("AZURE_STORAGE_SAS", True),
+        ("SIGNINGKEY", True), ("AUTHORIZATION", True), ("SESSION_TOKEN_ID", False),
+        ("SSH_KEY_PATH", False), ("MONKEYS", False), ("TOKENIZERS_PARALLELISM", True),
+    ],
+)  # fmt: skip
+def test_a_variable_is_secret_by_its_name(name: str, secret: bool) -> None:
+    assert is_secret(name) == secret
+
+
+def test_a_command_is_masked_word_by_word() -> None:
+    command = "torchrun train.py --wandb-token 'hunter2 of mine' --lr 0.1 --name 'a b'"
+    assert (
+        masked_command(command)
+        == "torchrun train.py --wandb-token '[masked]' --lr 0.1 --name 'a b'"
+    )
+    assert masked_command("python 'train.py' --lr 0.1") == "python 'train.py' --lr 0.1"
