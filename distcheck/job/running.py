@@ -19,7 +19,6 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageErro
 from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
 from distcheck.job.watching import Watch
-from distcheck.recordings.jobs.records import read_rank
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.keeper import start_kept
@@ -171,6 +170,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _remove_logs(folder: Path) -> None:
     """Removes the folder that torchrun has made for the errors of recorded ranks, and leaves."""
     for file in folder.glob("rank-*/rank.json"):
+        from distcheck.recordings.jobs.records import read_rank  # which imports torch
+
         with contextlib.suppress(UsageError, OSError, LookupError):
             errors = read_rank(file).variables["TORCHELASTIC_ERROR_FILE"]
             made = Path(errors).parents[3]
