@@ -22,7 +22,6 @@ from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.settings import VARIABLE, Answer
 from distcheck.judge.diagnosis import outcomes
-from distcheck.recordings.jobs.records import read_rank
 from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
@@ -318,6 +317,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _remove_logs(folder: Path) -> None:
     """Removes the folder that torchrun has made for the errors of recorded ranks, and leaves."""
     for file in folder.glob("rank-*/rank.json"):
+        from distcheck.recordings.jobs.records import read_rank  # which imports torch
+
         with contextlib.suppress(UsageError, OSError, LookupError):
             errors = read_rank(file).variables["TORCHELASTIC_ERROR_FILE"]
             made = Path(errors).parents[3]

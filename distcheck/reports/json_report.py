@@ -17,7 +17,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.decoding import decode_json, read_bounded
-from distcheck.records.ends import PROVEN, RankEnd
+from distcheck.records.ends import RankEnd
 from distcheck.records.mistakes import MISTAKES
 from distcheck.reports import scale
 from distcheck.reports.aggregated import as_entries
@@ -36,9 +36,6 @@ from distcheck.reports.wording import describe_place
 
 _MOST_DEPTH = 32
 _MOST_SILENT = 256  # tensors that are named
-# What documents of earlier releases say in prose alone.
-_LOST_PEER = "its peer was gone"  # in the first line of what was known of a rank
-_SIZES_DIFFER = "collective mismatch"  # gloo's own words
 
 
 def render_json(report: Report) -> str:
@@ -75,32 +72,12 @@ def read_document(path: Path) -> dict[str, Any]:
             "them"
         )
     check_shape(document, path)
-    complete(document)
     return document
 
 
 def _is_deep(value: Any, most: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(most == 0 or _is_deep(one, most - 1) for one in inner)
-
-
-def complete(document: dict[str, Any]) -> None:
-    """Adds what is said of the ends of ranks today, where a document has it in `detail` alone."""
-    for case in document["cases"]:
-        for outcome in case["outcomes"]:
-            if outcome["outcome"] != RankEnd.FINISHED and "lost_peer" not in outcome:
-                outcome.update(_facts(outcome["detail"]))
-
-
-def _facts(detail: str) -> dict[str, Any]:
-    first, *others = detail.splitlines() or [""]
-    how, _, what = "".join(others[:1]).partition(": ")
-    proven = next((word for word, said in PROVEN.items() if said == how), "")
-    return {
-        "lost_peer": _LOST_PEER in first,
-        "sizes_differ": _SIZES_DIFFER in detail,
-        **({"proven": proven, "why": what} if proven else {}),
-    }
 
 
 def as_document(report: Report) -> dict[str, Any]:

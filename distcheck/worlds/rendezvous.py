@@ -47,7 +47,7 @@ def meeting_place(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int
     file in memory (`in_memory`), or of a socket that listens there, on which rank 0 serves it.
 
     Only processes that are given the file can open it. A socket is open to every user of this
-    machine, and torch's store asks nobody who they are: it is for ranks of several processes.
+    machine, since torch's store has no authentication: it is for ranks of several processes.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:

@@ -524,7 +524,7 @@ def test_what_is_new_in_the_table_is_found_by_its_names(monkeypatch: pytest.Monk
     own = ReplicaState(statistics={"norm.running_mean": 7})
     other = {**{name: {} for name in comparing.NAMED}, "statistics": {"norm.running_mean": 9}}
 
-    def gather(mine: bytes) -> list[bytes]:
+    def gather(mine: bytes, part: str) -> list[bytes]:
         return [mine, msgspec.json.encode(other if b"running_mean" in mine else {})]
 
     made._peers = SimpleNamespace(ranks=(0, 1), gather_bytes=gather)

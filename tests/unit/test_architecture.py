@@ -271,3 +271,9 @@ def test_files_that_the_code_names_are_there() -> None:
         return {n for n in named if not examples.fullmatch(n) and n.rpartition("/")[2] not in known}
 
     assert not found(MODULES, missing)
+
+
+def test_no_judge_reads_what_is_written_for_people() -> None:
+    rooms = ("judge", "verification", "plan", "store", "job", "explore", "compare")
+    readers = [path for room in rooms for path in of(room)]
+    assert not [str(path) for path in readers if ".detail" in text_of(path)]

@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,10 +224,7 @@ class Guard:
         try:
             return look()
         except LostError as error:
-            arrivals = self._peers.arrivals
-            missing = {} if arrivals is None else arrivals.missing(self.steps)
-            self.close()
-            self._lost(error, missing)
+            self._lost(error)
             return None
 
     def _check(self) -> Divergence | None:
@@ -305,11 +302,8 @@ class Guard:
         if not findings:
             self._agreed_at = self.steps
             return None
-        of_state = (
-            0
-            if self._is_state_divided
-            else sum(" of " in n and n[:5] != "step " for n in own.state)
-        )
+        names = () if self._is_state_divided else own.state
+        of_state = sum(" of " in n and n[:5] != "step " for n in names)
         return self._act(findings, sums, of_state)
 
     def _say_what_is_not_compared(self, own: ReplicaState) -> None:
@@ -385,10 +379,8 @@ class Guard:
                 if bool(sums.isfinite().all()):
                     mine[name] = (tensor.numel(), sums.tolist())
         kind = dict[str, tuple[int, list[float]]]
-        of_ranks = [
-            msgspec.json.decode(data, type=kind)
-            for data in self._peers.gather_bytes(msgspec.json.encode(mine), "sums")
-        ]
+        gathered = self._peers.gather_bytes(msgspec.json.encode(mine), "sums")
+        of_ranks = [msgspec.json.decode(data, type=kind) for data in gathered]
         return tuple(
             TensorSums(
                 name=name,
@@ -442,8 +434,11 @@ class Guard:
         name = self._peers.gather_bytes(name or b" ", "a file's name")[0].strip()
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
-    def _lost(self, error: Exception, missing: Mapping[int, str]) -> None:
+    def _lost(self, error: Exception) -> None:
         """A check that not all ranks reached."""
+        arrivals = self._peers.arrivals
+        missing = {} if arrivals is None else arrivals.missing(self.steps)
+        self.close()
         ranks = [f"rank {self._peers.ranks[place]} ({why})" for place, why in missing.items()]
         who = f"{', '.join(ranks)} did not reach" if ranks else "not every rank reached"
         why = "the ranks make different numbers of steps, or one has ended"

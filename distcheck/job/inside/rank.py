@@ -24,20 +24,17 @@ from distcheck.recordings.jobs import records
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
 _WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
 # Variables of launchers that a script may read; a prefix would take a person's own as well.
-_VARIABLES = frozenset((
-    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ROLE_NAME",
+_VARIABLES = {
+    *["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ROLE_NAME"],
     *(f"{of}_{what}" for of in ("LOCAL", "GROUP", "ROLE") for what in ("RANK", "WORLD_SIZE")),
     *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    *(f"TORCHELASTIC_{what}" for what in (
-        "RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE",
-    )),
+    *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "RUN_ID", "ERROR_FILE")),
     *(f"ACCELERATE_{what}" for what in (
-        "MIXED_PRECISION", "USE_CPU", "USE_XPU", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM",
-        "USE_PARALLELISM_CONFIG", "GRADIENT_ACCUMULATION_STEPS", "TORCH_DEVICE", "ALLOW_TF32",
-        "DEBUG_MODE", "DYNAMO_BACKEND", "DYNAMO_MODE", "DYNAMO_USE_FULLGRAPH",
-        "DYNAMO_USE_DYNAMIC", "DYNAMO_USE_REGIONAL_COMPILATION", "CPU_AFFINITY",
+        "MIXED_PRECISION", "USE_CPU", "USE_FSDP", "USE_DEEPSPEED", "GRADIENT_ACCUMULATION_STEPS",
+        "TORCH_DEVICE", "ALLOW_TF32", "DYNAMO_BACKEND", "DYNAMO_MODE", "DYNAMO_USE_FULLGRAPH",
+        "DYNAMO_USE_DYNAMIC",
     )),
-))  # fmt: skip
+}  # fmt: skip
 
 
 def world_of() -> tuple[int, int]:
