@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all of it
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # those, and all of InstanceNorm
 from torch.nn.modules.conv import _ConvNd as Conv
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTranspose
+from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher as IterableFetcher
@@ -186,8 +187,10 @@ def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run before an optimizer's step; people's own may have no place for them."""
-    return any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
+    """Whether hooks run before an optimizer's step, its own or those of every optimizer; people's
+    own may have no place for them.
+    """
+    return bool(HOOKS_OF_ALL) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
 
 
 def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:

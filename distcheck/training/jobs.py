@@ -10,7 +10,7 @@ import msgspec
 
 from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.records import Case, Delay, ModelLayout, TensorSpec
+from distcheck.records import Adaptation, Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
 from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.rendezvous import Rendezvous
@@ -48,6 +48,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     updates_again: bool = True  # whether an optimizer that is built anew can repeat a step
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
+    guessed: bool = False  # how the strategy is called, which may be called in other ways as well
     own_backward: bool = False
     own_update: bool = False
     own_clip: bool = False
@@ -156,6 +157,11 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
 INSPECT = Job(
     "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
+)
+WAYS = Job(
+    "distcheck.verification.inspection:list_ways",
+    InspectionRequest,
+    tuple[tuple[Adaptation, ...], ...],
 )
 CALIBRATE = Job(
     "distcheck.judge.oracles.calibration:calibrate_rank",

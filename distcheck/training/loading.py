@@ -168,6 +168,20 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
+def is_guessed(spec: str, adaptation: Adaptation, loaded: LoadedStrategy) -> bool:
+    """Whether a strategy that was loaded may be called in other ways as well."""
+    from distcheck.training.adapters import hypotheses
+
+    return hypotheses.is_guessed(_target_of(spec, adaptation), loaded.handed_once)
+
+
+def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:
+    """The ways in which a strategy may be called besides the first; see `adapters/hypotheses`."""
+    from distcheck.training.adapters import adapting
+
+    return adapting.other_ways(_target_of(spec, adaptation), _find)
+
+
 def _target_of(spec: str, adaptation: Adaptation) -> Any:
     from distcheck.training.adapters.source import unwrapped
     from distcheck.training.adapters.target import Target
@@ -333,8 +347,13 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
 def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() else "strategy_file"
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    folder = path.parent
+    if (levels := scripts.relative_levels(path)) and name == path.stem:
+        name, folder = _in_package(path, levels)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # so that it can import its neighbours
+    if "." in name:
+        importlib.import_module(name.rpartition(".")[0])
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
@@ -357,6 +376,17 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     scripts.define(module, path, before)
     return module
+
+
+def _in_package(path: Path, levels: int) -> tuple[str, Path]:
+    """The name of a file that imports relatively, by so many levels, and the folder from which it
+    has that name.
+    """
+    parts, folder = [path.stem], path.parent
+    while len(parts) <= levels or (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), folder
 
 
 def _public_names(module: ModuleType) -> list[str]:

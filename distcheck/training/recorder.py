@@ -125,7 +125,8 @@ class TraceRecorder(Observer):
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
     What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
-    rank whose optimizer updates the parameter. `calls` are heard to say through which lines
+    rank whose optimizer updates the parameter. Nothing that hooks see is a local gradient where
+    these are `out_of_sight`. `calls` are heard to say through which lines
     gradients went.
     """
 
@@ -136,6 +137,7 @@ class TraceRecorder(Observer):
         device: torch.device,
         *,
         by_owners: bool = False,
+        out_of_sight: bool = False,
         full: Full | None = None,
         calls: StepCalls | None = None,
     ) -> None:
@@ -143,7 +145,7 @@ class TraceRecorder(Observer):
         self._calls = calls
         self._model: nn.Module | None = None
         self._left: dict[str, Memory | None] = {}  # where gradients lay after backward
-        self._by_owners = by_owners
+        self._by_owners, self._out_of_sight = by_owners, out_of_sight
         self._owners: Owners | None = None
         self._writer, self._layout, self._device = writer, layout, device
         self._step = self._epoch = 0
@@ -303,6 +305,8 @@ class TraceRecorder(Observer):
             hook.put_back()
 
     def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        if self._out_of_sight:
+            return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if index in self._ready:  # a second backward within the step adds to the first
             before = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index)

@@ -43,6 +43,11 @@ def has_definitions(path: Path) -> bool:
     return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
 
 
+def relative_levels(path: Path) -> int:
+    """How many folders up the relative imports of a file reach; 0: it has none."""
+    return max((n.level for n in _body(path) or () if isinstance(n, ast.ImportFrom)), default=0)
+
+
 def first_definition(path: Path) -> str:
     """The first public function or class of a file, for an example of how to name one."""
     return next(iter(definitions(path)), "my_sync")

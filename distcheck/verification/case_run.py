@@ -8,7 +8,7 @@ import msgspec
 
 from distcheck.backends import name_of
 from distcheck.contract import Contract
-from distcheck.errors import CannotRunError, InternalError
+from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
@@ -45,8 +45,9 @@ class CaseRun:
     asked for. `taking_apart` is how a rerun that differed is looked at, `of_rerun` what its own
     steps were judged to be, `separation` what further worlds have shown of it. `seen` is what a
     closer look at a failed case has measured. `not_run` says why no rank was started, or why
-    what ran does not count, `defect` which one of distcheck's own ended a rank. Only the session
-    changes it while it runs.
+    what ran does not count, `defect` which one of distcheck's own ended a rank, `refused` what a
+    rank refused to run. Only the session changes it while it runs; one that is `kept` is closed by
+    another.
     """
 
     case: Case
@@ -67,6 +68,8 @@ class CaseRun:
     timings_s: dict[str, float] = field(default_factory=dict)
     not_run: str = ""
     defect: InternalError | None = None
+    refused: DistcheckError | None = None
+    kept: bool = False
     judges_left: int = 0
     worlds_left: int = 0
     finished: bool = False

@@ -47,7 +47,8 @@ _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-OnFinished = Callable[[CaseRun], str]  # of what is done; its traces are closed afterwards
+# Takes a case that is done, and returns its verdict; of None it keeps the traces, and closes them.
+OnFinished = Callable[[CaseRun], str | None]
 _Awaited = tuple[CaseRun, WorldName]  # a world that is to run
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
@@ -81,7 +82,7 @@ class Session:
         """Blocks until every case is finished; ends everything it started if interrupted."""
         self._on_finished = on_finished
         for run in runs:
-            run.worlds_left = 2 if run.case.rerun else 1
+            run.worlds_left, run.finished = (2 if run.case.rerun else 1), False
             self._worlds.append((run, "world"))
         self._until_finished(runs)
 
@@ -108,7 +109,17 @@ class Session:
             raise
         finally:
             for run in runs:
-                run.close()
+                run.close() if not run.kept else None
+
+    def set_aside(self, strategy: str) -> list[CaseRun]:
+        """Takes back the cases of a strategy that have not begun; they may be run again."""
+        found = [
+            one for one in self._worlds if one[1] == "world" and one[0].case.strategy == strategy
+        ]
+        for one in found:
+            self._worlds.remove(one)
+            one[0].finished = True
+        return [run for run, _ in found]
 
     def _start_what_fits(self) -> None:
         if self._world is None and len(self._judgings) < self._most_judges:
@@ -200,9 +211,11 @@ class Session:
                 f"{len(unstarted)} of {run.case.world} ranks could not be started "
                 f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
             )
-        refused = refusal_of(world)
-        if refused is not None:  # what cannot be adapted may show only when it is called
-            raise refused
+        run.refused = refusal_of(world)
+        if run.refused is not None:  # what cannot be adapted may show only when it is called
+            run.worlds_left, run.finished = 0, True
+            self._finish(run)
+            return
         if what != "further" and run.defect is None:
             run.defect = own_defects.in_rank(run.case, world.children, hung=world.hung)
         if what == "further":
@@ -333,6 +346,9 @@ class Session:
 
     def _finish(self, run: CaseRun) -> None:
         verdict = self._on_finished(run)
+        run.kept = verdict is None
+        if verdict is None:
+            return
         run.close()
         self._listener.finished(run.case, verdict)
 

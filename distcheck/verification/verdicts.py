@@ -13,6 +13,7 @@ from distcheck.judge.checks.merging import (
     merge_results,
     with_excuse,
 )
+from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
@@ -69,6 +70,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
+        remarks=tuple(state.drew_alike(results)),
         accepted=acceptance.describe(run.case),
         contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from distcheck.training import scripts
 from distcheck.training.adapters.called import adapt_row
 from distcheck.training.adapters.forms import Form, choose_form, form_of
 from distcheck.training.adapters.free_names import FreeNames
+from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
@@ -32,8 +34,28 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
-    """The strategy, by the form that `--as` names or the first that fits. Raises UsageError."""
+    """The strategy, by the form that `--as` names or the first that fits and does not refuse it.
+    Raises UsageError.
+    """
     _refuse_deferred(target)
+    try:
+        return _adapted(target, find)
+    except UsageError:
+        for way in chain(*other_ways(target, find)):
+            loaded = _adapted(dataclasses.replace(target, adaptation=way), find)
+            said = "--as, --finish and --reset say otherwise"
+            return dataclasses.replace(loaded, note=f"{loaded.note} ({said})")
+        raise
+
+
+def other_ways(target: Target, find: Callable[[str], Any]) -> Tiers:
+    """The ways to call it besides the first: see `hypotheses`."""
+    return ways_to_call(
+        target, lambda way: _adapted(dataclasses.replace(target, adaptation=way), find)
+    )
+
+
+def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     scene = Scene(target.adaptation, find)
     free = FreeNames(target, scene)
     scene.uses = set(free.filled.values())
@@ -43,7 +65,7 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     named = target.adaptation.form
     form = form_of(named) if named else choose_form(target)
     if form is None and (method := target.adaptation.finish or _usual_method(target.value)):
-        return adapt(_method_of(target, method), find)
+        return _adapted(_method_of(target, method), find)
     if form is None:
         raise _no_form(target)
     if target.adaptation.without_data and form.computes:
@@ -66,7 +88,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
-    loaded = dataclasses.replace(loaded, contract=contract, note=note)
+    once = tuple(dict.fromkeys(scene.handed_once))
+    loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     return _watched(loaded, scene, free, start_up, target)
 
 

@@ -139,7 +139,8 @@ FORMS = (
     ),
     Form(
         name="sharded-optimizer",
-        example="class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients",
+        example="class Sharded(params, optimizer_cls, **kwargs), for which distcheck averages the "
+        "gradients; class Sharded(optimizer), which averages them itself",
         computes=True,
     ),
     Form(
@@ -161,6 +162,13 @@ FORMS = (
         name="wrapper",
         example="class Wrapper(module, ...); --finish METHOD after backward, --reset METHOD after "
         "the step",
+        computes=True,
+        takes_methods=True,
+    ),
+    Form(
+        name="autograd",
+        example="class Wrapper(module), whose forward pass applies a function that averages in "
+        "backward",
         computes=True,
         takes_methods=True,
     ),

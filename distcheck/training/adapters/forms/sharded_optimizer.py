@@ -1,4 +1,6 @@
-"""A class of parameters and an optimizer's class, which divides the optimizer's state (ZeRO 1)."""
+"""A class that divides the optimizer's state (ZeRO 1): of parameters and an optimizer's class, or
+around an optimizer, whose gradients it then averages itself.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,7 +14,8 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.answers import present
-from distcheck.training.adapters.forms.optimizer import Around
+from distcheck.training.adapters.forms.optimizer import Around, optimizer_name
+from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import (
@@ -36,8 +39,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     all_reduce of distcheck's own before its step, because such code leaves that to others.
     """
     name = _class_name(target) if target.is_class else ""
+    if not name and target.is_class and optimizer_name(target):
+        around = adapt_optimizer(target, scene)
+        note = f"{around.note}, its state divided among the ranks"
+        contract = msgspec.structs.replace(around.contract, optimizer_state="sharded")
+        return dataclasses.replace(around, contract=contract, note=note)
     if not name:
-        raise refusal(target, f"strategy {target.spec!r} takes no optimizer's class")
+        raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
     for argument, text in target.arguments.items():
         scene.check(text)

@@ -61,17 +61,14 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     supplied = _module_name(build)
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, build, what=what, supplied=supplied)
-    finish = target.name if target.is_unbound else target.adaptation.finish
-    has_none = finish == names.NO_FINISH and not hasattr(build, names.NO_FINISH)
-    finish = "" if has_none else _method(target, build, finish, names.FINISH, "--finish", scene)
-    reset = _method(target, build, target.adaptation.reset, names.RESET, "--reset", scene)
-    clears = _method(target, build, None, ["zero_grad"], "", scene)
+    finish, reset = first_phases(target)
+    for option, name in (("--finish", finish), ("--reset", reset)):
+        _check_method(target, build, name, option, scene)
+    clears = _usual_method(build, ["zero_grad"])
+    has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    needs_a_call = not is_trained and not has_none and not hooks
-    if needs_a_call and not finish:
-        finish = _only_method(build)
-    if needs_a_call and not finish:
+    if not is_trained and not has_none and not hooks and not finish:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -148,38 +145,53 @@ def _own_methods(build: Callable[..., Any]) -> str:
     return ", ".join(methods) or "its methods, of which there are none"
 
 
-def _method(
-    target: Target,
-    build: Callable[..., Any],
-    name: str | None,
-    usual: Sequence[str],
-    option: str,
-    scene: Scene,
-) -> str:
-    """The method to call: as an option names it, or the first of the usual ones that can be."""
-    if not inspect.isclass(build):
-        return name or ""
-    if name is None:
-        methods = own_names(build)
-        known = (n for n in usual if n in methods and _is_known(getattr(build, n)))
-        return next(known, "")
+def first_phases(target: Target) -> tuple[str, str]:
+    """The methods to call after backward and before every step: those that options name, or else
+    those with usual names, or after backward the only one of an object that is not trained itself;
+    empty where there is none.
+    """
+    said = target.adaptation
+    build: Any = target.owner if target.is_unbound else target.value
+    finish = target.name if target.is_unbound else said.finish
+    if finish is None:
+        finish = _usual_method(build, names.FINISH) or _only_method(build)
+    if finish == names.NO_FINISH and not hasattr(build, names.NO_FINISH):
+        finish = ""
+    return finish, said.reset if said.reset is not None else _usual_method(build, names.RESET)
+
+
+def _usual_method(build: Any, usual: Sequence[str]) -> str:
+    """The first method with one of these names whose arguments are known."""
+    methods = own_names(build) if inspect.isclass(build) else []
+    return next((n for n in usual if n in methods and is_known(getattr(build, n))), "")
+
+
+def _check_method(
+    target: Target, build: Callable[..., Any], name: str, option: str, scene: Scene
+) -> None:
+    """Raises UsageError for a method that a class does not have, or that cannot be called."""
+    if not name or not inspect.isclass(build):
+        return
     if not callable(getattr(build, name, None)):
         raise UsageError(
             f"{option} {name}: {target.name} has no such method; it has {_own_methods(build)}"
         )
     Filling(scene, getattr(build, name), what=f"{option} {name}", skip=1)
-    return name
 
 
-def _is_known(method: Callable[..., Any]) -> bool:
+def is_known(method: Callable[..., Any]) -> bool:
     """Whether all that it asks for besides its object can be filled in."""
     return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
 
 
 def _only_method(build: Callable[..., Any]) -> str:
-    """The method of an object beside the model that has no other one, if it can be called."""
+    """The method of an object beside the model that has no other one, if it can be called; none of
+    one that registers hooks.
+    """
+    if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
+        return ""
     methods = own_names(build) if inspect.isclass(build) else []
-    return methods[0] if len(methods) == 1 and _is_known(getattr(build, methods[0])) else ""
+    return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
 def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:

@@ -1,0 +1,265 @@
+"""A guess about how code is called is a hypothesis: where it fails, the others are tried first.
+
+Nobody may have said in which form code is called, or which of its methods when. Where a case fails
+under the first guess, the strategy's other cases wait, and the smallest case is run with that guess
+and with every other way that the code admits (`training/adapters/hypotheses.py`). `decide` says
+what follows: the guess stands, another way takes its place, or the person is asked. A guess that
+has passed a case is none any more. Only what fails costs anything.
+"""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.records import Adaptation, Case
+from distcheck.records import layers as known_layers
+from distcheck.records.case_ids import as_file_name
+from distcheck.records.layers import IN_FLOAT64
+from distcheck.training.adapters.forms import trained_with
+from distcheck.verification import preparation, verdicts
+from distcheck.verification.book import Book
+from distcheck.verification.case_run import CaseRun
+from distcheck.verification.session import OnFinished, Session
+from distcheck.workloads import about, datasets
+from distcheck.worlds.pool import Pool
+
+# Causes that say what was seen, and do not explain numbers by an exchange.
+_NOT_EXPLAINED = {
+    "unexplained", "crash", "hang", "unreachable", "wrong-update", "wrong-local-gradient",
+    "optimizer-not-stepped",
+}  # fmt: skip
+_MOST_ASKED = 3  # command lines to choose from
+_DEADLINE_S = 10.0  # of a way that may hang
+_SMALL_SHARD = 12  # samples of each rank; chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A way to call code, and what came of it: `seen` in words; whether an exchange was observed,
+    and whether a cause explains the numbers that it left.
+    """
+
+    way: Adaptation
+    passed: bool = False
+    exchanged: bool = False
+    explained: bool = False
+    seen: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The guess stands, a way takes its place, or one of `ways` is to be chosen by the person."""
+
+    what: Literal["stands", "take", "ask"]
+    ways: tuple[Trial, ...] = ()
+
+
+def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
+    """What follows from trials on the smallest case.
+
+    A guess that passes there is right, and what failed elsewhere is a failure. If one other way
+    alone passes, it is the form. If several pass, or none, the person is asked, unless a cause
+    explains what the code exchanged: under the guess, or else in one way alone.
+    """
+    if guess.passed:
+        return Decision("stands")
+    passed = tuple(trial for trial in others if trial.passed)
+    if passed:
+        return Decision("take" if len(passed) == 1 else "ask", passed)
+    if guess.exchanged and guess.explained:
+        return Decision("stands")
+    explained = tuple(trial for trial in others if trial.exchanged and trial.explained)
+    if len(explained) == 1 and not guess.exchanged:
+        return Decision("take", explained)
+    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)))
+
+
+def trial_of(run: CaseRun) -> Trial:
+    """A trial from how its run ended."""
+    way = run.case.adaptation
+    if run.refused is not None:
+        return Trial(way=way, seen=f"it is refused ({_first_sentence(run.refused)})")
+    report = verdicts.report_of(run, replay="")
+    causes = list(dict.fromkeys(cause.cause for cause in report.diagnosis))
+    ways = run.seen.ways if run.seen is not None else ()
+    used = any(way.given or way.perhaps for way in ways)
+    proven = any(outcome.proven for outcome in report.outcomes)
+    named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
+    explained = bool(named - {"no-sync"}) or ("no-sync" in named and used)
+    return Trial(
+        way=way,
+        passed=report.verdict == "pass",
+        exchanged=used or proven or explained,
+        explained=explained,
+        seen=f"it ends in {', '.join(causes) or report.verdict}",
+    )
+
+
+def _first_sentence(error: DistcheckError | None) -> str:
+    return str(error).partition(". ")[0].partition("\n")[0]
+
+
+@dataclass(eq=False)
+class Guess:
+    """The guess about one strategy: whether it has passed a case, and what waits until the others
+    are tried.
+    """
+
+    strategy: str
+    stands: bool = False
+    failed: list[CaseRun] = field(default_factory=list)
+    waiting: list[CaseRun] = field(default_factory=list)
+
+    def settle(
+        self, pool: Pool, book: Book, data: preparation.Data, session: Session, enter: OnFinished
+    ) -> Sequence[CaseRun]:
+        """Decides, and returns the cases that are left to run. Raises UsageError where the person
+        has to say how the code is called.
+        """
+        self.stands = True
+        case = self.failed[0].case
+        decision = self._try_all(preparation.ways_to_call(pool, case), pool, data, session)
+        refused = next((run.refused for run in self.failed if run.refused is not None), None)
+        if decision.what == "ask" and refused is None:
+            raise question(case, decision)
+        if decision.what != "take":
+            for run in self.failed:
+                enter(run)
+            return self.waiting
+        (taken,) = decision.ways
+        cases = [
+            msgspec.structs.replace(run.case, adaptation=taken.way)
+            for run in (*self.failed, *self.waiting)
+        ]
+        facts = preparation.inspect(pool, cases, data)
+        runs, _ = preparation.plan_runs(pool, cases, facts.cases, data)
+        for run in runs:
+            run.notes = (note_on(taken), *run.notes)
+        book.change(runs)
+        return runs
+
+    def _try_all(
+        self,
+        ways: Sequence[Sequence[Adaptation]],
+        pool: Pool,
+        data: preparation.Data,
+        session: Session,
+    ) -> Decision:
+        """Tries the guess, then each tier of other ways until one has a way that passes."""
+        if not any(ways):
+            return Decision("stands")
+        small = _smallest(self.failed[0].case)
+        tried: list[Trial] = []
+
+        def take(run: CaseRun) -> str:
+            tried.append(trial_of(run))
+            return "pass" if tried[-1].passed else "fail"
+
+        for tier in ([small.adaptation], *ways):
+            if any(trial.passed for trial in tried):
+                break
+            cases = [_named(small, way, len(tried) + n) for n, way in enumerate(tier)]
+            facts = preparation.inspect(pool, cases, data)
+            runs, _ = preparation.plan_runs(pool, cases, facts.cases, data)
+            session.run(runs, on_finished=take)
+        return decide(tried[0], tried[1:])
+
+    def close(self) -> None:
+        """Frees what its failed cases keep."""
+        for run in self.failed:
+            run.close()
+
+
+class Guesses:
+    """Those of a verification, one for each strategy."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Guess] = {}
+
+    def keep(
+        self,
+        run: CaseRun,
+        verdict_of: Callable[[CaseRun], str],
+        set_aside: Callable[[str], list[CaseRun]],
+    ) -> bool:
+        """Whether a case that is done is kept until its guess is decided about, with those of its
+        strategy that have not begun; one that passes shows that the guess is right.
+        """
+        guess = self._of.setdefault(run.case.strategy, Guess(run.case.strategy))
+        if guess.stands or run.case.world == 1 or not run.facts.guessed or run.not_run:
+            return False
+        verdict = "fail" if run.refused is not None else verdict_of(run)
+        guess.stands = verdict == "pass"
+        if verdict != "fail" or isinstance(run.refused, CannotRunError):
+            return False
+        guess.failed.append(run)
+        guess.waiting += set_aside(run.case.strategy)
+        return True
+
+    def doubted(self) -> list[Guess]:
+        """Those that are to be decided."""
+        return [guess for guess in self._of.values() if guess.failed]
+
+    def close(self) -> None:
+        """Frees what is kept."""
+        for guess in self._of.values():
+            guess.close()
+
+
+def _smallest(case: Case) -> Case:
+    """The smallest case that shows whether code is called in the right way: a plain model with
+    equal shards, or the case's own workload where that is a person's, or what is accepted or
+    trained goes with it.
+    """
+    shards = len(case.with_data)
+    batch = max(1, min(case.batch, _SMALL_SHARD * shards) // shards) * shards
+    small = msgspec.structs.replace(
+        case, rerun=False, batch=batch, deadline_s=min(case.deadline_s, _DEADLINE_S)
+    )
+    if ":" in case.workload or case.accept or trained_with(case.adaptation.form):
+        return small
+    dtype = case.dtype if IN_FLOAT64 not in case.layers else "float32"
+    data = datasets.SYNTHETIC if case.data == "lattice" else case.data
+    layers = known_layers.layers_of(dtype)
+    return msgspec.structs.replace(
+        small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=about("mlp").steps
+    )
+
+
+def _named(case: Case, way: Adaptation, number: int) -> Case:
+    return msgspec.structs.replace(case, adaptation=way, id=as_file_name(f"{case.id}-way-{number}"))
+
+
+def note_on(taken: Trial) -> str:
+    """What a report says of a way that took the guess's place."""
+    report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
+    return (
+        f"its form was found by trying: the first guess failed, and of the code's other forms only "
+        f"{_words(taken.way)} {report}; pin it with these options"
+    )
+
+
+def question(case: Case, decision: Decision) -> UsageError:
+    """What the person is asked."""
+    passed = [trial for trial in decision.ways if trial.passed]
+    how = (
+        f"passes in {len(passed)} ways"
+        if passed
+        else f"fails in all {1 + len(decision.ways)} ways that were tried"
+    )
+    words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
+    lines = (
+        f"\n    {shlex.join(words)} {_words(trial.way)}" for trial in decision.ways[:_MOST_ASKED]
+    )
+    return UsageError(
+        f"strategy {case.strategy!r} does not say how it is called, and {how}. Give the options of "
+        f"the one by which your training loop calls it:{''.join(lines)}"
+    )
+
+
+def _words(way: Adaptation) -> str:
+    return shlex.join(Case(id="", strategy="", world=1, adaptation=way).adapter_words)
