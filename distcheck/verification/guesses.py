@@ -105,13 +105,15 @@ def _first_sentence(error: DistcheckError | None) -> str:
 
 @dataclass(eq=False)
 class Guess:
-    """The guess about one strategy: whether it has passed a case, and what waits until the others
-    are tried.
+    """The guess about one strategy: whether it is `right`, as it has passed a case, whether it has
+    `failed` one, and whether it was decided about; the cases that are done, and those that wait.
     """
 
     strategy: str
-    stands: bool = False
-    failed: list[CaseRun] = field(default_factory=list)
+    right: bool = False
+    failed: bool = False
+    settled: bool = False
+    done: list[CaseRun] = field(default_factory=list)
     waiting: list[CaseRun] = field(default_factory=list)
 
     def settle(
@@ -120,23 +122,23 @@ class Guess:
         """Decides, and returns the cases that are left to run. Raises UsageError where the person
         has to say how the code is called.
         """
-        self.stands = True
-        case = self.failed[0].case
-        decision = self._try_all(preparation.ways_to_call(pool, case), pool, data, session)
-        refused = next((run.refused for run in self.failed if run.refused is not None), None)
+        self.settled = True
+        case = self.done[0].case
+        ways = preparation.ways_to_call(pool, case) if self.failed and not self.right else ()
+        decision = self._try_all(ways, pool, data, session)
+        refused = next((run.refused for run in self.done if run.refused is not None), None)
         if decision.what == "ask" and refused is None:
             raise question(case, decision)
         if decision.what != "take":
-            for run in self.failed:
+            for run in self.done:
                 enter(run)
             return self.waiting
         (taken,) = decision.ways
         cases = [
             msgspec.structs.replace(run.case, adaptation=taken.way)
-            for run in (*self.failed, *self.waiting)
+            for run in (*self.done, *self.waiting)
         ]
-        facts = preparation.inspect(pool, cases, data)
-        runs, _ = preparation.plan_runs(pool, cases, facts.cases, data)
+        runs = _planned(pool, cases, data)
         for run in runs:
             run.notes = (note_on(taken), *run.notes)
         book.change(runs)
@@ -152,7 +154,7 @@ class Guess:
         """Tries the guess, then each tier of other ways until one has a way that passes."""
         if not any(ways):
             return Decision("stands")
-        small = _smallest(self.failed[0].case)
+        small = _smallest(self.done[0].case)
         tried: list[Trial] = []
 
         def take(run: CaseRun) -> str:
@@ -163,14 +165,15 @@ class Guess:
             if any(trial.passed for trial in tried):
                 break
             cases = [_named(small, way, len(tried) + n) for n, way in enumerate(tier)]
-            facts = preparation.inspect(pool, cases, data)
-            runs, _ = preparation.plan_runs(pool, cases, facts.cases, data)
-            session.run(runs, on_finished=take)
-        return decide(tried[0], tried[1:])
+            session.run(_planned(pool, cases, data), on_finished=take)
+        first = next((one for one in tried if one.way == small.adaptation), None)
+        if first is None:
+            return Decision("stands")
+        return decide(first, [one for one in tried if one is not first])
 
     def close(self) -> None:
-        """Frees what its failed cases keep."""
-        for run in self.failed:
+        """Frees what its cases keep."""
+        for run in self.done:
             run.close()
 
 
@@ -190,24 +193,39 @@ class Guesses:
         strategy that have not begun; one that passes shows that the guess is right.
         """
         guess = self._of.setdefault(run.case.strategy, Guess(run.case.strategy))
-        if guess.stands or run.case.world == 1 or not run.facts.guessed or run.not_run:
+        if guess.settled or run.case.world == 1 or not run.facts.guessed or run.not_run:
+            return False
+        if isinstance(run.refused, CannotRunError):
             return False
         verdict = "fail" if run.refused is not None else verdict_of(run)
-        guess.stands = verdict == "pass"
-        if verdict != "fail" or isinstance(run.refused, CannotRunError):
+        guess.right |= verdict == "pass"
+        if not guess.failed and (guess.right or verdict not in ("unknown", "fail")):
             return False
-        guess.failed.append(run)
-        guess.waiting += set_aside(run.case.strategy)
+        guess.done.append(run)
+        if verdict == "fail":
+            guess.failed = True
+            guess.waiting += set_aside(run.case.strategy)
         return True
 
-    def doubted(self) -> list[Guess]:
-        """Those that are to be decided."""
-        return [guess for guess in self._of.values() if guess.failed]
+    def open(self) -> list[Guess]:
+        """Those with cases that are kept."""
+        return [guess for guess in self._of.values() if guess.done]
 
     def close(self) -> None:
         """Frees what is kept."""
         for guess in self._of.values():
             guess.close()
+
+
+def _planned(pool: Pool, cases: Sequence[Case], data: preparation.Data) -> list[CaseRun]:
+    """Cases as they are to run; of several those that are refused are left out."""
+    try:
+        facts = preparation.inspect(pool, cases, data)
+        return preparation.plan_runs(pool, cases, facts.cases, data)[0]
+    except (UsageError, CannotRunError):
+        if len(cases) == 1:
+            return []
+    return [run for case in cases for run in _planned(pool, [case], data)]
 
 
 def _smallest(case: Case) -> Case:

@@ -231,7 +231,7 @@ def _run_all(
 
     with closing(guesses):
         session.run(runs, on_finished=enter)
-        for guess in guesses.doubted():
+        for guess in guesses.open():
             left = guess.settle(pool, book, data, session, enter)
             session.run(left, on_finished=enter)
 
