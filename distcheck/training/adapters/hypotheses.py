@@ -125,11 +125,13 @@ def _of_class(kind: type) -> Iterator[str]:
     first = constructor.meaning_of(taken[0].name) if taken else ""
     text = str(taken[0].annotation) if taken else ""
     first = "model" if "Module" in text else "optimizer" if "Optimizer" in text else first
+    if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):
+        yield "context"
     if taken and first in ("optimizer", "") and (is_optimizer or callable(_own(kind, "step"))):
         yield "optimizer"
         yield "sharded-optimizer"
     if is_optimizer:
-        yield from ["own-optimizer"] if parameters_name(kind) else []
+        yield from ("own-optimizer", "sharded-optimizer") if parameters_name(kind) else ()
         return
     if taken and (first in ("model", "") or first.endswith("parameters")):
         yield "wrapper"

@@ -80,7 +80,8 @@ def _is_context(target: Target) -> bool:
 
     has_both = all(hasattr(target.value, name) for name in ("__enter__", "__exit__"))
     others = (*names.FINISH, "forward", "__call__", "wrap", "step")
-    is_more = any(name in vars(base) for base in target.value.__mro__ for name in others)
+    own = [base for base in target.value.__mro__ if base.__module__ != "contextlib"]
+    is_more = any(name in vars(base) for base in own for name in others)
     return has_both and not is_more and not issubclass(target.value, nn.Module)
 
 

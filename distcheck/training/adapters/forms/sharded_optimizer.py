@@ -1,5 +1,5 @@
 """A class that divides the optimizer's state (ZeRO 1): of parameters and an optimizer's class, or
-around an optimizer, whose gradients it then averages itself.
+around an optimizer, or derived from torch's. Those two exchange the gradients themselves.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.answers import present
+from distcheck.training.adapters.forms import own_optimizer
 from distcheck.training.adapters.forms.optimizer import Around, optimizer_name
 from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
 from distcheck.training.adapters.refusals import refusal
@@ -39,11 +40,10 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     all_reduce of distcheck's own before its step, because such code leaves that to others.
     """
     name = _class_name(target) if target.is_class else ""
+    if not name and own_optimizer.fits(target):
+        return _divided(own_optimizer.adapt(target, scene), gradients="owner")
     if not name and target.is_class and optimizer_name(target):
-        around = adapt_optimizer(target, scene)
-        note = f"{around.note}, its state divided among the ranks"
-        contract = msgspec.structs.replace(around.contract, optimizer_state="sharded")
-        return dataclasses.replace(around, contract=contract, note=note)
+        return _divided(adapt_optimizer(target, scene))
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
@@ -82,6 +82,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
     contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", one_group=True)
     return dataclasses.replace(loaded, contract=contract)
+
+
+def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
+    """The same, with each part of the state on one rank, and what is promised besides."""
+    contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", **promised)
+    note = f"{loaded.note}, its state divided among the ranks"
+    return dataclasses.replace(loaded, contract=contract, note=note)
 
 
 def _class_name(target: Target) -> str:
