@@ -9,6 +9,14 @@ DIFFERS = "; there the bits differ"
 DREW_ALIKE = "with the same random numbers of "
 
 
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that code uses, and the line; `number` is the one that a limit is."""
+
+    feature: str
+    line: int
+    number: int = 0
+
+
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What a case had in it, as far as a pass depends on it.
 
@@ -20,6 +28,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     kinds     the classes of the modules that hold parameters or buffers
     sizes     of the largest element of a gradient: the smallest and the largest; may be empty
     features  names of what else it had; `distcheck.verification.contents` lists them
+    uses      what the strategy's code uses, whatever the case had
     """
 
     world: int
@@ -38,6 +47,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 0
     elements: int = 0
     sizes: tuple[float, ...] = ()
+    uses: tuple[Use, ...] = ()
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

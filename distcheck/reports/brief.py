@@ -12,6 +12,7 @@ from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
+from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -38,7 +39,9 @@ _VERDICT = 8  # columns
 _INDENT = 6
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
 _MOST_TRACEBACK = 3  # lines, the last ones
-# What a reader is most likely to need next, of all that a pass shows nothing about.
+_RUN_IT = "run it with "
+# What a reader is most likely to need next, of all that a pass shows nothing about and that the
+# code says nothing about.
 _TELLING = ("unequal shards", "accumulation", "clipping", "loss scaling", "a resumed run")
 _MORE = "-v"
 
@@ -66,7 +69,8 @@ def print_group(
         passed = _passed(cases)
         if passed:
             lines.add("ok", ", ".join(passed), most=2)
-    for one in dict.fromkeys(one for case in cases for one in case.remarks):
+    remarks = (one for case in cases for one in case.remarks if one.cause != NOT_EXERCISED)
+    for one in dict.fromkeys(remarks):
         lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     right = [c.modules for c in cases if c.modules is not None and c.verdict == "pass"]
     for found in dict.fromkeys(map(of_modules, right)):
@@ -85,10 +89,17 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     where that is whole of which lines were `cut`.
     """
     if report.verdict == "pass" and report.not_shown and not verbose:
+        gaps = [
+            f"{one.evidence}: {one.suggestion.removeprefix(_RUN_IT)}"
+            for one in dict.fromkeys(one for case in report.cases for one in case.remarks)
+            if one.cause == NOT_EXERCISED
+        ]
         telling = [one for one in _TELLING if one in report.not_shown]
-        first = [*telling, *(one for one in report.not_shown if one not in telling)][:4]
-        left = len(report.not_shown) - len(first)
-        text = f"not covered: {', '.join(first)}{f', {left} more' * bool(left)} ({_MORE})"
+        others = [*telling, *(one for one in report.not_shown if one not in telling)]
+        others = [one for one in others if not any(gap.startswith(f"{one} (") for gap in gaps)]
+        first = [*gaps, *others][:4]
+        left = len(gaps) + len(others) - len(first)
+        text = f"not covered: {'; '.join(first)}{f'; {left} more' * bool(left)} ({_MORE})"
         print_hanging(text, console, indent=0, style="dim")
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     step = next_step(report)

@@ -12,6 +12,7 @@ from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Adaptation, Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
+from distcheck.records.run_facts import Use
 from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -48,6 +49,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     updates_again: bool = True  # whether an optimizer that is built anew can repeat a step
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
+    uses: tuple[Use, ...] = ()  # by the strategy's code
     guessed: bool = False  # how the strategy is called, which may be called in other ways as well
     own_backward: bool = False
     own_update: bool = False

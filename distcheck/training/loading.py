@@ -28,6 +28,7 @@ from typing import Any
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
+from distcheck.records.run_facts import Use
 from distcheck.training import scripts
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
@@ -173,6 +174,13 @@ def is_guessed(spec: str, adaptation: Adaptation, loaded: LoadedStrategy) -> boo
     from distcheck.training.adapters import hypotheses
 
     return hypotheses.is_guessed(_target_of(spec, adaptation), loaded.handed_once)
+
+
+def uses_of(spec: str, adaptation: Adaptation) -> tuple[Use, ...]:
+    """What a strategy's code uses; see `adapters/uses`."""
+    from distcheck.training.adapters import uses
+
+    return uses.uses_of(_target_of(spec, adaptation).everything)
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:

@@ -18,6 +18,7 @@ from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.followups import FollowUp
+from distcheck.verification.gaps import with_remarks
 from distcheck.verification.progress import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
@@ -167,6 +168,7 @@ class Book:
         out: dict[str, str] = {}
         if self.settles and given_up is None:
             counted, out = followups.leave_out(counted)
+        counted = with_remarks(counted)
         report = Report(
             environment=self._environment,
             cases=(*counted, *self._found, *self.unknown),

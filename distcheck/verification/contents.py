@@ -125,6 +125,7 @@ def contents_of(
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
         kinds=facts.kinds,
         features=tuple(name for name in _FEATURES if present[name]),
+        uses=facts.uses,
     )
 
 

@@ -24,6 +24,7 @@ from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
+from distcheck.records.run_facts import Use
 from distcheck.records.sources import parse_source
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import (
@@ -35,7 +36,7 @@ from distcheck.training.building import (
     updates_again,
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
-from distcheck.training.loading import is_guessed, load_strategy, other_ways
+from distcheck.training.loading import is_guessed, load_strategy, other_ways, uses_of
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.verification.conflicts import (
     check_global_sum,
@@ -63,13 +64,14 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, guessed = [], dict[str, bool]()
+    facts, guessed, uses = [], dict[str, bool](), dict[str, tuple[Use, ...]]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
             if case.strategy not in guessed:
                 guessed[case.strategy] = is_guessed(case.strategy, case.adaptation, strategy)
+                uses[case.strategy] = uses_of(case.strategy, case.adaptation)
         check_loss(case, strategy)
         check_without_data(case, strategy)
         check_mesh(case, strategy.contract)
@@ -93,6 +95,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
                 guessed=guessed[case.strategy],
+                uses=uses[case.strategy],
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
                 own_clip=strategy.clip is not None,

@@ -4,8 +4,9 @@ import ast
 import dis
 import functools
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import CodeType, ModuleType
 from typing import Any
@@ -126,10 +127,33 @@ class Source:
     """A function's syntax tree; empty where its source cannot be had."""
 
     def __init__(self, value: Any) -> None:
+        self._value = function_of(value)
         try:
-            self._nodes = _nodes_of(function_of(value))
+            self._nodes = _nodes_of(self._value)
         except (OSError, TypeError, SyntaxError):
             self._nodes = _Nodes()
+
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of it."""
+        return self._nodes
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """The names of its module."""
+        value = inspect.unwrap(self._value) if callable(self._value) else self._value
+        value = getattr(value, "__func__", value)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        names: Mapping[str, Any] = getattr(value, "__globals__", None) or vars(module or object)
+        return names
+
+    def line_of(self, node: ast.AST) -> int:
+        """The line of a node in its file."""
+        try:
+            first = inspect.findsource(inspect.unwrap(self._value))[1]
+        except (OSError, TypeError):
+            first = 0
+        return first + int(getattr(node, "lineno", 1))
 
     @property
     def attributes(self) -> set[str]:

@@ -139,6 +139,13 @@ class Target:
         return Reached(function_of(self.value), self.module).sources
 
     @property
+    def everything(self) -> list[Source]:
+        """The same, and the source of the class that it is a method of."""
+        if self.owner is None or self.module is None:
+            return self.reached
+        return Reached(self.owner, self.module).sources
+
+    @property
     def words(self) -> set[str]:
         """Every name in its source, and in that of all that it reaches in its module."""
         return set[str]().union(*(source.words | source.attributes for source in self.reached))
