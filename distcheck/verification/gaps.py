@@ -22,6 +22,10 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "huge": ("gradients of 1e30", "--workload huge_gradients"),
     "denormal": ("denormal gradients", "--workload denormal_gradients"),
     "several_dtypes": ("several dtypes", "--workload mixed_dtypes"),
+    "default_dtype": (
+        "gradients in another dtype than torch's default, as of model.double()",
+        "--workload mixed_dtypes",
+    ),
     "complex": ("complex parameters", "--workload complex"),
     "accumulation": ("accumulation", "--workload accumulation"),
     "clipping": ("clipping", "--workload clipping"),
@@ -47,6 +51,7 @@ _EXERCISED: Mapping[str, Callable[[Use, Sequence[Contents]], bool]] = {
     "huge": lambda use, cases: max((s for case in cases for s in case.sizes), default=0) > 1e29,
     "denormal": lambda use, cases: min((s for c in cases for s in c.sizes), default=1) < 1e-38,
     "draws": lambda use, cases: False,
+    "default_dtype": lambda use, cases: any("several_dtypes" in case.features for case in cases),
     "closure": lambda use, cases: False,
     "async": lambda use, cases: any(case.schedules for case in cases),
 }

@@ -44,6 +44,7 @@ _BY_NAME: Mapping[str, str] = {
 _COUNTERS = ("step", "iter", "count", "call", "warm", "epoch", "round", "index", "tick", "seen")
 _SIZES = ("numel", "nbytes", "element_size", "bytes", "bucket", "chunk", "cap", "elements", "size")
 _WORLDS = ("world", "rank", "ranks", "size", "nodes", "get_world_size", "get_rank", "peer")
+_FACTORIES = ("zeros", "empty", "ones", "full")
 _OFTEN = 2  # of a feature, so many lines are kept
 
 
@@ -97,6 +98,8 @@ class _Look:
             yield from self._of_arithmetic(node)
         elif isinstance(node, ast.keyword) and node.arg == "async_op":
             yield "async", 0
+        elif isinstance(node, ast.Call) and _takes_default_dtype(node):
+            yield "default_dtype", 0
 
     def _limits(self, sides: Sequence[ast.expr]) -> Iterator[tuple[str, int]]:
         """Numbers that something is compared with which counts steps, or elements or bytes."""
@@ -132,6 +135,14 @@ class _Look:
                 return _FOLDED[type(node.op)](left, right)
             return None
         return self._known.get(_name_of(node))
+
+
+def _takes_default_dtype(call: ast.Call) -> bool:
+    """Whether it makes a tensor in torch's default dtype, whatever that of the gradients is."""
+    function = call.func
+    is_torchs = isinstance(function, ast.Attribute) and _name_of(function.value) == "torch"
+    named = {keyword.arg for keyword in call.keywords}
+    return is_torchs and _name_of(function) in _FACTORIES and not named & {"dtype", "out", None}
 
 
 def _name_of(node: ast.AST) -> str:
