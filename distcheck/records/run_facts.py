@@ -5,6 +5,8 @@ import msgspec
 # How a rerun's result says where it was, and that it left other bits, which are right as well.
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
+# How notes begin that say in which form code was called.
+TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
 # How the check `data` says that ranks draw alike, which fails nothing.
 DREW_ALIKE = "with the same random numbers of "
 

@@ -19,6 +19,7 @@ from distcheck.records import Adaptation, Case
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
 from distcheck.records.layers import IN_FLOAT64
+from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
 from distcheck.verification import preparation, verdicts
 from distcheck.verification.book import Book
@@ -256,7 +257,7 @@ def note_on(taken: Trial) -> str:
     """What a report says of a way that took the guess's place."""
     report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
     return (
-        f"its form was found by trying: the first guess failed, and of the code's other forms only "
+        f"{FOUND_AS}the first guess failed, and of the code's other forms only "
         f"{_words(taken.way)} {report}; pin it with these options"
     )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
 from distcheck.errors import UsageError
+from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
 from distcheck.training.adapters.called import adapt_row
 from distcheck.training.adapters.forms import Form, choose_form, form_of
@@ -190,7 +191,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
     filled = ", ".join(f"{n} (the {m.replace('_', ' ')})" for n, m in free.filled.items())
     text = ""
     if note or filled or named:
-        text = ", ".join(filter(None, [f"taken as: {form}", note]))
+        text = ", ".join(filter(None, [f"{TAKEN_AS}{form}", note]))
         text += f"; filled in in its module: {filled}" if filled else ""
         text += "" if named else " (--as says otherwise)"
     return "; ".join(filter(None, [text, *more]))
