@@ -91,8 +91,8 @@ def _noting(leaf: torch.Tensor, hook: Hook) -> Hook:
     key = id(leaf)
 
     def called(gradient: torch.Tensor) -> Any:
-        if key in _watched:
-            _before.setdefault(key, gradient)
+        if key in _watched and key not in _before:
+            _before[key] = gradient.clone()  # the hook may work in place
         return hook(gradient)
 
     return functools.update_wrapper(called, hook)

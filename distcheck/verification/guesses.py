@@ -127,8 +127,9 @@ class Guess:
         case = self.done[0].case
         ways = preparation.ways_to_call(pool, case) if self.failed and not self.right else ()
         decision = self._try_all(ways, pool, data, session)
-        refused = next((run.refused for run in self.done if run.refused is not None), None)
-        if decision.what == "ask" and refused is None:
+        # What a person has said, or a rank has refused, is reported as it is.
+        known = case.adaptation.form or any(run.refused is not None for run in self.done)
+        if decision.what == "ask" and not (known and not any(t.passed for t in decision.ways)):
             raise question(case, decision)
         if decision.what != "take":
             for run in self.done:

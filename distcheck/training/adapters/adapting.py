@@ -183,6 +183,8 @@ def _with_generators(note: str, scene: Scene) -> str:
             f"; {name} is model.{named}parameters(), a generator "
             f"(--arg {name}=@{named}param_list gives a list)"
         )
+    for text in dict.fromkeys(scene.assumed):
+        note += f"; {text} (--arg says otherwise)"
     return note.removeprefix("; ")
 
 
@@ -200,6 +202,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
 # What does not change as training goes on, and is known before there is a model.
 _FIXED = (
     "rank", "local_rank", "world_size", "group", "communicator", "backend", "device", "timer",
+    "bucket_mb", "bucket_bytes",
 )  # fmt: skip
 
 

@@ -64,6 +64,8 @@ _FACTS = {
     "listed_named_parameters": "named_param_list named_parameter_list",
     "gradients": " ".join(GRADIENTS | GRADIENTS_IN | GRADIENTS_OUT),
     "timer": "timer",
+    "bucket_mb": "bucket_size_mb bucket_cap_mb bucket_mb bucket_size_mib buffer_size_mb cap_mb",
+    "bucket_bytes": "bucket_size_bytes bucket_bytes bucket_cap_bytes bucket_cap buffer_size",
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
 

@@ -40,6 +40,7 @@ class Scene:
     used: set[str] = field(default_factory=set)
     uses: set[str] = field(default_factory=set)  # meanings that come in some other way
     handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
+    assumed: list[str] = field(default_factory=list)  # parameters that get a size of buckets
     _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
     _namespace: SimpleNamespace | None = None
     _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and who does
@@ -84,6 +85,9 @@ class Scene:
             "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
             "timer": lambda: _no_timer,
+            # Less than DDP's, so that a small model fills more than one.
+            "bucket_mb": lambda: 1,
+            "bucket_bytes": lambda: 1 << 20,
             "parameters": lambda: self.live_model.parameters(),
             "listed_parameters": self.parameters,
             "named_parameters": lambda: self.live_model.named_parameters(),
@@ -220,6 +224,8 @@ class Filling:
                 meaning = Source(function).meaning_of(p.name)
                 if meaning:
                     meaning = self._exactly(meaning, p)
+                    if meaning.startswith("bucket_"):
+                        scene.assumed.append(f"{p.name}={scene.value(meaning)}")
                     if meaning == "arguments":
                         scene.note_namespace()
                         scene.reads_of(p.name, function)
