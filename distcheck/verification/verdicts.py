@@ -17,7 +17,15 @@ from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
-from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Diagnosis,
+    Outcome,
+    merge_verdicts,
+)
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
@@ -53,6 +61,8 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         run.separation,
         accept=run.case.accept,
     )
+    if run.like is not None:
+        found = _as_in(run.like)
     return CaseReport(
         rounded_to=rounded_to(run.seen)
         if run.seen and failed == {("gradients", IN_FLOAT64)}
@@ -79,6 +89,13 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
             *_about_cell(run.case, results),
         ),
     )
+
+
+def _as_in(like: CaseRun) -> list[Diagnosis]:
+    """The causes of a case that fails in the same way and was looked at."""
+    of = f"as in {like.case.workload} {like.case.dtype}, where the same check fails first: "
+    found = diagnosis.diagnose(like.outcomes, like.results, like.seen, accept=like.case.accept)
+    return [msgspec.structs.replace(one, evidence=of + one.evidence) for one in found]
 
 
 def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
