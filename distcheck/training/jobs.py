@@ -50,7 +50,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
     uses: tuple[Use, ...] = ()  # by the strategy's code
-    guessed: bool = False  # how the strategy is called, which may be called in other ways as well
+    guessed: bool = False  # how the strategy is called
     own_backward: bool = False
     own_update: bool = False
     own_clip: bool = False

@@ -169,11 +169,11 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
-def is_guessed(spec: str, adaptation: Adaptation, loaded: LoadedStrategy) -> bool:
-    """Whether a strategy that was loaded may be called in other ways as well."""
+def is_guessed(spec: str, adaptation: Adaptation) -> bool:
+    """Whether nothing but its source says how a strategy is called."""
     from distcheck.training.adapters import hypotheses
 
-    return hypotheses.is_guessed(_target_of(spec, adaptation), loaded.handed_once)
+    return not hypotheses.is_declared(_target_of(spec, adaptation))
 
 
 def uses_of(spec: str, adaptation: Adaptation) -> tuple[Use, ...]:
@@ -356,7 +356,7 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     folder = path.parent
-    if (levels := scripts.relative_levels(path)) and name == path.stem:
+    if (levels := scripts.levels_in_package(path)) and name == path.stem:
         name, folder = _in_package(path, levels)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # so that it can import its neighbours
@@ -387,8 +387,8 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
 
 
 def _in_package(path: Path, levels: int) -> tuple[str, Path]:
-    """The name of a file that imports relatively, by so many levels, and the folder from which it
-    has that name.
+    """The name of a file in a package of at least so many levels, and the folder from which it has
+    that name.
     """
     parts, folder = [path.stem], path.parent
     while len(parts) <= levels or (folder / "__init__.py").is_file():

@@ -7,6 +7,7 @@ what follows: the guess stands, another way takes its place, or the person is as
 has passed a case is none any more. Only what fails costs anything.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.records import Adaptation, Case
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
@@ -33,6 +35,8 @@ _NOT_EXPLAINED = {
     "unexplained", "crash", "hang", "unreachable", "wrong-update", "wrong-local-gradient",
     "optimizer-not-stepped",
 }  # fmt: skip
+# What code says that finds nothing where its script has put something.
+_LACKS = re.compile(r"NoneType|has no attribute|is not defined|not (been )?initiali[sz]ed|KeyError")
 _MOST_ASKED = 3  # command lines to choose from
 _DEADLINE_S = 10.0  # of a way that may hang
 _SMALL_SHARD = 12  # samples of each rank; chosen
@@ -127,11 +131,8 @@ class Guess:
         case = self.done[0].case
         ways = preparation.ways_to_call(pool, case) if self.failed and not self.right else ()
         decision = self._try_all(ways, pool, data, session)
-        # What a person has said, or a rank has refused, is reported as it is.
-        known = case.adaptation.form or any(run.refused is not None for run in self.done)
-        if decision.what == "ask" and not (known and not any(t.passed for t in decision.ways)):
-            raise question(case, decision)
         if decision.what != "take":
+            self._ask(case, decision)
             for run in self.done:
                 enter(run)
             return self.waiting
@@ -145,6 +146,17 @@ class Guess:
             run.notes = (note_on(taken), *run.notes)
         book.change(runs)
         return runs
+
+    def _ask(self, case: Case, decision: Decision) -> None:
+        """Raises UsageError where the person is to say how the code is called, or to set up what it
+        needs. What a person has said, or a rank has refused, is reported as it is.
+        """
+        passed = any(trial.passed for trial in decision.ways)
+        known = case.adaptation.form or any(run.refused is not None for run in self.done)
+        if not passed and not known and (error := _not_set_up(self.done)):
+            raise error
+        if decision.what == "ask" and (passed or not known):
+            raise question(case, decision)
 
     def _try_all(
         self,
@@ -278,6 +290,25 @@ def question(case: Case, decision: Decision) -> UsageError:
     return UsageError(
         f"strategy {case.strategy!r} does not say how it is called, and {how}. Give the options of "
         f"the one by which your training loop calls it:{''.join(lines)}"
+    )
+
+
+def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
+    """The error for code that, whenever it was called, lacked what its own script sets up, before
+    it had exchanged anything; None for any other.
+    """
+    ends = [outcome for run in runs for outcome in run.outcomes if not outcome.lost_peer]
+    raised = [one for one in ends if one.outcome == RankEnd.RAISED and one.call is None]
+    if not raised or len(raised) < len([o for o in ends if o.outcome != RankEnd.ENDED]):
+        return None
+    error = raised[0].error
+    if not all(_LACKS.search(one.error) for one in raised):
+        return None
+    at = f" ({raised[0].place})" if raised[0].place else ""
+    return UsageError(
+        f"strategy {runs[0].case.strategy!r} raised {error}{at} before it exchanged anything: it "
+        "needs what the training script sets up. Give it by --set NAME=VALUE or --arg, or set it "
+        "up in a file beside it and give a function of that file"
     )
 
 

@@ -70,7 +70,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
             if case.strategy not in guessed:
-                guessed[case.strategy] = is_guessed(case.strategy, case.adaptation, strategy)
+                guessed[case.strategy] = is_guessed(case.strategy, case.adaptation)
                 uses[case.strategy] = uses_of(case.strategy, case.adaptation)
         check_loss(case, strategy)
         check_without_data(case, strategy)

@@ -157,15 +157,19 @@ def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) ->
 
 def _of_all_gradients(target: Target, scene: Scene) -> Sync:
     into = [p.name for p in target.required[1:] if p.name in names.GRADIENTS_OUT][:1]
+    into += [p.name for p in target.required[1:] if into and p.name in names.MEMORIES][:1]
+    memory: list[torch.Tensor] = []
     filling = Filling(scene, target.value, what=target.described, supplied=[target.first, *into])
 
     def sync(model: nn.Module, step: Step) -> None:
         parameters = present(scene.parameters())
         tensors = [parameter.grad for parameter in parameters]
-        means = [[torch.zeros_like(parameter) for parameter in parameters] for _ in into]
-        answer = wait_for(filling.call(tensors, *means))
-        if means:  # whatever it returns besides
-            (answer,) = means
+        if len(memory) != len(parameters):
+            memory[:] = [torch.zeros_like(parameter) for parameter in parameters]
+        means = [torch.zeros_like(parameter) for parameter in parameters]
+        answer = wait_for(filling.call(tensors, *[means, memory][: len(into)]))
+        if into:  # whatever it returns besides
+            answer = means
         # What it returned; otherwise the list that it was given, whose entries it may replace.
         take_back(parameters, tensors if answer is None else answer, what=repr(target.spec))
 

@@ -49,16 +49,16 @@ def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -
     return tuple(tuple(tier[:_MOST]) for tier in tiers if tier)
 
 
-def is_guessed(target: Target, handed_once: Sequence[str]) -> bool:
-    """Whether there may be other ways; `handed_once` are its arguments that get a generator."""
-    return any(_tiers(target, handed_once))
+def is_declared(target: Target) -> bool:
+    """Whether it says itself how it is called: by distcheck's own methods or promises."""
+    own = form_of("strategy").fits(target) and target.adaptation.form is None
+    return own or hasattr(target.value, CONTRACT_ATTRIBUTE)
 
 
 def _tiers(target: Target, handed_once: Sequence[str]) -> list[list[Adaptation]]:
-    said = target.adaptation
-    own = form_of("strategy").fits(target) and said.form is None
-    if own or hasattr(target.value, CONTRACT_ATTRIBUTE):  # it says itself how it is called
+    if is_declared(target):
         return []
+    said = target.adaptation
     guess = choose_form(target)
     form = said.form or (guess.name if guess is not None else None)
     lists = tuple((name, "@param_list") for name in handed_once)

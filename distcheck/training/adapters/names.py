@@ -22,6 +22,8 @@ GRADIENTS = _names(
 # Of a function that is given two lists: what each rank has, and where the mean goes.
 GRADIENTS_IN = _names("grad_in grads_in gradients_in")
 GRADIENTS_OUT = _names("grad_out grads_out gradients_out")
+# What compressed exchanges keep of each gradient for the next step.
+MEMORIES = _names("memory_out memory memories residuals error_memory")
 SENT = _names(
     "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
     "input_tensor local in_tensor source"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcheck.contract import Step
+from distcheck.contract import Batch, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.answers import wait_for
@@ -102,10 +102,15 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
             return loss
         return adapt_scale_loss(target.spec, made[-1].scale_loss)(loss, step)
 
+    def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        scene.step = step
+        loss = loss_of(batch)
+        made[-1].backward(loss)
+        return loss.detach()
+
+    runs_backward = inspect.isclass(build) and _takes_loss(build)
     scales = inspect.isclass(build) and "scale_loss" in own_names(build)
-    begins = f", reset {reset}() before every step" if reset else ""
-    begins += ", its scale_loss() before backward" if scales else ""
-    begins += ", its zero_grad() in place of the optimizer's" if clears else ""
+    begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
     how = "nothing is called after backward, as was said" if has_none else how
     if hooks and not finish and not has_none and not is_trained:
@@ -118,7 +123,26 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         begun=calling(reset if reset != clears else ""),
         zero_grad=calling(clears) if clears else None,
         scale_loss=scaled,
+        backward=backward if runs_backward else None,
     )
+
+
+def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
+    """What else is called, in words."""
+    also = {
+        f", reset {reset}() before every step": reset,
+        ", its scale_loss() before backward": scales,
+        ", its zero_grad() in place of the optimizer's": clears,
+        ", its backward(loss) in place of the loss's": runs_backward,
+    }
+    return "".join(text for text, is_there in also.items() if is_there)
+
+
+def _takes_loss(build: type) -> bool:
+    """Whether its objects run backward, from the loss that they are given."""
+    if "backward" not in own_names(build) or issubclass(build, torch.autograd.Function):
+        return False
+    return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
