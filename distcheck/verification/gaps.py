@@ -31,6 +31,7 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "clipping": ("clipping", "--workload clipping"),
     "loss_scaling": ("loss scaling", "--workload loss_scaling"),
     "frozen": ("frozen parameters", "--workload frozen_later"),
+    "unfrozen": ("parameters that train later", "--workload unfrozen_later"),
     "sparse": ("sparse gradients", "--workload sparse"),
     "starts_apart": ("ranks that begin apart", "--workload different_starts"),
     "resume": ("a resumed run", "--workload resume"),

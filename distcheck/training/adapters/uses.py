@@ -98,6 +98,8 @@ class _Look:
             yield from self._of_arithmetic(node)
         elif isinstance(node, ast.keyword) and node.arg == "async_op":
             yield "async", 0
+        elif isinstance(node, ast.Assign) and _keeps_those_with_gradients(node):
+            yield "unfrozen", 0
         elif isinstance(node, ast.Call) and _takes_default_dtype(node):
             yield "default_dtype", 0
 
@@ -135,6 +137,13 @@ class _Look:
                 return _FOLDED[type(node.op)](left, right)
             return None
         return self._known.get(_name_of(node))
+
+
+def _keeps_those_with_gradients(node: ast.Assign) -> bool:
+    """Whether an attribute is given what had a gradient at that moment."""
+    kept = any(isinstance(target, ast.Attribute) for target in node.targets)
+    chosen = isinstance(node.value, ast.ListComp | ast.SetComp | ast.DictComp)
+    return kept and chosen and "grad" in _words(node.value)
 
 
 def _takes_default_dtype(call: ast.Call) -> bool:

@@ -108,8 +108,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         made[-1].backward(loss)
         return loss.detach()
 
-    runs_backward = inspect.isclass(build) and _takes_loss(build)
-    scales = inspect.isclass(build) and "scale_loss" in own_names(build)
+    runs_backward, scales = _takes_loss(build), _scales(build)
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
     how = "nothing is called after backward, as was said" if has_none else how
@@ -138,9 +137,18 @@ def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) 
     return "".join(text for text, is_there in also.items() if is_there)
 
 
-def _takes_loss(build: type) -> bool:
+def _scales(build: Any) -> bool:
+    """Whether its objects scale the loss."""
+    return inspect.isclass(build) and "scale_loss" in own_names(build)
+
+
+def _takes_loss(build: Any) -> bool:
     """Whether its objects run backward, from the loss that they are given."""
-    if "backward" not in own_names(build) or issubclass(build, torch.autograd.Function):
+    if (
+        not inspect.isclass(build)
+        or "backward" not in own_names(build)
+        or issubclass(build, torch.autograd.Function)
+    ):
         return False
     return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
 
