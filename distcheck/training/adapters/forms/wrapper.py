@@ -110,13 +110,12 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 
     runs_backward, scales = _takes_loss(build), _scales(build)
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
-    how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
-    how = "nothing is called after backward, as was said" if has_none else how
-    if hooks and not finish and not has_none and not is_trained:
+    how = f"no finish call among {_own_methods(build)}"
+    if hooks and not is_trained:
         how = "made once before training: it registers hooks; nothing is called after backward"
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
-        f"{target.name} around the module, {how}{begins}",
+        f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
         wrap=wrap,
         sync=calling(finish),
         begun=calling(reset if reset != clears else ""),
@@ -124,6 +123,13 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         scale_loss=scaled,
         backward=backward if runs_backward else None,
     )
+
+
+def _called_after(finish: str, has_none: bool) -> str:
+    """What is called after backward, in words, as far as it was named."""
+    if finish:
+        return f"finish {finish}()"
+    return "nothing is called after backward, as was said" if has_none else ""
 
 
 def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
