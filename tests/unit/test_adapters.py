@@ -311,18 +311,18 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import argparse\n"
         "chunk = 4\n"
-        "def sync(model, bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes): pass\n"
+        "def sync(model, coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes): pass\n"
         "def reads(model, args): model.x = args.coef, args.num_learners, args.odd\n"
         "parser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--bucket-mb', type=int, default=50)\n"
+        "parser.add_argument('--coef-mb', type=int, default=50)\n"
         "parser.add_argument('--coef', default=0.5)\n"
         "parser.add_argument('--wire', default='$(reboot)')\n"
     )
     with pytest.raises(UsageError) as caught:
         load_strategy(f"{tmp_path / 'asks.py'}:sync")
     assert str(caught.value).endswith(
-        "nothing is known of bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
-        "--arg bucket_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
+        "nothing is known of coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
+        "--arg coef_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
         "--arg odd=VALUE --arg size_mib=25 --arg cap_bytes=26214400"
     )
     loaded = load_strategy(f"{tmp_path / 'asks.py'}:reads")

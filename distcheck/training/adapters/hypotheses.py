@@ -22,7 +22,7 @@ from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_co
 from distcheck.training.adapters.forms.own_optimizer import parameters_name
 from distcheck.training.adapters.forms.wrapper import first_phases, is_known
 from distcheck.training.adapters.names import NO_FINISH
-from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.source import COLLECTIVES, Source
 from distcheck.training.adapters.target import Target, named_parameters, own_names, required
 from distcheck.training.loaded import LoadedStrategy
 
@@ -168,7 +168,8 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
         return [], []
     finish, reset = first_phases(target)
     methods = _methods(made)
-    after = [name for name in (*methods, NO_FINISH) if name != (finish or NO_FINISH)]
+    none = [NO_FINISH] if _exchanges_alone(made) else []
+    after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
     before = [name for name in methods if name not in (finish, reset)]
     after = [] if said.finish or target.is_unbound else after
     before = [] if said.reset else before
@@ -178,6 +179,15 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
     one += [replace(base, finish=name) for name in after]
     both = product(before, after)
     return one, [replace(base, finish=f, reset=r) for r, f in both if f != r]
+
+
+def _exchanges_alone(kind: type) -> bool:
+    """Whether its objects may exchange without a call after backward: by hooks, or in forward."""
+    written = _written(kind)
+    sources = [Source(getattr(kind, name)) for name in written]
+    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in written]
+    words = set[str]().union(*(source.words for source in forward))
+    return any(s.registers_hooks for s in sources) or bool(words & {*COLLECTIVES, "apply"})
 
 
 def _methods(kind: type) -> list[str]:

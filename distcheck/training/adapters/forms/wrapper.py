@@ -25,6 +25,8 @@ from distcheck.training.adapters.target import (
 )
 from distcheck.training.loaded import LoadedStrategy
 
+_BY_HOOKS = "made once before training: it registers hooks; nothing is called after backward"
+
 
 def fits(target: Target) -> bool:
     """A class whose constructor takes a module or its parameters, or a method of such a class."""
@@ -98,9 +100,8 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         return call
 
     def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
-        if not scales:
-            return loss
-        return adapt_scale_loss(target.spec, made[-1].scale_loss)(loss, step)
+        method = adapt_scale_loss(target.spec, made[-1].scale_loss) if scales else None
+        return loss if method is None else method(loss, step)
 
     def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
         scene.step = step
@@ -111,8 +112,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     runs_backward, scales = _takes_loss(build), _scales(build)
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"no finish call among {_own_methods(build)}"
-    if hooks and not is_trained:
-        how = "made once before training: it registers hooks; nothing is called after backward"
+    how = _BY_HOOKS if hooks and not is_trained else how
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
         f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
