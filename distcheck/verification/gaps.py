@@ -17,6 +17,10 @@ from distcheck.records.run_facts import Use
 _GAPS: Mapping[str, tuple[str, str]] = {
     "late": ("what begins at step {number}", "--workload twelve_steps --steps {after}"),
     "size": ("tensors or buckets of {number:,} elements or bytes", "--workload over_25_mib"),
+    "narrow": (
+        "more elements or rows than such an integer counts",
+        "--workload over_2_24_elements",
+    ),
     "world": ("other numbers of ranks", "--world 2 --world 3 --world 5"),
     "non_finite": ("infinite or NaN gradients", "--workload non_finite"),
     "huge": ("gradients of 1e30", "--workload huge_gradients"),
@@ -52,6 +56,7 @@ _EXERCISED: Mapping[str, Callable[[Use, Sequence[Contents]], bool]] = {
     "huge": lambda use, cases: max((s for case in cases for s in case.sizes), default=0) > 1e29,
     "denormal": lambda use, cases: min((s for c in cases for s in c.sizes), default=1) < 1e-38,
     "draws": lambda use, cases: False,
+    "narrow": lambda use, cases: max(case.most_elements for case in cases) > 1 << 24,
     "default_dtype": lambda use, cases: any("several_dtypes" in case.features for case in cases),
     "closure": lambda use, cases: False,
     "async": lambda use, cases: any(case.schedules for case in cases),

@@ -12,6 +12,7 @@ from distcheck.records.run_facts import Use
 from distcheck.training.adapters.source import Source
 
 _MOST_STEP = 10**5  # a larger number is no number of a step
+_LARGE = 2.0**24  # a larger factor may overflow
 _LEAST_SIZE = 1 << 10  # a smaller number is no limit on elements or bytes
 # The feature that each name in code stands for.
 _BY_NAME: Mapping[str, str] = {
@@ -37,10 +38,12 @@ _BY_NAME: Mapping[str, str] = {
         "draws": "rand randn randint randperm rand_like randn_like bernoulli bernoulli_ "
         "manual_seed dropout multinomial normal_ uniform_",
         "closure": "closure",
+        "narrow": "int8 uint8 int16 short int32",
         "schedule": "lr param_groups",
     }.items()
     for name in names.split()
 }
+_ALONE = ("closure", "GradScaler", "clip_grad_norm_", "_flatten_dense_tensors", "randperm")
 _COUNTERS = ("step", "iter", "count", "call", "warm", "epoch", "round", "index", "tick", "seen")
 _SIZES = ("numel", "nbytes", "element_size", "bytes", "bucket", "chunk", "cap", "elements", "size")
 _WORLDS = ("world", "rank", "ranks", "size", "nodes", "get_world_size", "get_rank", "peer")
@@ -67,10 +70,12 @@ class _Look:
     """What nodes say, given the whole numbers that names stand for in them and in their modules."""
 
     def __init__(self, nodes: Sequence[tuple[Source, ast.AST]]) -> None:
-        self._known: dict[str, int] = {}
+        self._values: dict[str, float] = {}
         for source in dict.fromkeys(source for source, _ in nodes):
-            values = source.names
-            self._known |= {n: v for n, v in values.items() if isinstance(v, int)}
+            values = source.names.items()
+            self._values |= {n: v for n, v in values if isinstance(v, int | float)}
+        whole = {n: int(v) for n, v in self._values.items() if abs(v) < 2**60 and int(v) == v}
+        self._known: dict[str, int] = whole
         for _, node in nodes:
             self._known |= dict(self._assigned(node))
 
@@ -90,8 +95,13 @@ class _Look:
 
     def at(self, node: ast.AST) -> Iterator[tuple[str, int]]:
         """The features of a node, each with the number that a limit is."""
-        if (name := _name_of(node)) in _BY_NAME:
+        name = _name_of(node)
+        # A variable may be called `half`.
+        tells = isinstance(node, ast.Attribute) or name in _ALONE
+        if tells and name in _BY_NAME:
             yield _BY_NAME[name], 0
+        elif abs(self._values.get(name, 0)) >= _LARGE and not isinstance(node, ast.arg):
+            yield "huge", 0
         elif isinstance(node, ast.Compare):
             yield from self._limits([node.left, *node.comparators])
         elif isinstance(node, ast.BinOp):
