@@ -42,6 +42,7 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "eval_mode": ("eval mode", "--workload evaluation"),
     "buffers": ("buffers", "--workload reassigned_buffers"),
     "tied": ("tied parameters", "--workload tied_weights"),
+    "not_contiguous": ("another memory order", "--workload transposed"),
     "views": ("views of one storage", "--workload one_storage"),
     "schedule": ("a learning-rate schedule", "--workload schedule"),
     "draws": ("other random numbers", "--workload dropout --seed 1"),

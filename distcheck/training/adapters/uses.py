@@ -34,6 +34,8 @@ _BY_NAME: Mapping[str, str] = {
         "eval_mode": "training eval is_grad_enabled",
         "buffers": "buffers named_buffers register_buffer",
         "tied": "data_ptr",
+        "not_contiguous": "reshape contiguous flatten ravel view is_contiguous stride "
+        "memory_format",
         "views": "untyped_storage storage storage_offset as_strided set_",
         "draws": "rand randn randint randperm rand_like randn_like bernoulli bernoulli_ "
         "manual_seed dropout multinomial normal_ uniform_",
