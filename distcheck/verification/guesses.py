@@ -38,6 +38,7 @@ _NOT_EXPLAINED = {
 # What code says that finds nothing where its script has put something.
 _LACKS = re.compile(r"NoneType|has no attribute|is not defined|not (been )?initiali[sz]ed|KeyError")
 _MOST_ASKED = 3  # command lines to choose from
+_MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
 _SMALL_SHARD = 12  # samples of each rank; chosen
 
@@ -61,6 +62,7 @@ class Decision:
 
     what: Literal["stands", "take", "ask"]
     ways: tuple[Trial, ...] = ()
+    seen: str = ""  # of the guess
 
 
 def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
@@ -80,7 +82,7 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     explained = tuple(trial for trial in others if trial.exchanged and trial.explained)
     if len(explained) == 1 and not guess.exchanged:
         return Decision("take", explained)
-    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)))
+    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess.seen)
 
 
 def trial_of(run: CaseRun) -> Trial:
@@ -93,6 +95,7 @@ def trial_of(run: CaseRun) -> Trial:
     ways = run.seen.ways if run.seen is not None else ()
     used = any(way.given or way.perhaps for way in ways)
     proven = any(outcome.proven for outcome in report.outcomes)
+    raised = next((o.error for o in report.outcomes if o.error and not o.lost_peer), "")
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     explained = bool(named - {"no-sync"}) or ("no-sync" in named and used)
     return Trial(
@@ -100,7 +103,7 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
-        seen=f"it ends in {', '.join(causes) or report.verdict}",
+        seen=f"it raises {raised}" if raised else f"it ends in {', '.join(causes)}",
     )
 
 
@@ -281,7 +284,8 @@ def question(case: Case, decision: Decision) -> UsageError:
     how = (
         f"passes in {len(passed)} ways"
         if passed
-        else f"fails in all {1 + len(decision.ways)} ways that were tried"
+        else f"fails in all {1 + len(decision.ways)} ways that were tried (as guessed, "
+        f"{decision.seen[:_MOST_SEEN]})"
     )
     words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
     lines = (
