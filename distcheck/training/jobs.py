@@ -50,6 +50,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
     uses: tuple[Use, ...] = ()  # by the strategy's code
+    exchanges: bool = True  # whether the strategy's code names a collective
     guessed: bool = False  # how the strategy is called
     own_backward: bool = False
     own_update: bool = False

@@ -176,6 +176,14 @@ def is_guessed(spec: str, adaptation: Adaptation) -> bool:
     return not hypotheses.is_declared(_target_of(spec, adaptation))
 
 
+def names_collectives(spec: str, adaptation: Adaptation) -> bool:
+    """Whether a strategy's code, as far as it is its module's, names a collective."""
+    from distcheck.training.adapters.source import COLLECTIVES
+
+    sources = _target_of(spec, adaptation).everything
+    return any(source.words & COLLECTIVES for source in sources)
+
+
 def uses_of(spec: str, adaptation: Adaptation) -> tuple[Use, ...]:
     """What a strategy's code uses; see `adapters/uses`."""
     from distcheck.training.adapters import uses

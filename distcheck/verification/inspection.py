@@ -36,7 +36,13 @@ from distcheck.training.building import (
     updates_again,
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
-from distcheck.training.loading import is_guessed, load_strategy, other_ways, uses_of
+from distcheck.training.loading import (
+    is_guessed,
+    load_strategy,
+    names_collectives,
+    other_ways,
+    uses_of,
+)
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.verification.conflicts import (
     check_global_sum,
@@ -64,7 +70,8 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, guessed, uses = [], dict[str, bool](), dict[str, tuple[Use, ...]]()
+    facts, uses = [], dict[str, tuple[Use, ...]]()
+    guessed, exchanges = dict[str, bool](), dict[str, bool]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
@@ -72,6 +79,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             if case.strategy not in guessed:
                 guessed[case.strategy] = is_guessed(case.strategy, case.adaptation)
                 uses[case.strategy] = uses_of(case.strategy, case.adaptation)
+                exchanges[case.strategy] = names_collectives(case.strategy, case.adaptation)
         check_loss(case, strategy)
         check_without_data(case, strategy)
         check_mesh(case, strategy.contract)
@@ -96,6 +104,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 note=strategy.note,
                 guessed=guessed[case.strategy],
                 uses=uses[case.strategy],
+                exchanges=exchanges[case.strategy],
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
                 own_clip=strategy.clip is not None,

@@ -32,6 +32,10 @@ _BY_KIND = {
     "model": "model", "models": "model", "optimizer": "model", "parameters": "parameters",
     "gradients": "gradients", "tensor": "tensor-mean",
 }  # fmt: skip
+# By these an owner sends what it has updated to the other ranks.
+_SENDS_PARAMETERS = {
+    "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
+}  # fmt: skip
 # Methods of a wrapper that a training loop has other uses for.
 _NO_PHASES = {
     "forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
@@ -129,9 +133,10 @@ def _of_class(kind: type) -> Iterator[str]:
         yield "context"
     if taken and first in ("optimizer", "") and (is_optimizer or callable(_own(kind, "step"))):
         yield "optimizer"
-        yield "sharded-optimizer"
+        yield from ["sharded-optimizer"] if words & _SENDS_PARAMETERS else []
     if is_optimizer:
-        yield from ("own-optimizer", "sharded-optimizer") if parameters_name(kind) else ()
+        own = ["own-optimizer", *["sharded-optimizer"] * bool(words & _SENDS_PARAMETERS)]
+        yield from own if parameters_name(kind) else []
         return
     if taken and (first in ("model", "") or first.endswith("parameters")):
         yield "wrapper"
