@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all of it
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # those, and all of InstanceNorm
 from torch.nn.modules.conv import _ConvNd as Conv
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTranspose
-from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher as IterableFetcher
@@ -63,6 +62,7 @@ PLACES = (
 OF_MODULES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks",)
+OF_ALL_OPTIMIZERS = "_global_optimizer_pre_hooks"
 COMPILED = "_orig_mod"  # the module that torch.compile was given
 # What wrappers of torch's add to the names of parameters.
 WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -190,7 +190,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run before an optimizer's step, its own or those of every optimizer; people's
     own may have no place for them.
     """
-    return bool(HOOKS_OF_ALL) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
+    of_all = getattr(sys.modules["torch.optim.optimizer"], OF_ALL_OPTIMIZERS)
+    return bool(of_all) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
 
 
 def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -169,26 +169,13 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
-def is_guessed(spec: str, adaptation: Adaptation) -> bool:
-    """Whether nothing but its source says how a strategy is called."""
-    from distcheck.training.adapters import hypotheses
+def look_at(spec: str, adaptation: Adaptation) -> tuple[bool, bool, tuple[Use, ...]]:
+    """Whether a strategy's form is guessed, its code names a collective, and what the code uses."""
+    from distcheck.training.adapters import hypotheses, uses
 
-    return not hypotheses.is_declared(_target_of(spec, adaptation))
-
-
-def names_collectives(spec: str, adaptation: Adaptation) -> bool:
-    """Whether a strategy's code, as far as it is its module's, names a collective."""
-    from distcheck.training.adapters.source import COLLECTIVES
-
-    sources = _target_of(spec, adaptation).everything
-    return any(source.words & COLLECTIVES for source in sources)
-
-
-def uses_of(spec: str, adaptation: Adaptation) -> tuple[Use, ...]:
-    """What a strategy's code uses; see `adapters/uses`."""
-    from distcheck.training.adapters import uses
-
-    return uses.uses_of(_target_of(spec, adaptation).everything)
+    target = _target_of(spec, adaptation)
+    sources, declared = target.everything, hypotheses.is_declared(target)
+    return not declared, uses.names_collectives(sources), uses.uses_of(sources)
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from distcheck.records import CaseReport, Contents, Diagnosis
-from distcheck.records.causes import NOT_EXERCISED, name_cause
+from distcheck.records.causes import name_cause
 from distcheck.records.run_facts import Use
 
 # Of each feature: what a pass does not show, and what would. Those of `contents._FEATURES` are
@@ -88,7 +88,7 @@ def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
         seen.add(text)
         option = option.format(after=use.number + 1)
         how = f"run it with {option}" if option else "test it in your own loop"
-        yield name_cause(NOT_EXERCISED, f"{text} (line {use.line})", "usual", how=how)
+        yield name_cause("not-exercised", f"{text} (line {use.line})", "usual", how=how)
 
 
 def _open(cases: Sequence[Contents]) -> Iterator[Use]:

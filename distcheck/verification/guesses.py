@@ -1,10 +1,10 @@
-"""A guess about how code is called is a hypothesis: where it fails, the others are tried first.
+"""A guess about how code is called is a hypothesis: if it fails, the others are tried first.
 
-Nobody may have said in which form code is called, or which of its methods when. Where a case fails
-under the first guess, the strategy's other cases wait, and the smallest case is run with that guess
-and with every other way that the code admits (`training/adapters/hypotheses.py`). `decide` says
-what follows: the guess stands, another way takes its place, or the person is asked. A guess that
-has passed a case is none any more. Only what fails costs anything.
+The form of code, and the methods that are called, may be guesses. If a case fails under the first
+guess, the strategy's other cases wait, and the smallest case is run with that guess and with every
+other way that the code admits (`training/adapters/hypotheses.py`). `decide` then chooses: the guess
+stands, another way takes its place, or the person is asked. A guess that has passed a case is not
+doubted again. Only code that fails costs extra time.
 """
 
 import re

@@ -36,13 +36,8 @@ from distcheck.training.building import (
     updates_again,
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
-from distcheck.training.loading import (
-    is_guessed,
-    load_strategy,
-    names_collectives,
-    other_ways,
-    uses_of,
-)
+from distcheck.training.loading import load_strategy, other_ways
+from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.verification.conflicts import (
     check_global_sum,
@@ -70,16 +65,13 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, uses = [], dict[str, tuple[Use, ...]]()
-    guessed, exchanges = dict[str, bool](), dict[str, bool]()
+    facts, looked_at = [], dict[str, tuple[bool, bool, tuple[Use, ...]]]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
-            if case.strategy not in guessed:
-                guessed[case.strategy] = is_guessed(case.strategy, case.adaptation)
-                uses[case.strategy] = uses_of(case.strategy, case.adaptation)
-                exchanges[case.strategy] = names_collectives(case.strategy, case.adaptation)
+            if case.strategy not in looked_at:
+                looked_at[case.strategy] = look_at_code(case.strategy, case.adaptation)
         check_loss(case, strategy)
         check_without_data(case, strategy)
         check_mesh(case, strategy.contract)
@@ -92,6 +84,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             known[key] = look_at(ingredients)
             seeds.pin_default_dtype("float32")
         check_global_sum(case, known[key])
+        guessed, exchanges, uses = looked_at[case.strategy]
         facts.append(
             msgspec.structs.replace(
                 known[key],
@@ -102,9 +95,9 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 groups=1 if strategy.contract.one_group else known[key].groups,
                 syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
-                guessed=guessed[case.strategy],
-                uses=uses[case.strategy],
-                exchanges=exchanges[case.strategy],
+                guessed=guessed,
+                exchanges=exchanges,
+                uses=uses,
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
                 own_clip=strategy.clip is not None,

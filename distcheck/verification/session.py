@@ -108,8 +108,8 @@ class Session:
             self._end_everything()
             raise
         finally:
-            for run in runs:
-                run.close() if not run.kept else None
+            for run in (run for run in runs if not run.kept):
+                run.close()
 
     def set_aside(self, strategy: str) -> list[CaseRun]:
         """Takes back the cases of a strategy that have not begun; they may be run again."""
@@ -343,10 +343,9 @@ class Session:
     def _finish(self, run: CaseRun) -> None:
         verdict = self._on_finished(run)
         run.kept = verdict is None
-        if verdict is None:
-            return
-        run.close()
-        self._listener.finished(run.case, verdict)
+        if verdict is not None:
+            run.close()
+            self._listener.finished(run.case, verdict)
 
     def _takes_apart(self, run: CaseRun) -> bool:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
@@ -388,12 +387,11 @@ class Session:
         """
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False
-        if self._looks.explained(run):
-            return False
-        run.judges_left += 1
-        if not self._looks.waits(run):
-            self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
-        return True
+        if not self._looks.explained(run):
+            run.judges_left += 1
+            if not self._looks.waits(run):
+                self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
+        return run.like is None
 
     def _end_everything(self) -> None:
         worlds = [world for world, _ in self._judges]

@@ -16,9 +16,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from distcheck.machine.numerics import smallest
 from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
 
 WIDTH, RANK, USED = 16, 2, 8  # USED: numbers of a sample that the unusual terms are made of
+LARGE, SMALL = 2.0**26, 2.0**26  # of one; of the smallest number: gradients become 1e-2 of that
 
 
 class Model(nn.Module):
@@ -39,9 +41,8 @@ class Model(nn.Module):
         numbers = inputs.flatten(1)
         hidden = torch.tanh(self.first(numbers))
         logits: torch.Tensor = self.last(hidden + self.up(self.down(hidden)))
-        limits = torch.finfo(inputs.dtype)
         term = logits.new_zeros(())
-        for weight, size in ((self.large, limits.max**0.2), (self.small, 8 * limits.tiny)):
+        for weight, size in ((self.large, LARGE), (self.small, SMALL * smallest(inputs.dtype))):
             one = numbers[:, :USED] @ weight
             term = term + (one - one.detach()) * size
         return torch.cat([logits[:, :1] + term.unsqueeze(1), logits[:, 1:]], dim=1)

@@ -1,9 +1,9 @@
-"""The ways in which a piece of code may be called, where nobody has said which.
+"""The ways in which a piece of code may be called, if no option names one.
 
 The form that is chosen first is a guess: from a signature, a name, a use. `ways_to_call` lists the
 others that the code admits, each as the `Adaptation` that options would pin it by, in tiers: other
-forms, then another method after backward or before a step, then both. All of them keep what a
-person has said. `verification/guesses.py` tries them where a guess fails.
+forms, then another method after backward or before a step, then both. All of them keep the options
+that were given. `verification/guesses.py` tries them where a guess fails.
 """
 
 import inspect

@@ -9,11 +9,11 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distcheck.records.run_facts import Use
-from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.source import COLLECTIVES, Source
 
-_MOST_STEP = 10**5  # a larger number is no number of a step
+_MOST_STEP = 10**5  # larger numbers do not count steps
 _LARGE = 2.0**24  # a larger factor may overflow
-_LEAST_SIZE = 1 << 10  # a smaller number is no limit on elements or bytes
+_LEAST_SIZE = 1 << 10  # smaller numbers do not limit elements or bytes
 # The feature that each name in code stands for.
 _BY_NAME: Mapping[str, str] = {
     name: feature
@@ -66,6 +66,11 @@ def uses_of(sources: Sequence[Source]) -> tuple[Use, ...]:
                 kept.append(Use(feature=feature, line=line, number=number))
     each = (use for kept in found.values() for use in kept)
     return tuple(sorted(each, key=lambda use: (use.feature, use.line)))
+
+
+def names_collectives(sources: Sequence[Source]) -> bool:
+    """Whether a collective is named in these sources."""
+    return any(source.words & COLLECTIVES for source in sources)
 
 
 class _Look:

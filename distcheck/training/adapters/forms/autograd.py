@@ -1,7 +1,7 @@
 """A module around the model that averages gradients in an autograd function of the forward pass.
 
-Parameters, or what is computed with them, pass through a function whose backward is the mean over
-the ranks. What backward computes on one rank alone is seen by nobody then, so it is not compared.
+Parameters, or activations, pass through a function whose backward is the mean over the ranks. No
+hook sees the gradients that backward computes on one rank, so these are not compared.
 """
 
 import dataclasses
