@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,21 +46,19 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         inner = build(parameters)
         base = type(inner)
         made = filling.call(inner)
-        if made is None or made is inner:  # it may have given the optimizer another step, or hooks
-            made = inner if "step" in vars(inner) or has_step_hooks(inner) else None
-            return Around(made, inner, scene) if made is not None else _no_step(target, inner)
+        made = inner if made is None else made
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
             return Watched(made, base, scene, updates=True)
-        if not callable(getattr(made, "step", None)):
-            _no_step(target, made)
+        # It may have given the optimizer another step, or hooks before its own.
+        is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
+        if is_as_it_was or not callable(getattr(made, "step", None)):
+            raise UsageError(
+                f"{target.spec!r} made a {type(made).__name__} that does not define step()"
+            )
         return Around(made, inner, scene)
 
     note = f"{target.name} around the optimizer, whose step() synchronises"
     return target.loaded(note, optimizer=optimizer, update="optimizer")
-
-
-def _no_step(target: Target, made: Any) -> NoReturn:
-    raise UsageError(f"{target.spec!r} made a {type(made).__name__} that does not define step()")
 
 
 def _changes_step(target: Target, name: str) -> bool:
