@@ -29,7 +29,7 @@ class LoadedStrategy:
     those of all ranks into the whole model, and says whether it has all; every rank calls it. An
     `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
     says which form the code was taken as, where it was not written for distcheck; `handed_once` are
-    arguments that get a generator.
+    arguments that get a generator, `refusal` what the form that was chosen first says of the code.
     """
 
     contract: Contract
@@ -52,6 +52,7 @@ class LoadedStrategy:
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
     handed_once: tuple[str, ...] = ()
+    refusal: str = ""
 
     @property
     def syncs(self) -> bool:

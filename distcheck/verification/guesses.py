@@ -160,6 +160,8 @@ class Guess:
         """
         passed = any(trial.passed for trial in decision.ways)
         known = case.adaptation.form or any(run.refused is not None for run in self.done)
+        if not passed and self.done[0].facts.refusal:
+            raise UsageError(self.done[0].facts.refusal)
         if not passed and not known and (error := _not_set_up(self.done)):
             raise error
         if decision.what == "ask" and (passed or not known):

@@ -95,6 +95,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 groups=1 if strategy.contract.one_group else known[key].groups,
                 syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
+                refusal=strategy.refusal,
                 guessed=guessed,
                 exchanges=exchanges,
                 uses=uses,

@@ -31,6 +31,7 @@ from distcheck.training.adapters.target import (
     required,
     source_line,
 )
+from distcheck.training.adapters.unknown import FormError
 from distcheck.training.loaded import LoadedStrategy
 
 
@@ -41,11 +42,12 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     _refuse_deferred(target)
     try:
         return _adapted(target, find)
-    except UsageError:
+    except FormError as error:
         for way in chain(*other_ways(target, find)):
             loaded = _adapted(dataclasses.replace(target, adaptation=way), find)
             said = "--as, --finish and --reset say otherwise"
-            return dataclasses.replace(loaded, note=f"{loaded.note} ({said})")
+            note = f"{loaded.note} ({said})"
+            return dataclasses.replace(loaded, note=note, refusal=str(error))
         raise
 
 

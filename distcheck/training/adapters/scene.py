@@ -23,7 +23,7 @@ from distcheck.records import Adaptation
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import counts, named_parameters, takes_any_name, wants_list
-from distcheck.training.adapters.unknown import NotKnownError, explain, options
+from distcheck.training.adapters.unknown import FormError, NotKnownError, explain, options
 
 
 @dataclass
@@ -234,7 +234,7 @@ class Filling:
                     unknown.append(p.name)
         if unknown:
             words = options("--arg", unknown, function)
-            raise UsageError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
+            raise FormError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
         self._more: dict[str, str] = {}
         if takes_any_name(function):
             known = {p.name for p in parameters}

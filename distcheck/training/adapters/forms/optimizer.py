@@ -46,14 +46,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         inner = build(parameters)
         base = type(inner)
         made = filling.call(inner)
-        made = inner if made is None else made
+        made = made if callable(getattr(made, "step", None)) else inner
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
             return Watched(made, base, scene, updates=True)
         # It may have given the optimizer another step, or hooks before its own.
         is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
-        if is_as_it_was or not callable(getattr(made, "step", None)):
+        if is_as_it_was:
             raise UsageError(
-                f"{target.spec!r} made a {type(made).__name__} that does not define step()"
+                f"{target.spec!r} made no optimizer with a step(), and left the step as it was"
             )
         return Around(made, inner, scene)
 
@@ -85,14 +85,18 @@ def _takes_optimizer(parameter: inspect.Parameter) -> bool:
 class Around(StandIn):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
-    def __init__(self, made: Any, inner: torch.optim.Optimizer, scene: Scene) -> None:
+    def __init__(
+        self, made: Any, inner: torch.optim.Optimizer, scene: Scene, *, has_groups: bool = True
+    ) -> None:
         super().__init__(inner)
         self._made, self.optim, self._scene = made, inner, scene
+        self._has_groups = has_groups  # whether a schedule is given the groups of what was made
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapper's, which a schedule is given; the optimizer's where it has none."""
-        groups: list[dict[str, Any]] = getattr(self._made, "param_groups", self.optim.param_groups)
+        """Those that a schedule is given."""
+        made = self._made if self._has_groups else self.optim
+        groups: list[dict[str, Any]] = getattr(made, "param_groups", self.optim.param_groups)
         return groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:

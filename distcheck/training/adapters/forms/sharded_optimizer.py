@@ -65,7 +65,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
         if len(held) > 1:
             raise UsageError(f"{target.spec!r} holds several optimizers, but only one is compared")
-        return Around(made, held[0] if held else made, scene)
+        return Around(made, held[0] if held else made, scene, has_groups=False)
 
     def sync(model: nn.Module, step: Step) -> None:
         for parameter in present(scene.parameters()):
