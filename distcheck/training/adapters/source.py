@@ -36,6 +36,7 @@ COLLECTIVES = {
     "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
 } | (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"})  # fmt: skip
 
+_YIELD = ("list", "tuple", "enumerate", "zip", "reversed", "sorted", "iter", "tqdm")
 # Of these, those whose first argument is one tensor.
 _TAKE_ONE = {
     "all_reduce", "reduce", "broadcast", "send", "isend", "Allreduce", "allreduce", "Bcast",
@@ -292,10 +293,9 @@ def _elements_of(node: ast.AST, name: str) -> Iterator[str]:
     if not isinstance(node, ast.For | ast.comprehension):
         return
     gone_through = node.iter
-    if isinstance(gone_through, ast.Call) and isinstance(gone_through.func, ast.Name):
+    handed = [gone_through]
+    if isinstance(gone_through, ast.Call) and getattr(gone_through.func, "id", "") in _YIELD:
         handed = gone_through.args
-    else:
-        handed = [gone_through]
     if any(_is_name(one, name) for one in handed):
         yield from (n.id for n in ast.walk(node.target) if isinstance(n, ast.Name))
 
