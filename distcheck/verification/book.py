@@ -64,10 +64,10 @@ class Book:
             if self._keep is not None:
                 self._keep.write_case(run.case, self._made.get(run.case.id))
 
-    def verdict_of(self, run: CaseRun) -> str:
-        """The verdict of a case that is done and not entered; NOT_FINISHED where it need not be."""
+    def report_of(self, run: CaseRun) -> CaseReport | None:
+        """The report of a case that is done and not entered; None where it need not finish."""
         report = verdicts.report_of(run, replay="")
-        return NOT_FINISHED if self.settles and followups.is_untrained(report) else report.verdict
+        return None if self.settles and followups.is_untrained(report) else report
 
     def replace(self, run: CaseRun) -> None:
         """Takes a case that was changed and run again, in the place of the first of its id."""

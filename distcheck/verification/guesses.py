@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.records import Adaptation, Case
+from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
 from distcheck.records.ends import RankEnd
@@ -99,9 +99,7 @@ def trial_of(run: CaseRun) -> Trial:
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code that calls no collective exchanges in no form.
     sure = used or not run.facts.exchanges
-    gradients = [r.verdict for r in report.checks if r.check == "gradients"]
-    right = bool(gradients) and set(gradients) == {"pass"}  # what is wrong is something else
-    explained = right or bool(named - {"no-sync"}) or ("no-sync" in named and sure)
+    explained = _is_of_update(report) or bool(named - {"no-sync"}) or ("no-sync" in named and sure)
     return Trial(
         way=way,
         passed=report.verdict == "pass",
@@ -109,6 +107,12 @@ def trial_of(run: CaseRun) -> Trial:
         explained=explained,
         seen=f"it raises {raised}" if raised else f"it ends in {', '.join(causes)}",
     )
+
+
+def _is_of_update(report: CaseReport) -> bool:
+    """Whether a case failed although all of its gradients are right."""
+    gradients = {result.verdict for result in report.checks if result.check == "gradients"}
+    return report.verdict == "fail" and gradients == {"pass"}
 
 
 def _first_sentence(error: DistcheckError | None) -> str:
@@ -136,7 +140,7 @@ class Guess:
         """
         self.settled = True
         case = self.done[0].case
-        ways = preparation.ways_to_call(pool, case) if self.failed and not self.right else ()
+        ways = preparation.ways_to_call(pool, case) if self.failed else ()
         decision = self._try_all(ways, pool, data, session)
         if decision.what != "take":
             self._ask(case, decision)
@@ -209,7 +213,7 @@ class Guesses:
     def keep(
         self,
         run: CaseRun,
-        verdict_of: Callable[[CaseRun], str],
+        report_of: Callable[[CaseRun], CaseReport | None],
         set_aside: Callable[[str], list[CaseRun]],
     ) -> bool:
         """Whether a case that is done is kept until its guess is decided about, with those of its
@@ -220,9 +224,14 @@ class Guesses:
             return False
         if isinstance(run.refused, CannotRunError):
             return False
-        verdict = "fail" if run.refused is not None else verdict_of(run)
+        report = None if run.refused is not None else report_of(run)
+        if report is None and run.refused is None:
+            return False
+        verdict = "fail" if report is None else report.verdict
         guess.right |= verdict == "pass"
-        if not guess.failed and (guess.right or verdict not in ("unknown", "fail")):
+        # Whoever else keeps the optimizer's state, the gradients of a step are the same.
+        known = guess.right and not (report is not None and _is_of_update(report))
+        if not guess.failed and (known or verdict == "pass"):
             return False
         guess.done.append(run)
         if verdict == "fail":

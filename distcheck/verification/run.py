@@ -222,7 +222,7 @@ def _run_all(
     guesses = Guesses()
 
     def enter(run: CaseRun) -> str | None:
-        if options.follow_up and guesses.keep(run, book.verdict_of, session.set_aside):
+        if options.follow_up and guesses.keep(run, book.report_of, session.set_aside):
             return None
         verdict = book.enter(run)
         if options.beside.fail_fast and book.stands(run.case):

@@ -7,8 +7,8 @@ Its gradients have what those of most models lack:
 
 - `down` is zero on every rank at the first step, since `up` begins at zero as in LoRA: code may
   divide zero by zero
-- `large` and `small` have very large and subnormal ones, which code may clamp or flush. Their terms
-  add nothing to the loss, which would otherwise be nothing else
+- `large` and `small` have large and subnormal ones, which code may clamp or flush. Their terms add
+  nothing to the loss, which would otherwise be nothing else
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ from distcheck.machine.numerics import smallest
 from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
 
 WIDTH, RANK, USED = 16, 2, 8  # USED: numbers of a sample that the unusual terms are made of
-LARGE, SMALL = 2.0**26, 2.0**26  # of one; of the smallest number: gradients become 1e-2 of that
+# Of one, and of the smallest number. Gradients become 1e-2 of that: 1e4, which float16 holds.
+LARGE, SMALL = 2.0**19, 2.0**26
 
 
 class Model(nn.Module):

@@ -249,6 +249,10 @@ GIVEN = [
     Given("bound:OfTheClass", "", SCALE),
     Given("bound:HalfTimedReducer", "gradients", SCALE),
     Given("bound:ListsItsParameters.mingle", "method", options={"arguments": {"is_server": True}}),
+    Given("guessed:Switched", "wrapper", steps=2),
+    Given("guessed:SwitchedSum", "wrapper", SCALE, cause="missing-division"),
+    Given("guessed:MeansInBackward", "autograd"),
+    Given("guessed:AroundInner", "sharded-optimizer", steps=2),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -289,6 +293,19 @@ def test_form(given: Given) -> None:
     assert [note.split()[2].rstrip(",;") for note in taken] == (
         [given.taken] if given.taken else []
     )
+
+
+def test_a_form_that_was_found_says_how_to_pin_it() -> None:
+    (case,) = verify(["guessed:Switched"], world=2, steps=2).cases
+    assert any("--as wrapper --finish sync_gradients --reset switch_on" in n for n in case.notes)
+    assert case.case.adaptation.reset == "switch_on", "so that a replay calls it the same way"
+
+
+def test_what_begins_late_is_found_in_real_numbers() -> None:
+    report = distcheck.verify(
+        f"{HERE / 'functions.py'}:rounds_from_step_four", workload="twelve_steps", world=2
+    )
+    assert [cause.cause for cause in report.cases[0].diagnosis] == ["low-precision"]
 
 
 def test_pieces_are_found_where_few_integers_are_exact() -> None:
@@ -416,6 +433,8 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=@world_size"),
         ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
+        ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
+        ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),
         ("published:StepsInBackward", {}, "updates the parameters in backward and leaves no gr"),

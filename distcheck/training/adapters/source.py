@@ -345,6 +345,8 @@ class Reached:
         while waiting:
             reached = waiting.pop()
             self.sources.append(Source(reached))
+            bases = reached.__bases__ if inspect.isclass(reached) else ()
+            waiting += [base for base in bases if base.__module__ == module.__name__]
             for code in _codes(reached, known):
                 if id(code) in seen:
                     continue
