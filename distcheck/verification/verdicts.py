@@ -17,15 +17,7 @@ from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
-from distcheck.records import (
-    Case,
-    CaseReport,
-    CheckResult,
-    Compared,
-    Diagnosis,
-    Outcome,
-    merge_verdicts,
-)
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
@@ -61,8 +53,8 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         run.separation,
         accept=run.case.accept,
     )
-    if run.like is not None:
-        found = _as_in(run.like)
+    if (like := run.like) is not None:
+        found = diagnosis.diagnose(like.outcomes, like.results, like.seen, accept=like.case.accept)
     return CaseReport(
         rounded_to=rounded_to(run.seen)
         if run.seen and failed == {("gradients", IN_FLOAT64)}
@@ -87,15 +79,19 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
             *run.notes,
             *filter(None, [elsewhere, together, not_given]),
             *_about_cell(run.case, results),
+            *_taken_from(run),
         ),
     )
 
 
-def _as_in(like: CaseRun) -> list[Diagnosis]:
-    """The causes of a case that fails in the same way and was looked at."""
-    of = f"as in {like.case.workload} {like.case.dtype}, where the same check fails first: "
-    found = diagnosis.diagnose(like.outcomes, like.results, like.seen, accept=like.case.accept)
-    return [msgspec.structs.replace(one, evidence=of + one.evidence) for one in found]
+def _taken_from(run: CaseRun) -> list[str]:
+    """Where the causes come from, of a case that was not looked at itself."""
+    if run.like is None or run.like.case.workload == run.case.workload:
+        return []
+    return [
+        f"{run.case.workload} {run.case.dtype}: its causes are those of {run.like.case.workload} "
+        f"{run.like.case.dtype}, in which the same check fails first, at the same step"
+    ]
 
 
 def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
