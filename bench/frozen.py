@@ -165,13 +165,13 @@ def guarded(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """One rank of a training with a mistake under the guard."""
     from distcheck.job.guard import explaining
     from distcheck.job.guard.guarding import DivergenceError
-    from distcheck.worlds.jobs import LISTEN
+    from distcheck.worlds.jobs import STORE
     from distcheck.worlds.rendezvous import join
     from tests.job.test_guard import MISTAKES, Job, another_buffer, train
     from tests.world.jobs import Asked
 
     asked = msgspec.msgpack.decode(payload, type=Asked)
-    join(asked.rendezvous, fds.get(LISTEN, -1))
+    join(asked.rendezvous, fds.get(STORE, -1))
     reporter.progress(1, "training")
     mistake = MISTAKES[asked.about["number"]][0]
     job = Job(asked.rendezvous.rank, broadcasts=mistake is not another_buffer)

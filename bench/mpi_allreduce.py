@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from distcheck.worlds.jobs import LISTEN, Descriptors, Job
+from distcheck.worlds.jobs import STORE, Descriptors, Job
 from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -34,7 +34,7 @@ def rank(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     from distcheck.backends.mpi.runtime import mpi
 
     torch.set_num_threads(1)
-    join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[LISTEN])
+    join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[STORE])
     gloo, fake = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
     module: Any = mpi()
     raw = module.COMM_WORLD.Dup()
@@ -67,7 +67,7 @@ def main() -> None:
     pool = Pool()
     try:
         ranks = Ranks(
-            job=Job("mpi_allreduce:rank", Rendezvous, bytes, (LISTEN,)),
+            job=Job("mpi_allreduce:rank", Rendezvous, bytes, (STORE,)),
             backend="mpi",
             size=WORLD,
             request=lambda rendezvous: rendezvous,

@@ -188,7 +188,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
                 if size > MOST_BYTES:
                     raise ValueError(f"it sent more than {MOST_BYTES >> 30} GiB")
                 place = _place(folder, word.name, ranks)
-                if place != opened:
+                if file is None or place != opened:
                     if file is not None:
                         file.close()
                     opened = place

@@ -62,6 +62,7 @@ PLACES = (
 OF_MODULES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks",)
+OF_ALL_OPTIMIZERS = "_global_optimizer_pre_hooks"
 COMPILED = "_orig_mod"  # the module that torch.compile was given
 # What wrappers of torch's add to the names of parameters.
 WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -186,8 +187,11 @@ def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run before an optimizer's step; people's own may have no place for them."""
-    return any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
+    """Whether hooks run before an optimizer's step, its own or those of every optimizer; people's
+    own may have no place for them.
+    """
+    of_all = getattr(sys.modules["torch.optim.optimizer"], OF_ALL_OPTIMIZERS)
+    return bool(of_all) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
 
 
 def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -108,7 +108,10 @@ def steps_of(request: Request, workload: str) -> int:
     """The steps of a workload: as many as were asked for, or the workload's own number."""
     if request.steps is not None:
         return request.steps
-    return CELLS[workload].steps if workload in CELLS else about(workload).steps
+    if workload in CELLS:
+        return CELLS[workload].steps
+    fewer = DEFAULT_RUN[workload].steps if workload in DEFAULT_RUN else None
+    return about(workload).steps if request.workloads or fewer is None else fewer
 
 
 def _check_numbers(request: Request) -> None:
@@ -202,6 +205,8 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
         workloads.pop("lattice", None)
     if not acceptance.keeps_lattice(request.accept):
         workloads.pop("lattice", None)
+    if not request.workloads and (request.accept or request.dtype not in (None, *EXACT_DTYPES)):
+        workloads.pop("twelve_steps")  # no other mean has the range of its gradients
     if not request.workloads and not acceptance.keeps_scalars(request.accept):
         workloads.pop("composite")
     for world in dict.fromkeys(request.worlds):

@@ -15,7 +15,9 @@ INTERPRETERS_S = 2.0  # and in each of a rerun's further interpreters, beside wh
 # Of the rough model, for one quiet core of 2024: a world begins and ends; a rank begins; a sample
 # goes forwards and backwards (the mean of a float32 and a float64 one where both are usual).
 _WORLD_S, _RANK_S = 0.3, 0.1
-_SAMPLE_S = {"lattice": 2e-5, "mlp": 3e-5, "cnn": 2e-4, "composite": 4e-4, "vgg11": 1.1e-2}
+_SAMPLE_S = {"lattice": 2e-5, "mlp": 3e-5, "cnn": 2e-4, "composite": 4e-4, "vgg11": 1.1e-2,
+    "twelve_steps": 1e-6,
+}  # fmt: skip
 _UNKNOWN_SAMPLE_S = 2e-4  # a user's own workload: taken for a cnn
 _REFERENCES = 3.0  # batches that the judges compute beside the ranks' own
 

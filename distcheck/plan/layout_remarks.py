@@ -13,7 +13,7 @@ BUFFERS = (
     "buffers, such as BatchNorm's running statistics, are compared before the first step and "
     "between the two runs, and not with one process"
 )
-_NOT_DIVIDED = ("lattice", "composite")  # of the default run
+_NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # of the default run
 
 
 def notes_on(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:

@@ -153,8 +153,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=Words,
             takes='names of workloads, as in ["lattice", "cnn"]',
             help="The workload to train; may be given several times.",
-            default="lattice, cnn and composite, and the cell absent_on_some, which counts only "
-            "where all ranks finish it",
+            default="lattice, cnn, composite and twelve_steps, and the cell absent_on_some, which "
+            "counts only where all ranks finish it",
             metavar="NAME",
             repeated=True,
             names=_workloads,

@@ -5,6 +5,18 @@ import msgspec
 # How a rerun's result says where it was, and that it left other bits, which are right as well.
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
+# How notes begin that say in which form code was called.
+TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
+# How the check `data` says that ranks draw alike, which fails nothing.
+DREW_ALIKE = "with the same random numbers of "
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that code uses, and the line; `number` is the one that a limit is."""
+
+    feature: str
+    line: int
+    number: int = 0
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +30,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     kinds     the classes of the modules that hold parameters or buffers
     sizes     of the largest element of a gradient: the smallest and the largest; may be empty
     features  names of what else it had; `distcheck.verification.contents` lists them
+    uses      what the strategy's code uses, whatever the case had
     """
 
     world: int
@@ -36,6 +49,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 0
     elements: int = 0
     sizes: tuple[float, ...] = ()
+    uses: tuple[Use, ...] = ()
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

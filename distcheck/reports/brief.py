@@ -12,6 +12,7 @@ from rich.text import Text
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
+from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.layers import (
     BITWISE,
     EXACT,
@@ -20,10 +21,10 @@ from distcheck.records.layers import (
     ROUNDING,
 )
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
-from distcheck.records.run_facts import DIFFERS, SEPARATELY
+from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import ends_of_ranks, failures_alike
-from distcheck.reports.next_step import next_step
+from distcheck.reports.next_step import gaps_of, next_step, option_of
 from distcheck.reports.said import Said, by_evidence
 from distcheck.reports.wording import (
     STYLE,
@@ -37,8 +38,10 @@ from distcheck.reports.wrapping import CUT, fitting, hanging, print_hanging
 _VERDICT = 8  # columns
 _INDENT = 6
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
+_MOST_OF_FORM = 9  # lines of a note on the form, which is never cut
 _MOST_TRACEBACK = 3  # lines, the last ones
-# What a reader is most likely to need next, of all that a pass shows nothing about.
+# What a reader is most likely to need next, of all that a pass shows nothing about and that the
+# code says nothing about.
 _TELLING = ("unequal shards", "accumulation", "clipping", "loss scaling", "a resumed run")
 _MORE = "-v"
 
@@ -66,17 +69,21 @@ def print_group(
         passed = _passed(cases)
         if passed:
             lines.add("ok", ", ".join(passed), most=2)
-    for one in dict.fromkeys(one for case in cases for one in case.remarks):
+    remarks = (one for case in cases for one in case.remarks if one.cause != NOT_EXERCISED)
+    for one in dict.fromkeys(remarks):
         lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     right = [c.modules for c in cases if c.modules is not None and c.verdict == "pass"]
     for found in dict.fromkeys(map(of_modules, right)):
         lines.add("module", found, most=3)
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
-    shown = notes[:_MOST_NOTES] if alone or verdict != "pass" else []
+    of_form = [note for note in notes if note.startswith((TAKEN_AS, FOUND_AS))]
+    others = [note for note in notes if note not in of_form]
+    shown = [*of_form, *others[: max(1, _MOST_NOTES - len(of_form))]]
+    shown = shown if alone or verdict != "pass" else []
     for note in shown:
-        lines.add("note", note, most=2)
-    if shown and len(notes) > _MOST_NOTES:
-        lines.add("", f"{len(notes) - _MOST_NOTES} more notes ({_MORE})")
+        lines.add("note", note, most=_MOST_OF_FORM if note in of_form else 2)
+    if shown and len(notes) > len(shown):
+        lines.add("", f"{len(notes) - len(shown)} more notes ({_MORE})")
     said.cut |= lines.print()
 
 
@@ -85,10 +92,13 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     where that is whole of which lines were `cut`.
     """
     if report.verdict == "pass" and report.not_shown and not verbose:
+        gaps = [f"{one.evidence}: {option_of(one) or one.suggestion}" for one in gaps_of(report)]
         telling = [one for one in _TELLING if one in report.not_shown]
-        first = [*telling, *(one for one in report.not_shown if one not in telling)][:4]
-        left = len(report.not_shown) - len(first)
-        text = f"not covered: {', '.join(first)}{f', {left} more' * bool(left)} ({_MORE})"
+        others = [*telling, *(one for one in report.not_shown if one not in telling)]
+        others = [one for one in others if not any(gap.startswith(f"{one} (") for gap in gaps)]
+        first = [*gaps, *others][:4]
+        left = len(gaps) + len(others) - len(first)
+        text = f"not covered: {'; '.join(first)}{f'; {left} more' * bool(left)} ({_MORE})"
         print_hanging(text, console, indent=0, style="dim")
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     step = next_step(report)

@@ -4,7 +4,8 @@ import shlex
 from collections.abc import Sequence
 
 from distcheck.errors import ExitCode
-from distcheck.records import Case, Report
+from distcheck.records import Case, Diagnosis, Report
+from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.mesh import MESH
 from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import most_telling_first
@@ -39,6 +40,8 @@ def next_step(report: Report) -> str:
         return shlex.join(words_without(words, _FILES))
     words = _words_of(case) if words is None else words
     words = words_without(words, (*_FILES, *_ONLY_THEN, "--shard"))
+    if gap := next(filter(option_of, gaps_of(report)), None):
+        return _closing(gap, words)
     worlds = {c.case.world for c in report.cases}
     if any(note.startswith(MESH) for c in report.cases for note in c.notes):
         return shlex.join([*words_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
@@ -52,6 +55,25 @@ def next_step(report: Report) -> str:
         words = words_without(words, ("--workload", "--thorough", "--without", "--steps"))
         return f"{shlex.join([*words, '--workload', 'vgg11'])}    # BatchNorm, 37 MB of gradients"
     return shlex.join([*words_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
+
+
+def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
+    """The command that exercises what no case has."""
+    option = option_of(gap).split()
+    own = [word for word in option if word.startswith("--")]
+    kept = words_without(words, (*own, "--workload", "--thorough", "--without", "--steps"))
+    return f"{shlex.join([*kept, *option])}    # {gap.evidence}"
+
+
+def gaps_of(report: Report) -> list[Diagnosis]:
+    """What the code uses that no case has exercised, each once."""
+    remarks = dict.fromkeys(one for case in report.cases for one in case.remarks)
+    return [one for one in remarks if one.cause == NOT_EXERCISED]
+
+
+def option_of(gap: Diagnosis) -> str:
+    """The options that exercise it; empty where none does."""
+    return gap.suggestion.partition("--")[1] and "--" + gap.suggestion.partition("--")[2]
 
 
 def _is_recorded(report: Report) -> bool:

@@ -10,8 +10,9 @@ import msgspec
 
 from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.records import Case, Delay, ModelLayout, TensorSpec
+from distcheck.records import Adaptation, Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
+from distcheck.records.run_facts import Use
 from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -48,6 +49,10 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     updates_again: bool = True  # whether an optimizer that is built anew can repeat a step
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
+    uses: tuple[Use, ...] = ()  # by the strategy's code
+    exchanges: bool = True  # whether the strategy's code names a collective
+    refusal: str = ""  # by the form that was chosen first, where another is tried
+    guessed: bool = False  # how the strategy is called
     own_backward: bool = False
     own_update: bool = False
     own_clip: bool = False
@@ -156,6 +161,11 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
 INSPECT = Job(
     "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
+)
+WAYS = Job(
+    "distcheck.verification.inspection:list_ways",
+    InspectionRequest,
+    tuple[tuple[Adaptation, ...], ...],
 )
 CALIBRATE = Job(
     "distcheck.judge.oracles.calibration:calibrate_rank",

@@ -28,7 +28,8 @@ class LoadedStrategy:
     accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
     those of all ranks into the whole model, and says whether it has all; every rank calls it. An
     `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
-    says which form the code was taken as, where it was not written for distcheck.
+    says which form the code was taken as, where it was not written for distcheck; `handed_once` are
+    arguments that get a generator, `refusal` what the form that was chosen first says of the code.
     """
 
     contract: Contract
@@ -50,6 +51,8 @@ class LoadedStrategy:
     engine: bool = False
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
+    handed_once: tuple[str, ...] = ()
+    refusal: str = ""
 
     @property
     def syncs(self) -> bool:

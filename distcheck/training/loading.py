@@ -28,6 +28,7 @@ from typing import Any
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
+from distcheck.records.run_facts import Use
 from distcheck.training import scripts, sources_only
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
@@ -166,6 +167,22 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     from distcheck.training.adapters.adapting import adapt
 
     return adapt(_target_of(spec, adaptation), _find)
+
+
+def look_at(spec: str, adaptation: Adaptation) -> tuple[bool, bool, tuple[Use, ...]]:
+    """Whether a strategy's form is guessed, its code names a collective, and what the code uses."""
+    from distcheck.training.adapters import hypotheses, uses
+
+    target = _target_of(spec, adaptation)
+    sources, declared = target.everything, hypotheses.is_declared(target)
+    return not declared, uses.names_collectives(sources), uses.uses_of(sources)
+
+
+def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:
+    """The ways in which a strategy may be called besides the first; see `adapters/hypotheses`."""
+    from distcheck.training.adapters import adapting
+
+    return adapting.other_ways(_target_of(spec, adaptation), _find)
 
 
 def _target_of(spec: str, adaptation: Adaptation) -> Any:
@@ -334,8 +351,13 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
 def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() else "strategy_file"
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    folder = path.parent
+    if (levels := scripts.levels_in_package(path)) and name == path.stem:
+        name, folder = _in_package(path, levels)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # so that it can import its neighbours
+    if "." in name:
+        importlib.import_module(name.rpartition(".")[0])
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
@@ -360,6 +382,17 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     scripts.define(module, path, before)
     return module
+
+
+def _in_package(path: Path, levels: int) -> tuple[str, Path]:
+    """The name of a file in a package of at least so many levels, and the folder from which it has
+    that name.
+    """
+    parts, folder = [path.stem], path.parent
+    while len(parts) <= levels or (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), folder
 
 
 def _public_names(module: ModuleType) -> list[str]:

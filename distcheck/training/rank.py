@@ -15,6 +15,7 @@ from distcheck.contract import Contract
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.recordings.traces.writer import TraceWriter
+from distcheck.training import without_gpu
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
@@ -53,6 +54,7 @@ def _open(
     reporter.progress(0, LOADING)
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
+    without_gpu.stand_in()
     return ingredients
 
 
@@ -81,6 +83,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
         job.layout,
         ingredients.device,
         by_owners=by_owners,
+        out_of_sight=strategy.contract.sync == "out-of-sight",
         full=strategy.full,
         calls=calls,
     )

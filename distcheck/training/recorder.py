@@ -1,6 +1,6 @@
 """Watches one rank train and writes down, per step, what the checks need."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -72,7 +72,9 @@ class Observer:
 
 
 class Owners:
-    """Which rank's optimizer updates each of a model's parameters. All ranks make one at once.
+    """Which rank's optimizer updates each of a model's parameters. All ranks make one at once: when
+    training begins, or, of optimizers that have all parameters on every rank, when the first step
+    does, from where gradients are.
 
     ZeRO-2 reduces a gradient to its owner: what the other ranks hold is their own gradient or none,
     and no step reads it. So the owner's gradient counts; what the others hold is recorded besides,
@@ -83,12 +85,32 @@ class Owners:
         named = list(model.named_parameters())
         groups = getattr(innermost(optimizer), "param_groups", ())
         held = {id(p) for group in groups for p in group["params"]}
+        self.of: dict[str, int] = {}
+        self.is_open = True
+        self._agree(named, held, of_gradients=False)
+
+    def close(self, model: nn.Module) -> None:
+        """Takes the rank with a gradient for the owner of a parameter, unless owners are known."""
+        if self.is_open:
+            named = list(model.named_parameters())
+            self._agree(named, {id(p) for _, p in named if p.grad is not None}, of_gradients=True)
+
+    def _agree(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        held: Collection[int],
+        *,
+        of_gradients: bool,
+    ) -> None:
         device = next((p.device for _, p in named), torch.device("cpu"))
         mine = torch.tensor([id(p) in held for _, p in named], dtype=torch.long, device=device)
         holders, owner = mine.clone(), mine * dist.get_rank()
         dist.all_reduce(holders)
         dist.all_reduce(owner)
         counts = dict(zip((name for name, _ in named), holders.tolist(), strict=True))
+        if not of_gradients and min(counts.values()) == dist.get_world_size() > 1:
+            return  # where gradients are will say
+        self.is_open = False
         wrong = [f"{n} ({counts[n]})" for n, p in named if p.requires_grad and counts[n] != 1]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -125,7 +147,8 @@ class TraceRecorder(Observer):
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
     What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
-    rank whose optimizer updates the parameter. `calls` are heard to say through which lines
+    rank whose optimizer updates the parameter. Nothing that hooks see is a local gradient where
+    these are `out_of_sight`. `calls` are heard to say through which lines
     gradients went.
     """
 
@@ -136,6 +159,7 @@ class TraceRecorder(Observer):
         device: torch.device,
         *,
         by_owners: bool = False,
+        out_of_sight: bool = False,
         full: Full | None = None,
         calls: StepCalls | None = None,
     ) -> None:
@@ -143,7 +167,7 @@ class TraceRecorder(Observer):
         self._calls = calls
         self._model: nn.Module | None = None
         self._left: dict[str, Memory | None] = {}  # where gradients lay after backward
-        self._by_owners = by_owners
+        self._by_owners, self._out_of_sight = by_owners, out_of_sight
         self._owners: Owners | None = None
         self._writer, self._layout, self._device = writer, layout, device
         self._step = self._epoch = 0
@@ -208,9 +232,14 @@ class TraceRecorder(Observer):
             self._loss_factor = float("nan") if factor is None else float(factor)
 
     def backward_over(self, stretches: int) -> None:
-        """Notes the hooks that torch forgot after they were last put back."""
+        """Notes the hooks that torch forgot after they were last put back. Where none was called,
+        local gradients are those that torch.autograd.grad() has returned.
+        """
         self._stretches = stretches
         lost = (index for index, hook in self._hooks.items() if not hook.is_read)
+        if not self._ready:
+            for hook in self._hooks.values():
+                hook.asked()
         self._unseen = {index for index in lost if index not in self._ready}
         if self._calls is not None and self._model is not None:
             self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
@@ -222,6 +251,7 @@ class TraceRecorder(Observer):
         held = self._held("full_gradients")
         gradients = {name: parameter.grad for name, parameter in trainable(model)}
         if self._owners is not None:
+            self._owners.close(model)
             gradients = self._owners.gradients(model)
         elif held is not None:
             gradients = dict(held)
@@ -303,6 +333,8 @@ class TraceRecorder(Observer):
             hook.put_back()
 
     def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        if self._out_of_sight:
+            return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if index in self._ready:  # a second backward within the step adds to the first
             before = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index)

@@ -5,6 +5,7 @@ process group, reads a command line, and loops. Its functions can be verified al
 """
 
 import ast
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,32 @@ def has_definitions(path: Path) -> bool:
     """Whether a file defines a function or a class at its top level."""
     body = _body(path)
     return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
+
+
+def levels_in_package(path: Path) -> int:
+    """How many folders up the imports of a file reach: relative ones, and those from the package
+    that one of its folders is; 0: none do.
+    """
+    found, folders = [0], list(path.parent.parts)[::-1]
+    for node in ast.walk(ast.Module(_body(path) or [], type_ignores=[])):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found.append(node.level)
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        heads = {module.partition(".")[0] for module in modules} & {*folders}
+        places = {head: folders.index(head) for head in heads}
+        found += [at + 1 for head, at in places.items() if _is_own(head, path.parents[at])]
+    return max(found)
+
+
+def _is_own(package: str, folder: Path) -> bool:
+    """Whether a package is that folder, or none that is installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is None or str(folder) in (spec.submodule_search_locations or ())
 
 
 def first_definition(path: Path) -> str:

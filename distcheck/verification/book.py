@@ -17,6 +17,7 @@ from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.followups import FollowUp
+from distcheck.verification.gaps import with_remarks
 from distcheck.verification.progress import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
@@ -54,6 +55,19 @@ class Book:
         """The reports of this start."""
         return list(self._reports.values())
 
+    def change(self, runs: Sequence[CaseRun]) -> None:
+        """Takes cases that are run in another way than was planned, in the places of their ids."""
+        changed = {run.case.id: run for run in runs}
+        self._runs = [changed.get(run.case.id, run) for run in self._runs]
+        for run in runs:
+            if self._keep is not None:
+                self._keep.write_case(run.case, self._made.get(run.case.id))
+
+    def report_of(self, run: CaseRun) -> CaseReport | None:
+        """The report of a case that is done and not entered; None where it need not finish."""
+        report = verdicts.report_of(run, replay="")
+        return None if self.settles and followups.is_untrained(report) else report
+
     def replace(self, run: CaseRun) -> None:
         """Takes a case that was changed and run again, in the place of the first of its id."""
         if self._keep is not None:
@@ -84,8 +98,10 @@ class Book:
 
     def enter(self, run: CaseRun) -> str:
         """Takes a finished case and returns what to say of it: its verdict, or NOT_FINISHED.
-        Afterwards its traces may go.
+        Afterwards its traces may go. Raises what a rank has refused.
         """
+        if run.refused is not None:
+            raise run.refused
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
         if self._keep is not None and not self._save_error and not run.not_run:
@@ -151,6 +167,7 @@ class Book:
         out: dict[str, str] = {}
         if self.settles and given_up is None:
             counted, out = followups.leave_out(counted)
+        counted = with_remarks(counted)
         report = Report(
             environment=self._environment,
             cases=(*counted, *self._found, *self.unknown),

@@ -8,7 +8,7 @@ import msgspec
 
 from distcheck.backends import name_of
 from distcheck.contract import Contract
-from distcheck.errors import CannotRunError, InternalError
+from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
@@ -25,6 +25,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 
 WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; what takes it apart
 
+_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 _INTERRUPTED = "the run was interrupted before it; let it end, and the cause is looked for"
 _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further": "further run"}
 
@@ -44,9 +45,11 @@ class CaseRun:
     `surroundings` are those of the rerun; `rerun_in` says the same, or why they are not what was
     asked for. `taking_apart` is how a rerun that differed is looked at, `of_rerun` what its own
     steps were judged to be, `separation` what further worlds have shown of it. `seen` is what a
-    closer look at a failed case has measured. `not_run` says why no rank was started, or why
-    what ran does not count, `defect` which one of distcheck's own ended a rank. Only the session
-    changes it while it runs.
+    closer look at a failed case has measured, `like` the case that fails in the same way and was
+    looked at in its place. `not_run` says why no rank was started, or why
+    what ran does not count, `defect` which one of distcheck's own ended a rank, `refused` what a
+    rank refused to run. Only the session changes it while it runs; one that is `kept` is closed by
+    another.
     """
 
     case: Case
@@ -67,6 +70,9 @@ class CaseRun:
     timings_s: dict[str, float] = field(default_factory=dict)
     not_run: str = ""
     defect: InternalError | None = None
+    refused: DistcheckError | None = None
+    kept: bool = False
+    like: "CaseRun | None" = None
     judges_left: int = 0
     worlds_left: int = 0
     finished: bool = False
@@ -129,6 +135,15 @@ class CaseRun:
         facts = self.facts
         lines = state_lines(facts.strategy_file, facts.strategy_line, found)
         self.separation = msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
+
+    def deadline_s(self, what: WorldName) -> float:
+        """Of a world: one that takes a rerun apart may be one of several that hang, and the first
+        world has shown how long one takes that does not.
+        """
+        if what != "further":
+            return self.case.deadline_s
+        usual_s = _FURTHER_DEADLINE * self.timings_s.get("world", 0.0)
+        return min(self.case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))
 
     def shared_trace(self, what: WorldName) -> Shared:
         """The trace of a world, as its ranks are given it."""

@@ -125,6 +125,7 @@ def contents_of(
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
         kinds=facts.kinds,
         features=tuple(name for name in _FEATURES if present[name]),
+        uses=facts.uses,
     )
 
 
@@ -160,8 +161,8 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"kinds of module other than {named}{more}"
     least, most = range_of([case.steps for case in cases])
-    fewer = f" ({least:.0f} in some cases)" if least < most else ""
-    yield f"what begins after step {most:.0f}{fewer}, or after the last step"
+    more = f" ({most:.0f} in some cases)" if least < most else ""
+    yield f"what begins after step {least:.0f}{more}, or after the last step"
     if sizes := range_of([size for case in cases for size in case.sizes]):
         least, most = sizes
         yield f"gradients outside {least:.2g} to {most:.2g}"

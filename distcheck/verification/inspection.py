@@ -23,7 +23,8 @@ from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
-from distcheck.records import Case, TensorSpec
+from distcheck.records import Adaptation, Case, TensorSpec
+from distcheck.records.run_facts import Use
 from distcheck.records.sources import parse_source
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import (
@@ -34,8 +35,9 @@ from distcheck.training.building import (
     open_ingredients,
     updates_again,
 )
-from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
-from distcheck.training.loading import load_strategy
+from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
+from distcheck.training.loading import load_strategy, other_ways
+from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.verification.conflicts import (
     check_global_sum,
@@ -63,11 +65,13 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts = []
+    facts, looked_at = [], dict[str, tuple[bool, bool, tuple[Use, ...]]]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
+            if case.strategy not in looked_at:
+                looked_at[case.strategy] = look_at_code(case.strategy, case.adaptation)
         check_loss(case, strategy)
         check_without_data(case, strategy)
         check_mesh(case, strategy.contract)
@@ -80,6 +84,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             known[key] = look_at(ingredients)
             seeds.pin_default_dtype("float32")
         check_global_sum(case, known[key])
+        guessed, exchanges, uses = looked_at[case.strategy]
         facts.append(
             msgspec.structs.replace(
                 known[key],
@@ -90,6 +95,10 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 groups=1 if strategy.contract.one_group else known[key].groups,
                 syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
+                refusal=strategy.refusal,
+                guessed=guessed,
+                exchanges=exchanges,
+                uses=uses,
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
                 own_clip=strategy.clip is not None,
@@ -99,6 +108,19 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     devices.enter(first.device, 0)
     seeds.pin_determinism()  # files of theirs have been loaded
     return Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
+
+
+@WAYS.does
+def list_ways(
+    job: InspectionRequest, fds: Descriptors, reporter: Reporter
+) -> tuple[tuple[Adaptation, ...], ...]:
+    """The ways in which the only case's strategy may be called besides the first."""
+    seeds.pin_determinism()
+    enter_world_of_one()
+    (case,) = job.cases
+    if case.backend == "mpi" or _mentions_mpi(case.strategy):
+        stand_alone()
+    return other_ways(case.strategy, case.adaptation)
 
 
 def _mentions_mpi(spec: str) -> bool:

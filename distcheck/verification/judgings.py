@@ -9,11 +9,13 @@ from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.records import CheckResult
+from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.verification.case_run import CaseRun, WorldName
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
+_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
@@ -50,6 +52,18 @@ def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tup
         judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
     bounds = [steps * k // judges for k in range(judges + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
+    """The checks of its steps that each judge makes. After a long world the two references, of like
+    cost, are apart, the longer part (it also runs the batch without ghosts) first, so that the
+    cores finish together.
+    """
+    planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+    if run.timings_s.get("world", 0.0) <= _LONG_WORLD_S:
+        return [planned]
+    whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
+    return [group for group in (whole, [p for p in planned if p not in whole]) if group]
 
 
 def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:

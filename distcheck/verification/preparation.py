@@ -19,11 +19,12 @@ from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.lines import room_for_lines
-from distcheck.records import Case, TensorSpec
+from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
     CALIBRATE,
     INSPECT,
+    WAYS,
     Calibration,
     CalibrationRequest,
     CaseFacts,
@@ -109,6 +110,17 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
         if reason := loading_ends.why_not_loaded(world, deadline_s=deadline_s):
             raise reason
         return INSPECT.decode(job_result(world))
+    finally:
+        world.close()
+
+
+def ways_to_call(pool: Pool, case: Case) -> tuple[tuple[Adaptation, ...], ...]:
+    """The ways in which a case's strategy may be called besides the first, in tiers."""
+    request = InspectionRequest(cases=(case,), description=b"")
+    world = start_job(pool, WAYS, request, {}, deadline_s=max(_LEAST_LOADING_S, case.deadline_s))
+    run_until_over(pool, world)
+    try:
+        return WAYS.decode(job_result(world)) if world.succeeded else ()
     finally:
         world.close()
 

@@ -11,6 +11,7 @@
 import atexit
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -46,6 +47,7 @@ from distcheck.verification.book import Book, given_up_on
 from distcheck.verification.case_run import CaseRun, is_separate
 from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
+from distcheck.verification.guesses import Guesses
 from distcheck.verification.progress import Listener, Silent
 from distcheck.verification.session import Session
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
@@ -189,15 +191,8 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         session.after_hang = beside.after_hang
-
-        def enter(run: CaseRun) -> str:
-            verdict = book.enter(run)
-            if beside.fail_fast and book.stands(run.case):
-                session.end_after(run.case)
-            return verdict
-
         with reported(book):
-            session.run(runs, on_finished=enter)
+            _run_all(runs, pool, book, data, session, options)
             if options.follow_up:
                 _follow_up(pool, book, data, session, listener)
             _search_schedules(pool, book, data, listener)
@@ -213,6 +208,32 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
                     enter=book.enter_search,
                 )
     return book.report()
+
+
+def _run_all(
+    runs: Sequence[CaseRun],
+    pool: Pool,
+    book: "Book",
+    data: preparation.Data,
+    session: Session,
+    options: RunOptions,
+) -> None:
+    """Runs planned cases to their end, those whose form was guessed wrong in the right one."""
+    guesses = Guesses()
+
+    def enter(run: CaseRun) -> str | None:
+        if options.follow_up and guesses.keep(run, book.report_of, session.set_aside):
+            return None
+        verdict = book.enter(run)
+        if options.beside.fail_fast and book.stands(run.case):
+            session.end_after(run.case)
+        return verdict
+
+    with closing(guesses):
+        session.run(runs, on_finished=enter)
+        for guess in guesses.open():
+            left = guess.settle(pool, book, data, session, enter)
+            session.run(left, on_finished=enter)
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:

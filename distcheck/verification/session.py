@@ -22,12 +22,13 @@ from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
 from distcheck.records import Case, CheckResult, Outcome
-from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_defects
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
+from distcheck.verification.closer_looks import CloserLooks
 from distcheck.verification.judgings import (
     Judging,
+    groups_of_checks,
     start_judging,
     steps_of_judges,
     what_was_judged,
@@ -45,11 +46,10 @@ from distcheck.worlds.world import World
 
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
-_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-OnFinished = Callable[[CaseRun], str]  # of what is done; its traces are closed afterwards
+# Takes a case that is done, and returns its verdict; of None it keeps the traces, and closes them.
+OnFinished = Callable[[CaseRun], str | None]
 _Awaited = tuple[CaseRun, WorldName]  # a world that is to run
-_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
 
 class Session:
@@ -69,6 +69,7 @@ class Session:
         self._judgings: deque[Judging] = deque()
         self._world: tuple[World, _Awaited] | None = None
         self._judges: list[tuple[World, Judging]] = []
+        self._looks = CloserLooks()
         self.after_hang = False  # whether other cases of a strategy that has hung are run
         self._last: Case | None = None  # after which nothing is judged any more
         self._on_finished: OnFinished = lambda run: "unknown"
@@ -81,7 +82,7 @@ class Session:
         """Blocks until every case is finished; ends everything it started if interrupted."""
         self._on_finished = on_finished
         for run in runs:
-            run.worlds_left = 2 if run.case.rerun else 1
+            run.worlds_left, run.finished = (2 if run.case.rerun else 1), False
             self._worlds.append((run, "world"))
         self._until_finished(runs)
 
@@ -107,8 +108,18 @@ class Session:
             self._end_everything()
             raise
         finally:
-            for run in runs:
+            for run in (run for run in runs if not run.kept):
                 run.close()
+
+    def set_aside(self, strategy: str) -> list[CaseRun]:
+        """Takes back the cases of a strategy that have not begun; they may be run again."""
+        found = [
+            one for one in self._worlds if one[1] == "world" and one[0].case.strategy == strategy
+        ]
+        for one in found:
+            self._worlds.remove(one)
+            one[0].finished = True
+        return [run for run, _ in found]
 
     def _start_what_fits(self) -> None:
         if self._world is None and len(self._judgings) < self._most_judges:
@@ -176,7 +187,7 @@ class Session:
             backend=case.backend,
             size=case.world,
             request=request,
-            deadline_s=_deadline_s(run, what),
+            deadline_s=run.deadline_s(what),
             surroundings=surroundings,
         )
         return start_world(self._pool, ranks, fds=fds, on_progress=on_progress)
@@ -200,9 +211,11 @@ class Session:
                 f"{len(unstarted)} of {run.case.world} ranks could not be started "
                 f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
             )
-        refused = refusal_of(world)
-        if refused is not None:  # what cannot be adapted may show only when it is called
-            raise refused
+        run.refused = refusal_of(world)
+        if run.refused is not None:  # what cannot be adapted may show only when it is called
+            run.worlds_left, run.finished = 0, True
+            self._finish(run)
+            return
         if what != "further" and run.defect is None:
             run.defect = own_defects.in_rank(run.case, world.children, hung=world.hung)
         if what == "further":
@@ -268,14 +281,7 @@ class Session:
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.traces["world"], run.layout.index_bytes, prot=mmap.PROT_READ) as index:
             written = steps_written(index, run.layout)
-        planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
-        groups = [planned]
-        if run.timings_s.get("world", 0.0) > _LONG_WORLD_S:
-            # The two references, of like cost, apart; the longer part (it also runs the batch
-            # without ghosts) first, so that the cores finish together.
-            whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
-            groups = [whole, [pair for pair in planned if pair not in whole]]
-        for group in filter(None, groups):
+        for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
                 self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
@@ -310,6 +316,9 @@ class Session:
             world.close()
             run.judges_left -= 1
             self._go_on(run)
+            for other in self._looks.taken_up(run) if judging.closer_look else ():
+                other.judges_left -= 1
+                self._go_on(other)
 
     def _take_results(self, judging: Judging, results: list[CheckResult]) -> None:
         run = judging.run
@@ -333,8 +342,10 @@ class Session:
 
     def _finish(self, run: CaseRun) -> None:
         verdict = self._on_finished(run)
-        run.close()
-        self._listener.finished(run.case, verdict)
+        run.kept = verdict is None
+        if verdict is not None:
+            run.close()
+            self._listener.finished(run.case, verdict)
 
     def _takes_apart(self, run: CaseRun) -> bool:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
@@ -371,25 +382,19 @@ class Session:
         run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
-        """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
+        """Whether a case that is judged goes on to be diagnosed: once, and only if it failed in
+        another way than one that is explained.
+        """
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False
-        self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
-        run.judges_left += 1
-        return True
+        if not self._looks.explained(run):
+            run.judges_left += 1
+            if not self._looks.waits(run):
+                self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
+        return run.like is None
 
     def _end_everything(self) -> None:
         worlds = [world for world, _ in self._judges]
         if self._world is not None:
             worlds.append(self._world[0])
         end_now(self._pool, *worlds)
-
-
-def _deadline_s(run: CaseRun, what: WorldName) -> float:
-    """A world that takes a rerun apart may be one of several that hang, and the first world has
-    shown how long one takes that does not.
-    """
-    if what != "further":
-        return run.case.deadline_s
-    usual_s = _FURTHER_DEADLINE * run.timings_s.get("world", 0.0)
-    return min(run.case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))

@@ -13,6 +13,7 @@ from distcheck.judge.checks.merging import (
     merge_results,
     with_excuse,
 )
+from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
@@ -52,6 +53,8 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         run.separation,
         accept=run.case.accept,
     )
+    if (like := run.like) is not None:
+        found = diagnosis.diagnose(like.outcomes, like.results, like.seen, accept=like.case.accept)
     return CaseReport(
         rounded_to=rounded_to(run.seen)
         if run.seen and failed == {("gradients", IN_FLOAT64)}
@@ -69,14 +72,26 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
+        remarks=tuple(state.drew_alike(results)),
         accepted=acceptance.describe(run.case),
         contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(
             *run.notes,
             *filter(None, [elsewhere, together, not_given]),
             *_about_cell(run.case, results),
+            *_taken_from(run),
         ),
     )
+
+
+def _taken_from(run: CaseRun) -> list[str]:
+    """Where the causes come from, of a case that was not looked at itself."""
+    if run.like is None or run.like.case.workload == run.case.workload:
+        return []
+    return [
+        f"{run.case.workload} {run.case.dtype}: its causes are those of {run.like.case.workload} "
+        f"{run.like.case.dtype}, in which the same check fails first, at the same step"
+    ]
 
 
 def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:

@@ -36,6 +36,7 @@ ABOUT: Mapping[str, About] = {
     "tokens": About(data="synthetic", in_float64=True),
     "features": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
+    "twelve_steps": About(steps=12, data="synthetic", without=(IN_FLOAT32,)),
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
@@ -49,20 +50,23 @@ class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
 
     if_it_can  right code may be unable to train it: where ranks crash or hang, it does not count
     promised   it is for a strategy alone that promises this, as `@strategy(...)` has it
+    steps      fewer than its own, where another workload shows what begins late
     """
 
     in_float64: bool = False
     rerun: bool = False
     if_it_can: bool = False
     promised: Mapping[str, str] = {}
+    steps: int | None = None
 
 
 # What one workload shows for all is done with one: the rerun where collectives are few, float64
-# where the model is rich.
+# where the model is rich, many steps where they cost nothing.
 DEFAULT_RUN: Mapping[str, InDefaultRun] = {
-    "lattice": InDefaultRun(),
+    "lattice": InDefaultRun(steps=3),
     "cnn": InDefaultRun(rerun=True),
     "composite": InDefaultRun(in_float64=True),
+    "twelve_steps": InDefaultRun(),
     "tokens": InDefaultRun(promised={"loss": "tokens"}),
     "absent_on_some": InDefaultRun(if_it_can=True),
 }

@@ -248,3 +248,11 @@ def averages_parameters_over_more(model, world_size):
     for p in model.parameters():
         dist.all_reduce(p.data)
         p.data /= world_size + 1
+
+
+def rounds_from_step_four(model, step):
+    for p in model.parameters():
+        g = p.grad * step.weight
+        g = g.half() if step.index >= 4 else g
+        dist.all_reduce(g)
+        p.grad = g.to(p.grad.dtype) / step.world_size

@@ -102,7 +102,7 @@ GIVEN = [
     Given("functions:descends_on_its_own", "steps-inside", {*SCALE, "agreement -"}),
     Given("functions:install", "hooks", steps=2),
     Given("functions:install_halfway", "hooks", {*SCALE, "agreement -"}),
-    Given("functions:wrapped", "wrapper", options={"form": "wrapper"}),
+    Given("functions:wrapped", "wrapper"),
     Given("functions:with_free_names", "model"),
     Given("functions:with_odd_names", options={"variables": {"HOW_MANY": 2}}),
     Given("functions:with_odd_names", options={"variables": {"HOW_MANY": "@size"}}, world=3),
@@ -110,10 +110,10 @@ GIVEN = [
     Given("functions:Callable.__call__"),
     Given("classes:NaiveDDP", "wrapper", world=3, steps=2),
     Given("classes:OverlappedDDP", "wrapper", steps=2),
-    Given("classes:OddlyNamed", "wrapper", {*SCALE, "agreement -"}),
+    Given("classes:OddlyNamed", "wrapper"),
     Given("classes:OddlyNamed", "wrapper", options={"finish": "zzz"}),
     Given("classes:OddlyNamed.zzz", "wrapper"),
-    Given("classes:LeansOnReset", "wrapper", {*SCALE, "agreement -"}, steps=2),
+    Given("classes:LeansOnReset", "wrapper", steps=2),
     Given("classes:LeansOnReset", "wrapper", steps=2, options={"reset": "start_over"}),
     # Defined in another module than the one that it is imported from.
     Given("torch.nn.parallel:DistributedDataParallel", "wrapper"),
@@ -199,6 +199,7 @@ GIVEN = [
     Given("published:reducer"),
     Given("published:OneMethod"),
     Given("published:SeveralMethods", options={"finish": "go"}),
+    Given("published:SeveralMethods"),
     Given("published:HooksAlone", "wrapper", steps=2),
     Given("published:SumsByHooks", "wrapper", SCALE),
     Given("published:HooksAndASync", "wrapper", options={"finish": "none"}),
@@ -248,6 +249,10 @@ GIVEN = [
     Given("bound:OfTheClass", "", SCALE),
     Given("bound:HalfTimedReducer", "gradients", SCALE),
     Given("bound:ListsItsParameters.mingle", "method", options={"arguments": {"is_server": True}}),
+    Given("guessed:Switched", "wrapper", steps=2),
+    Given("guessed:SwitchedSum", "wrapper", SCALE, cause="missing-division"),
+    Given("guessed:MeansInBackward", "autograd"),
+    Given("guessed:AroundInner", "sharded-optimizer", steps=2),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -288,6 +293,19 @@ def test_form(given: Given) -> None:
     assert [note.split()[2].rstrip(",;") for note in taken] == (
         [given.taken] if given.taken else []
     )
+
+
+def test_a_form_that_was_found_says_how_to_pin_it() -> None:
+    (case,) = verify(["guessed:Switched"], world=2, steps=2).cases
+    assert any("--as wrapper --finish sync_gradients --reset switch_on" in n for n in case.notes)
+    assert case.case.adaptation.reset == "switch_on", "so that a replay calls it the same way"
+
+
+def test_what_begins_late_is_found_in_real_numbers() -> None:
+    report = distcheck.verify(
+        f"{HERE / 'functions.py'}:rounds_from_step_four", workload="twelve_steps", world=2
+    )
+    assert [cause.cause for cause in report.cases[0].diagnosis] == ["low-precision"]
 
 
 def test_pieces_are_found_where_few_integers_are_exact() -> None:
@@ -405,18 +423,18 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("functions:averages_with_rate", {"form": "steps-inside"}, "wrote none"),
         ("classes:NaiveDDP", {"form": "sharded-module"}, "whole on every rank; give --as wrapper"),
         ("classes:DividedInPlace", {"form": "wrapper"}, "give --as sharded-module"),
-        ("functions:wrapped", {}, "returned another module .* give --as wrapper"),
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
         ("bound:ListsItsParameters.mingle", {}, r"sets that: nothing is known of is_server; give "),
-        ("published:SeveralMethods", {}, r"as the only one \(it has stop, go\)"),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
         ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
         ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=@world_size"),
         ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
+        ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
+        ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),
         ("published:StepsInBackward", {}, "updates the parameters in backward and leaves no gr"),
@@ -436,7 +454,6 @@ def test_what_cannot_be_adapted_is_refused(
 @pytest.mark.parametrize(
     ("spec", "edits"),
     [
-        ("published:SeveralMethods", {"METHOD()": "go(model)"}),
         ("classes:Both.average", {"ATTRIBUTE": "actor"}),
         ("published:SetUpFirst", {}),
     ],

@@ -1,5 +1,6 @@
 """Secrets of the environment: masked where an exception or a print quotes them."""
 
+import atexit
 import json
 import shlex
 import sys
@@ -174,7 +175,7 @@ def test_a_recording_has_only_variables_of_a_list(
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--hub-token", "swordfish"])
     monkeypatch.setattr(rank, "mark_rank", lambda: None)
-    monkeypatch.setattr(rank.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
     for number in range(2):
         rank.introduce(tmp_path, number, 2, parameters.Parameters())
     first, second = (read_rank(tmp_path / f"rank-000{n}/rank.json") for n in range(2))

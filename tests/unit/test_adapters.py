@@ -90,7 +90,7 @@ def choose_form(target: Target) -> str:
         ("def f(model, optimizer): optimizer.step()", "f", "step"),
         ("def f(model, lr):\n  for p in model: p.data -= lr * p.grad", "f", "steps-inside"),
         ("def f(params, lr):\n  for p in params: p.data.sub_(p.grad)", "f", "steps-inside"),
-        ("def f(model, lr):\n  for p in model: p.grad.data -= 1", "f", "model"),
+        ("def f(model, lr):\n  for p in model: p.grad.data -= 1", "f", "parameters"),
         ("def f(model, lr):\n  for p in model: p.data += lr", "f", "model"),
         ("class f:\n  def __init__(self, module): pass", "f", "wrapper"),
         ("class f:\n  def __init__(self, optimizer): pass", "f", "optimizer"),
@@ -164,7 +164,7 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
 
 def test_every_form_has_what_a_form_needs() -> None:
     """A row says when the code is called, or has a file of its own."""
-    assert len({form.name for form in forms.FORMS}) == len(forms.FORMS) == 21
+    assert len({form.name for form in forms.FORMS}) == len(forms.FORMS) == 22
     files = {path.stem for path in Path(forms.__file__).parent.glob("*.py")} - {"__init__"}
     of_rows = {form.name.replace("-", "_") for form in forms.FORMS if form.called is None}
     assert files == of_rows
@@ -311,18 +311,18 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import argparse\n"
         "chunk = 4\n"
-        "def sync(model, bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes): pass\n"
+        "def sync(model, coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes): pass\n"
         "def reads(model, args): model.x = args.coef, args.num_learners, args.odd\n"
         "parser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--bucket-mb', type=int, default=50)\n"
+        "parser.add_argument('--coef-mb', type=int, default=50)\n"
         "parser.add_argument('--coef', default=0.5)\n"
         "parser.add_argument('--wire', default='$(reboot)')\n"
     )
     with pytest.raises(UsageError) as caught:
         load_strategy(f"{tmp_path / 'asks.py'}:sync")
     assert str(caught.value).endswith(
-        "nothing is known of bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
-        "--arg bucket_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
+        "nothing is known of coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
+        "--arg coef_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
         "--arg odd=VALUE --arg size_mib=25 --arg cap_bytes=26214400"
     )
     loaded = load_strategy(f"{tmp_path / 'asks.py'}:reads")

@@ -25,12 +25,16 @@ OF_GRADIENTS = [
 ]
 OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, *OF_GRADIENTS]
 OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
-OF_VERIFY = [*(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py"]
+OF_VERIFY = [
+    *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py",
+    ROOT / "distcheck/verification/gaps.py",
+]  # fmt: skip
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
 SHOWN_IN = (
     "tests/mutants/causes.py", "tests/mutants/subtle/causes.py", "examples/jobs/planted.toml",
     "examples/jobs/resuming.toml", "examples/jobs/layouts/planted.toml",
-    "tests/wrong_programs/*.py", "tests/job/test_*.py", "tests/launchers/test_deaths.py",
+    "tests/unit/test_gaps.py", "tests/wrong_programs/*.py", "tests/job/test_*.py",
+    "tests/launchers/test_deaths.py",
 )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_sizes_are_those_of_the_largest() -> None:
     assert not_shown(batches)[1] == "batches other than 8, 64"
     old = msgspec.structs.replace(Run().contents, batch=0)
     assert not_shown([old])[1] == "batches of other sizes"
-    begins = "what begins after step 12 (2 in some cases), or after the last step"
+    begins = "what begins after step 2 (12 in some cases), or after the last step"
     assert begins in not_shown(worlds)
     assert "what begins after step 12, or after the last step" in not_shown(worlds[1:2])
 

@@ -138,9 +138,10 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "allreduce-w4-cnn-float32-cuda",
         "allreduce-w4-composite-float32-cuda",
         "allreduce-w4-composite-float64-cuda",
+        "allreduce-w4-twelve_steps-float32-cuda",
         "allreduce-w4-cnn-float32-cuda-against-cpu",
     ]
-    assert [case.judged_on for case in found.values()] == [*["cuda"] * 4, "cpu"]
+    assert [case.judged_on for case in found.values()] == [*["cuda"] * 5, "cpu"]
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
     assert against.layers == ("S32",)
     assert {check for check, _ in checks(against, Contract())} == {

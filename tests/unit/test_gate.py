@@ -158,7 +158,7 @@ def test_without_a_file_nothing_has_changed(folder: Path) -> None:
     assert ids == [
         "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
-        "allreduce-w4-absent_on_some-float32",
+        "allreduce-w4-twelve_steps-float32", "allreduce-w4-absent_on_some-float32",
     ]  # fmt: skip
 
 
@@ -263,9 +263,9 @@ def test_parts_that_are_none(shard: str) -> None:
 
 def test_a_part_without_a_case_is_refused(folder: Path) -> None:
     write(folder, "[tool.distcheck]\nstrategies = ['ddp']\nworlds = [2, 3]\n")
-    assert len(plan(shard="2/3").cases) == 5
+    assert len(plan(shard="2/3").cases) == 6
     with pytest.raises(
-        UsageError, match="--shard 3/3 has nothing to run; the 10 cases make 2 parts"
+        UsageError, match="--shard 3/3 has nothing to run; the 12 cases make 2 parts"
     ):
         plan(shard="3/3")
 

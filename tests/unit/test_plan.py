@@ -84,22 +84,25 @@ def test_a_promised_workload_that_is_not_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_default_run() -> None:
-    lattice, cnn, composite, semantic, absent = cases()
+    lattice, cnn, composite, semantic, late, absent = cases()
     assert [c.id for c in cases()] == [
         "allreduce-w4-lattice-float32",
         "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32",
         "allreduce-w4-composite-float64",
+        "allreduce-w4-twelve_steps-float32",
         "allreduce-w4-absent_on_some-float32",
     ]
-    assert [c.steps for c in cases()] == [12, 3, 3, 2, 3]
+    assert [c.steps for c in cases()] == [3, 3, 3, 2, 12, 3]
+    assert [c.steps for c in cases(workloads=["lattice"])] == [12]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
     assert {layer for check, layer in checks(lattice)} == {"lattice", "X", "-"}
     assert {layer for check, layer in checks(cnn)} == {"X", "R", "S32", "-"}
     assert {layer for check, layer in checks(composite, draws=True)} == {"X", "R", "-"}
     assert {layer for check, layer in checks(semantic)} == {"S64", "X", "-"}
-    assert [c.rerun for c in cases()] == [False, True, False, False, False]
-    assert [counts_if_finished(c) for c in cases()] == [False] * 4 + [True]
+    assert {layer for check, layer in checks(late)} == {"X", "R", "-"}
+    assert [c.rerun for c in cases()] == [False, True, False, False, False, False]
+    assert [counts_if_finished(c) for c in cases()] == [False] * 5 + [True]
     assert (absent.deadline_s, cnn.deadline_s) == (3.0, 30.0)
 
 
@@ -307,7 +310,7 @@ def test_a_failed_calibration_falls_back_to_the_bound_and_says_so() -> None:
 
 
 def test_random_forward_passes_have_no_full_batch() -> None:
-    _, cnn, _, semantic, _ = cases()
+    _, cnn, _, semantic, *_ = cases()
     assert ("gradients", "S32") not in checks(cnn, draws=True)
     planned = checks(semantic, draws=True)
     assert ("gradients", "S64") not in planned
@@ -344,7 +347,7 @@ def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
 
 
 def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
-    _, cnn, _, semantic, _ = cases()
+    _, cnn, _, semantic, *_ = cases()
     facts = facts_of(ORDERED, normalises_batches=True, rows_apart=True)
     for case in (cnn, semantic):
         planned = plan_checks(case, facts, sizes=[(64,) * 4] * 3, calibration_failure="")

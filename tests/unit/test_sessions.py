@@ -18,7 +18,7 @@ from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.judgings import steps_of_judges
 from distcheck.verification.progress import Silent
-from distcheck.verification.session import Session, _deadline_s
+from distcheck.verification.session import Session
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
@@ -129,8 +129,8 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
     run = case_run(deadline_s=30.0)
     for spent, deadline_s in ((0.2, 5.0), (1.5, 15.0), (60.0, 30.0)):
         run.timings_s["world"] = spent
-        assert _deadline_s(run, "further") == deadline_s
-        assert _deadline_s(run, "rerun") == 30.0
+        assert run.deadline_s("further") == deadline_s
+        assert run.deadline_s("rerun") == 30.0
 
 
 @pytest.mark.parametrize("after_hang", [False, True])

@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -100,10 +101,10 @@ def test_the_store_can_be_reached_by_its_ranks_alone(world: WorldView) -> None:
     """torch's store on a port answers to every user of the machine; a file in memory has no name,
     and what /proc shows of it only this user can open.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    assert isinstance(store, dist.FileStore)
+    assert type(store) is dist.FileStore
     assert os.readlink(store.path).startswith("/memfd:distcheck-store")
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with pytest.raises(ConnectionRefusedError):
@@ -115,7 +116,7 @@ def test_the_store_can_be_reached_by_its_ranks_alone(world: WorldView) -> None:
 
 @pytest.mark.world(2)
 def test_the_store_has_what_code_asks_of_one(world: WorldView) -> None:
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     peer = str(1 - world.rank)
     store.set(f"set/{world.rank}", "value")
     store.wait([f"set/{peer}"], timedelta(seconds=60))

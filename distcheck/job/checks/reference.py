@@ -299,7 +299,7 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
         for number, (mine, other) in enumerate(zip(own, seen.groups, strict=False)):
             for key in sorted(set(mine) & set(other)):
                 # Derived: a setting that is sent to other ranks in float32 is rounded once.
-                if abs(mine[key] - other[key]) > unit_roundoff("float32") * abs(other[key]):
+                if not math.isclose(mine[key], other[key], rel_tol=unit_roundoff("float32")):
                     tally.fail(
                         f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, and "
                         f"{other[key]:.9g} as one process",

@@ -19,6 +19,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records.run_facts import DREW_ALIKE
 
 OVER_STEPS = True  # looks at all steps together, as they were recorded
 
@@ -81,10 +82,10 @@ def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
     if groups:
         ranks = "; ".join(", ".join(map(str, group)) for group in groups)
         tally.remark(
-            f"ranks {ranks} begin step {step} with the same random numbers of {library}, which "
-            "distcheck had made different: dropout masks or noise that are drawn from it are "
-            "copies. Gradients are right all the same. If code seeds its own random numbers, give "
-            "it a generator of its own"
+            f"ranks {ranks} begin step {step} {DREW_ALIKE}{library}, which distcheck had made "
+            "different: dropout masks or noise that are drawn from it are copies. Gradients are "
+            "right all the same. If code seeds its own random numbers, give it a generator of its "
+            "own"
         )
 
 

@@ -66,8 +66,9 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     """A wrong gradient of one rank that is something else, within that thing's own bound.
 
     kind     what it is: `earlier` (the mean of step `step`), `sum` (of the means from step `step`
-             on), `added` (the mean, plus what the rank held at step `step`), `parameter` (the mean
-             of parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
+             on), `added` (the mean, plus what the rank held at step `step`), `left` (the mean, plus
+             the share of that which some ranks have in a mean), `parameter` (the mean of
+             parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
              and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
     distance and bound are L2 norms.
     """

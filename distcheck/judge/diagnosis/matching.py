@@ -55,6 +55,12 @@ def _earlier(
             if held is not None and bool(held.any()):
                 limit = _size(view, one.index) + float(held.double().norm())
                 own.append(("added", one.interval.mean + held.double(), step_gamma * limit))
+                # What some ranks did not clear is in the mean of all.
+                ranks = len(view.weights)
+                own += [
+                    ("left", one.interval.mean + held.double() * k / ranks, step_gamma * limit)
+                    for k in range(1, ranks)
+                ]
             for kind, expected, bound in own:
                 distance = float((one.result(rank) - expected).norm())
                 if distance <= bound:

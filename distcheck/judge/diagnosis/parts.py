@@ -123,6 +123,15 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
     return []
 
 
+# Of an earlier step's gradient, by the kind of a match.
+_LEFT = {
+    "sum": "the means of steps {past} to {step} added up",
+    "added": "this step's mean, added to what they held at step {past}",
+    "left": "this step's mean, and what some ranks still held of step {past} when backward began: "
+    "these did not clear it",
+}
+
+
 def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """What earlier steps left: a gradient that is stale, or added to."""
     where = f"step {step.step}, {parameters_text(step, parameters)}"
@@ -139,14 +148,11 @@ def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
         if are("earlier", past)
     ]
     for past in range(step.step):
-        kinds = [k for k in ("sum", "added") if are(k, past)]
-        if kinds:
-            what = (
-                f"the means of steps {past} to {step.step} added up"
-                if kinds[0] == "sum"
-                else f"this step's mean, added to what they held at step {past}"
-            )
-            found.append(name_cause("accumulated-gradient", f"{where}: ranks hold {what}"))
+        kind = next((k for k in _LEFT if are(k, past)), "")
+        if kind:
+            text = f"{where}: ranks hold {_LEFT[kind].format(past=past, step=step.step)}"
+            of = "some-ranks" if kind == "left" else "usual"
+            found.append(name_cause("accumulated-gradient", text, of))
             break
     return found
 

@@ -1,6 +1,6 @@
 """Causes outside the gradients: data, initial state, buffers, random numbers, optimizer, reruns."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.judge.diagnosis.facts import Facts, Overlap
 from distcheck.judge.diagnosis.wording import Failures, positions_text, ranks_text, where
@@ -9,6 +9,7 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
+from distcheck.records.run_facts import DREW_ALIKE
 
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
@@ -130,6 +131,14 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
             "noise are copies. (By itself that fails no check.)",
         )
     ]
+
+
+def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
+    """The same as a remark, of a case in which no check failed for it."""
+    for result in results:
+        if result.check == "data" and result.verdict == "pass" and DREW_ALIKE in result.reason:
+            seen, _, more = result.reason.partition(", which")
+            yield name_cause("same-randomness", f"{seen}, which{more.partition('. ')[0]}")
 
 
 def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:

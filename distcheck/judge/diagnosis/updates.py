@@ -95,8 +95,9 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
 
 
 def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, tuple[str, ...]]:
-    """(how often, which parameters) count in the norm that clipped an update, in a layout; nothing
-    where not exactly one set of parameters explains by what factor it is too short.
+    """(how often, which parameters) count in the norm that clipped an update; nothing where not
+    exactly one set of parameters explains by what factor it is too short. Without a layout every
+    rank has all of them, and that is the set.
 
     With |g| the norm of all gradients, the update of clipped gradients is |g| / n of the right one
     for a norm n. Where every one of k ranks adds the squares of what it holds whole, n^2 is |g|^2
@@ -105,11 +106,15 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
     mesh = expectation.references.mesh
     training, step = expectation.training, expectation.step
     names = [spec.name for spec in expectation.trace.layout.model.parameters]
-    if mesh is None or training.clip_norm is None or not 0 < factor < 1 - _SAME:
+    if training.clip_norm is None or not 0 < factor < 1 - _SAME:
         return 1, ()
     held = [expectation.trace.tensor(0, Kind.GRADIENT, step, i) for i in range(len(names))]
     squares = [0.0 if g is None else float(wide(g).square().sum()) for g in held]
-    total, share = sum(squares), mesh.world // mesh.data
+    total, world = sum(squares), expectation.trace.layout.world
+    if mesh is None:
+        is_it = sqrt(total) > training.clip_norm and isclose(factor**-2, world, rel_tol=_CLOSE)
+        return (world, tuple(names)) if is_it else (1, ())
+    share = mesh.world // mesh.data
     if len(names) > _MOST_SUBSETS or share < 2 or sqrt(total) <= training.clip_norm:
         return 1, ()
     excess = total * (factor**-2 - 1) / (share - 1)

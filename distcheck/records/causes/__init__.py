@@ -17,6 +17,7 @@ from distcheck.records import Diagnosis
 
 FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
 APART = "what was recorded cannot tell this from"  # begins what follows several causes
+NOT_EXERCISED = "not-exercised"  # of a pass alone; screens show it with what a pass does not show
 _USUAL = "usual"  # the variant where a call names none
 LineKind = Literal[
     "given", "exchanges", "reduces", "backward", "clip", "step", "loader", "collective"

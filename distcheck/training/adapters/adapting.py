@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -11,10 +12,12 @@ from torch import nn
 
 from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
 from distcheck.errors import UsageError
+from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
 from distcheck.training.adapters.called import adapt_row
 from distcheck.training.adapters.forms import Form, choose_form, form_of
 from distcheck.training.adapters.free_names import FreeNames
+from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
@@ -28,12 +31,34 @@ from distcheck.training.adapters.target import (
     required,
     source_line,
 )
+from distcheck.training.adapters.unknown import FormError
 from distcheck.training.loaded import LoadedStrategy
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
-    """The strategy, by the form that `--as` names or the first that fits. Raises UsageError."""
+    """The strategy, by the form that `--as` names or the first that fits and does not refuse it.
+    Raises UsageError.
+    """
     _refuse_deferred(target)
+    try:
+        return _adapted(target, find)
+    except FormError as error:
+        for way in chain(*other_ways(target, find)):
+            loaded = _adapted(dataclasses.replace(target, adaptation=way), find)
+            said = "--as, --finish and --reset say otherwise"
+            note = f"{loaded.note} ({said})"
+            return dataclasses.replace(loaded, note=note, refusal=str(error))
+        raise
+
+
+def other_ways(target: Target, find: Callable[[str], Any]) -> Tiers:
+    """The ways to call it besides the first: see `hypotheses`."""
+    return ways_to_call(
+        target, lambda way: _adapted(dataclasses.replace(target, adaptation=way), find)
+    )
+
+
+def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     scene = Scene(target.adaptation, find)
     free = FreeNames(target, scene)
     scene.uses = set(free.filled.values())
@@ -43,7 +68,7 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     named = target.adaptation.form
     form = form_of(named) if named else choose_form(target)
     if form is None and (method := target.adaptation.finish or _usual_method(target.value)):
-        return adapt(_method_of(target, method), find)
+        return _adapted(_method_of(target, method), find)
     if form is None:
         raise _no_form(target)
     if target.adaptation.without_data and form.computes:
@@ -66,7 +91,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
-    loaded = dataclasses.replace(loaded, contract=contract, note=note)
+    once = tuple(dict.fromkeys(scene.handed_once))
+    loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     return _watched(loaded, scene, free, start_up, target)
 
 
@@ -159,6 +185,8 @@ def _with_generators(note: str, scene: Scene) -> str:
             f"; {name} is model.{named}parameters(), a generator "
             f"(--arg {name}=@{named}param_list gives a list)"
         )
+    for text in dict.fromkeys(scene.assumed):
+        note += f"; {text} (--arg says otherwise)"
     return note.removeprefix("; ")
 
 
@@ -167,7 +195,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
     filled = ", ".join(f"{n} (the {m.replace('_', ' ')})" for n, m in free.filled.items())
     text = ""
     if note or filled or named:
-        text = ", ".join(filter(None, [f"taken as: {form}", note]))
+        text = ", ".join(filter(None, [f"{TAKEN_AS}{form}", note]))
         text += f"; filled in in its module: {filled}" if filled else ""
         text += "" if named else " (--as says otherwise)"
     return "; ".join(filter(None, [text, *more]))
@@ -176,6 +204,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
 # What does not change as training goes on, and is known before there is a model.
 _FIXED = (
     "rank", "local_rank", "world_size", "group", "communicator", "backend", "device", "timer",
+    "bucket_mb", "bucket_bytes",
 )  # fmt: skip
 
 

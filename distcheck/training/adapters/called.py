@@ -19,6 +19,7 @@ from distcheck.training.adapters.forms import Form, is_context_function
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.source import COLLECTIVES
 from distcheck.training.adapters.target import Target, counts, takes_any_number, wants_list
 from distcheck.training.loaded import LoadedStrategy
 
@@ -71,8 +72,14 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     """The call with the model, with its parameters where it works on those, or with neither where
     its first parameter is something else by its name.
     """
-    first = target.first
+    first, of_several = target.first, target.kind_of_first == "models"
     of_parameters = "parameters" in (form.handed, target.kind_of_first)
+    if of_several and not target.words & COLLECTIVES:
+        raise UsageError(
+            f"{target.described}: {first} is a list of models in one process, and no collective is "
+            "called; distcheck runs one model per process, so give the function that exchanges "
+            "gradients between processes"
+        )
     is_subject = of_parameters or meaning_of(first) in ("", "model")
     supplied = [first] if first and is_subject and first not in target.arguments else []
     takes_all, stepped = False, list[str]()
@@ -92,7 +99,8 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
             scene.calls += 1
             return target.value(model, scene.step)
         of_it = list(model.parameters()) if listed else model.parameters()
-        return filling.call(*[of_it if of_parameters else model][: len(supplied)])
+        subject = of_it if of_parameters else [model] if of_several else model
+        return filling.call(*[subject][: len(supplied)])
 
     return call
 
@@ -149,15 +157,19 @@ def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) ->
 
 def _of_all_gradients(target: Target, scene: Scene) -> Sync:
     into = [p.name for p in target.required[1:] if p.name in names.GRADIENTS_OUT][:1]
+    into += [p.name for p in target.required[1:] if into and p.name in names.MEMORIES][:1]
+    memory: list[torch.Tensor] = []
     filling = Filling(scene, target.value, what=target.described, supplied=[target.first, *into])
 
     def sync(model: nn.Module, step: Step) -> None:
         parameters = present(scene.parameters())
         tensors = [parameter.grad for parameter in parameters]
-        means = [[torch.zeros_like(parameter) for parameter in parameters] for _ in into]
-        answer = wait_for(filling.call(tensors, *means))
-        if means:  # whatever it returns besides
-            (answer,) = means
+        if len(memory) != len(parameters):
+            memory[:] = [torch.zeros_like(parameter) for parameter in parameters]
+        means = [torch.zeros_like(parameter) for parameter in parameters]
+        answer = wait_for(filling.call(tensors, *[means, memory][: len(into)]))
+        if into:  # whatever it returns besides
+            answer = means
         # What it returned; otherwise the list that it was given, whose entries it may replace.
         take_back(parameters, tensors if answer is None else answer, what=repr(target.spec))
 

@@ -22,6 +22,8 @@ GRADIENTS = _names(
 # Of a function that is given two lists: what each rank has, and where the mean goes.
 GRADIENTS_IN = _names("grad_in grads_in gradients_in")
 GRADIENTS_OUT = _names("grad_out grads_out gradients_out")
+# What compressed exchanges keep of each gradient for the next step.
+MEMORIES = _names("memory_out memory memories residuals error_memory")
 SENT = _names(
     "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
     "input_tensor local in_tensor source"
@@ -64,6 +66,8 @@ _FACTS = {
     "listed_named_parameters": "named_param_list named_parameter_list",
     "gradients": " ".join(GRADIENTS | GRADIENTS_IN | GRADIENTS_OUT),
     "timer": "timer",
+    "bucket_mb": "bucket_size_mb bucket_cap_mb bucket_mb bucket_size_mib buffer_size_mb cap_mb",
+    "bucket_bytes": "bucket_size_bytes bucket_bytes bucket_cap_bytes bucket_cap buffer_size",
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
 

@@ -1,9 +1,9 @@
 """What is said of code that no form fits: why, what to do, and a file that does it."""
 
-from distcheck.errors import UsageError
 from distcheck.training.adapters.forms import form_names
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.adapters.unknown import FormError
 
 # How a strategy of distcheck's own form gives what people's parameters ask for.
 _GIVEN = {
@@ -29,10 +29,10 @@ _BEFORE_TRAINING = _GIVEN | {
 }
 
 
-def refusal(target: Target, why: str) -> UsageError:
+def refusal(target: Target, why: str) -> FormError:
     """The error for code that cannot be adapted, with a file written for this very object."""
     name = "Adapted" if target.is_class or target.maker is not None else "sync"
-    return UsageError(
+    return FormError(
         f"{why}. Say with --as what it is ({', '.join(form_names())}), or call it yourself from a "
         f"file beside it, and give that as FILE.py:{name}:\n{template(target)}"
     )

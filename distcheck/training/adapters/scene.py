@@ -23,7 +23,7 @@ from distcheck.records import Adaptation
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import counts, named_parameters, takes_any_name, wants_list
-from distcheck.training.adapters.unknown import NotKnownError, explain, options
+from distcheck.training.adapters.unknown import FormError, NotKnownError, explain, options
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Scene:
     used: set[str] = field(default_factory=set)
     uses: set[str] = field(default_factory=set)  # meanings that come in some other way
     handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
+    assumed: list[str] = field(default_factory=list)  # parameters that get a size of buckets
     _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
     _namespace: SimpleNamespace | None = None
     _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and who does
@@ -84,6 +85,9 @@ class Scene:
             "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
             "timer": lambda: _no_timer,
+            # Less than DDP's, so that a small model fills more than one.
+            "bucket_mb": lambda: 1,
+            "bucket_bytes": lambda: 1 << 20,
             "parameters": lambda: self.live_model.parameters(),
             "listed_parameters": self.parameters,
             "named_parameters": lambda: self.live_model.named_parameters(),
@@ -220,6 +224,8 @@ class Filling:
                 meaning = Source(function).meaning_of(p.name)
                 if meaning:
                     meaning = self._exactly(meaning, p)
+                    if meaning.startswith("bucket_"):
+                        scene.assumed.append(f"{p.name}={scene.value(meaning)}")
                     if meaning == "arguments":
                         scene.note_namespace()
                         scene.reads_of(p.name, function)
@@ -228,7 +234,7 @@ class Filling:
                     unknown.append(p.name)
         if unknown:
             words = options("--arg", unknown, function)
-            raise UsageError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
+            raise FormError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
         self._more: dict[str, str] = {}
         if takes_any_name(function):
             known = {p.name for p in parameters}

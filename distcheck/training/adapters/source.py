@@ -4,8 +4,9 @@ import ast
 import dis
 import functools
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import CodeType, ModuleType
 from typing import Any
@@ -28,13 +29,52 @@ _OF_TORCH_DISTRIBUTED = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast",
     "reduce_scatter_tensor", "all_to_all", "get_rank", "get_world_size", "is_initialized",
 }  # fmt: skip
+# The calls by which code exchanges tensors.
+COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "broadcast",
+    "reduce_scatter_tensor", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "gather",
+    "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
+} | (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"})  # fmt: skip
+
+_YIELD = ("list", "tuple", "enumerate", "zip", "reversed", "sorted", "iter", "tqdm")
+# Of these, those whose first argument is one tensor.
+_TAKE_ONE = {
+    "all_reduce", "reduce", "broadcast", "send", "isend", "Allreduce", "allreduce", "Bcast",
+}  # fmt: skip
 
 
 def unwrapped(value: Any) -> Any:
-    """What a partial calls."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    return value
+    """What a partial calls, or a decorator's function that shows no parameters: the only function
+    in its closure.
+    """
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif (inner := decorated(value)) is not None:
+            value = inner
+        else:
+            return value
+
+
+def decorated(value: Any) -> Any:
+    """The function that a decorator without functools.wraps has hidden; None for any other."""
+    if not inspect.isfunction(value) or hasattr(value, "__wrapped__") or value.__closure__ is None:
+        return None
+    code = value.__code__
+    takes_all = code.co_flags & inspect.CO_VARARGS and code.co_flags & inspect.CO_VARKEYWORDS
+    if not takes_all or code.co_argcount or code.co_kwonlyargcount:
+        return None
+    held = [cell.cell_contents for cell in value.__closure__ if _is_filled(cell)]
+    functions = [one for one in held if inspect.isfunction(one)]
+    return functions[0] if len(functions) == 1 else None
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def function_of(value: Any) -> Any:
@@ -49,7 +89,10 @@ class _Nodes(tuple[ast.AST, ...]):
 
     @cached_property
     def attributes(self) -> set[str]:
-        return {node.attr for node in self if isinstance(node, ast.Attribute)}
+        named = {node.attr for node in self if isinstance(node, ast.Attribute)}
+        # As getattr(p, name) has them, where the name comes from a constant.
+        texts = {node.value for node in self if isinstance(node, ast.Constant)}
+        return named | ({"grad", "data"} & {text for text in texts if isinstance(text, str)})
 
     @cached_property
     def words(self) -> set[str]:
@@ -85,10 +128,33 @@ class Source:
     """A function's syntax tree; empty where its source cannot be had."""
 
     def __init__(self, value: Any) -> None:
+        self._value = function_of(value)
         try:
-            self._nodes = _nodes_of(function_of(value))
+            self._nodes = _nodes_of(self._value)
         except (OSError, TypeError, SyntaxError):
             self._nodes = _Nodes()
+
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of it."""
+        return self._nodes
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """The names of its module."""
+        value = inspect.unwrap(self._value) if callable(self._value) else self._value
+        value = getattr(value, "__func__", value)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        names: Mapping[str, Any] = getattr(value, "__globals__", None) or vars(module or object)
+        return names
+
+    def line_of(self, node: ast.AST) -> int:
+        """The line of a node in its file."""
+        try:
+            first = inspect.findsource(inspect.unwrap(self._value))[1]
+        except (OSError, TypeError):
+            first = 0
+        return first + int(getattr(node, "lineno", 1))
 
     @property
     def attributes(self) -> set[str]:
@@ -127,6 +193,20 @@ class Source:
     def exchanges_by_mpi(self) -> bool:
         """Whether it calls a method by which mpi4py alone exchanges something."""
         return bool(self.attributes & (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"}))
+
+    def worked_on(self, name: str) -> str:
+        """What a variable is by what is done with it or with its elements: `parameters` or
+        `models` by the attributes of its elements, `gradients` whose elements a collective takes, a
+        `tensor` that a collective takes; empty where its use does not tell.
+        """
+        elements = {name_ for node in self._nodes for name_ in _elements_of(node, name)}
+        used = set[str]().union(*map(self.attributes_of, elements))
+        if used & {"parameters", "named_parameters"}:
+            return "models"
+        if "grad" in used:
+            return "parameters"
+        sent = set(_sent_by(self._nodes))
+        return "tensor" if name in sent else "gradients" if sent & elements else ""
 
     def meaning_of(self, name: str) -> str:
         """The meaning of a variable: its use outweighs its name, except that a name may say more
@@ -206,6 +286,31 @@ def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
+def _elements_of(node: ast.AST, name: str) -> Iterator[str]:
+    """The variables that a loop gives the elements of `name`: also of list(name), enumerate(name),
+    zip(name, ...).
+    """
+    if not isinstance(node, ast.For | ast.comprehension):
+        return
+    gone_through = node.iter
+    handed = [gone_through]
+    if isinstance(gone_through, ast.Call) and getattr(gone_through.func, "id", "") in _YIELD:
+        handed = gone_through.args
+    if any(_is_name(one, name) for one in handed):
+        yield from (n.id for n in ast.walk(node.target) if isinstance(n, ast.Name))
+
+
+def _sent_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The variables, also their `.data`, that are the first argument of a collective."""
+    for node in nodes:
+        function = node.func if isinstance(node, ast.Call) else None
+        called = getattr(function, "attr", getattr(function, "id", ""))
+        if called in _TAKE_ONE and isinstance(node, ast.Call) and node.args:
+            sent = node.args[0]
+            sent = sent.value if isinstance(sent, ast.Attribute) and sent.attr == "data" else sent
+            yield from [sent.id] if isinstance(sent, ast.Name) else []
+
+
 def _subtracts(node: ast.AST) -> bool:
     if isinstance(node, ast.AugAssign):
         return isinstance(node.op, ast.Sub) and _is_data(node.target)
@@ -240,6 +345,8 @@ class Reached:
         while waiting:
             reached = waiting.pop()
             self.sources.append(Source(reached))
+            bases = reached.__bases__ if inspect.isclass(reached) else ()
+            waiting += [base for base in bases if base.__module__ == module.__name__]
             for code in _codes(reached, known):
                 if id(code) in seen:
                     continue

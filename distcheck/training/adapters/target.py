@@ -11,7 +11,7 @@ from typing import Any
 from distcheck.contract import contract_of
 from distcheck.records import Adaptation
 from distcheck.training.adapters import names
-from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.source import Reached, Source, decorated, function_of
 from distcheck.training.loaded import LoadedStrategy
 
 Parameters = list[inspect.Parameter]
@@ -55,7 +55,8 @@ class Target:
     @property
     def name(self) -> str:
         """What it calls itself."""
-        return str(getattr(self.value, "__name__", type(self.value).__name__))
+        value = decorated(self.value) or self.value
+        return str(getattr(value, "__name__", type(value).__name__))
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -106,18 +107,18 @@ class Target:
     def signature(self) -> str:
         """As a person wrote it, without annotations and without defaults that are no literals."""
         try:
-            parameters = list(inspect.signature(self.value).parameters.values())
+            shown = inspect.signature(decorated(self.value) or self.value)
         except (TypeError, ValueError):
             return self.name
         plain = (int, float, str, bool, type(None))
-        shown = [
+        parameters = [
             p.replace(
                 annotation=p.empty,
                 default=p.default if p.default is p.empty or isinstance(p.default, plain) else ...,
             )
-            for p in parameters
+            for p in shown.parameters.values()
         ]
-        return f"{self.name}{inspect.Signature(shown)}".replace("Ellipsis", "...")
+        return f"{self.name}{inspect.Signature(parameters)}".replace("Ellipsis", "...")
 
     @property
     def described(self) -> str:
@@ -130,18 +131,43 @@ class Target:
             contract=contract_of(self.value), file=source_file(self.value), note=note, **methods
         )
 
+    @cached_property
+    def reached(self) -> list[Source]:
+        """What its source says, and that of all that it reaches in its module."""
+        if self.module is None or self.value is None:
+            return [self.source]
+        return Reached(function_of(self.value), self.module).sources
+
     @property
+    def everything(self) -> list[Source]:
+        """The same, and the source of the class that it is a method of."""
+        if self.owner is None or self.module is None:
+            return self.reached
+        return Reached(self.owner, self.module).sources
+
+    @property
+    def words(self) -> set[str]:
+        """Every name in its source, and in that of all that it reaches in its module."""
+        return set[str]().union(*(source.words | source.attributes for source in self.reached))
+
+    @cached_property
     def kind_of_first(self) -> str:
-        """What the first parameter is: `model`, `parameters`, `gradients`, `tensor`, `optimizer`,
-        or empty where nothing tells. Its use in the source outweighs its annotation, that its name.
+        """What the first parameter is: `model`, `models`, `parameters`, `gradients`, `tensor`,
+        `optimizer`, or empty where nothing tells. Its use in the source outweighs its annotation,
+        that its name.
         """
-        use = self.source.use_of(self.first)
-        if use in ("model", "optimizer"):
-            return use
-        kind = self._annotated_kind() or self._named_kind()
+        kind = self.known_kind or self._named_kind()
         if kind in ("parameters", "gradients"):
             return "parameters" if "grad" in self.source.attributes else kind
         return kind
+
+    @property
+    def known_kind(self) -> str:
+        """The same, without what is only a name."""
+        use = self.source.use_of(self.first)
+        if use in ("model", "optimizer"):
+            return use
+        return self.source.worked_on(self.first) or self._annotated_kind()
 
     def _annotated_kind(self) -> str:
         text = self.first_annotation
@@ -198,7 +224,7 @@ def annotation(parameter: inspect.Parameter) -> str:
 def _signed(value: Callable[..., Any]) -> Parameters | None:
     """All that a callable takes; None where that cannot be known."""
     try:
-        return list(inspect.signature(value).parameters.values())
+        return list(inspect.signature(decorated(value) or value).parameters.values())
     except (TypeError, ValueError):
         return None
 

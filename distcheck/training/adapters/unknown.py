@@ -72,6 +72,10 @@ def _is_shown_as_it_is(value: object) -> bool:
     return isinstance(value, int | float | bool)
 
 
+class FormError(UsageError):
+    """Code that does not fit the form that was chosen for it; another may fit."""
+
+
 class NotKnownError(UsageError, AttributeError):
     """An attribute that nothing is known of. Code that asks for it with a default gets that."""
 

@@ -80,7 +80,8 @@ def _is_context(target: Target) -> bool:
 
     has_both = all(hasattr(target.value, name) for name in ("__enter__", "__exit__"))
     others = (*names.FINISH, "forward", "__call__", "wrap", "step")
-    is_more = any(name in vars(base) for base in target.value.__mro__ for name in others)
+    own = [base for base in target.value.__mro__ if base.__module__ != "contextlib"]
+    is_more = any(name in vars(base) for base in own for name in others)
     return has_both and not is_more and not issubclass(target.value, nn.Module)
 
 
@@ -139,7 +140,8 @@ FORMS = (
     ),
     Form(
         name="sharded-optimizer",
-        example="class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients",
+        example="class Sharded(params, optimizer_cls, **kwargs), for which distcheck averages the "
+        "gradients; class Sharded(optimizer), which averages them itself",
         computes=True,
     ),
     Form(
@@ -161,6 +163,13 @@ FORMS = (
         name="wrapper",
         example="class Wrapper(module, ...); --finish METHOD after backward, --reset METHOD after "
         "the step",
+        computes=True,
+        takes_methods=True,
+    ),
+    Form(
+        name="autograd",
+        example="class Wrapper(module), whose forward pass applies a function that averages in "
+        "backward",
         computes=True,
         takes_methods=True,
     ),

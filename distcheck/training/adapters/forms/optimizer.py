@@ -9,8 +9,10 @@ from torch import nn
 
 from distcheck.contract import Build
 from distcheck.errors import UsageError
+from distcheck.machine.compat import has_step_hooks
 from distcheck.training.adapters import names
 from distcheck.training.adapters.forms.own_optimizer import Watched
+from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
@@ -23,6 +25,8 @@ def fits(target: Target) -> bool:
     `DistributedOptimizer(optimizer, ...)` is in many libraries.
     """
     first = next(iter(target.required), None)
+    if target.is_function and any(_changes_step(target, p.name) for p in target.parameters):
+        return True
     if first is None or not _takes_optimizer(first):
         return False
     is_named_so = "optim" in target.name.lower() or target.name[:1].isupper()
@@ -33,7 +37,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Made from the workload's optimizer. Its step is begun where the gradients are final: where
     the optimizer inside, or torch's class that it is derived from, begins its own.
     """
-    supplied = [p.name for p in named_parameters(target.value) if _takes_optimizer(p)][:1]
+    supplied = optimizer_name(target)
     if not supplied:
         raise refusal(target, f"strategy {target.spec!r} takes no optimizer: {target.signature}")
     filling = Filling(scene, target.value, what=target.described, supplied=supplied)
@@ -42,16 +46,36 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         inner = build(parameters)
         base = type(inner)
         made = filling.call(inner)
+        made = made if callable(getattr(made, "step", None)) else inner
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
             return Watched(made, base, scene, updates=True)
-        if made is inner or not callable(getattr(made, "step", None)):
+        # It may have given the optimizer another step, or hooks before its own.
+        is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
+        if is_as_it_was:
             raise UsageError(
-                f"{target.spec!r} made a {type(made).__name__} that does not define step()"
+                f"{target.spec!r} made no optimizer with a step(), and left the step as it was"
             )
         return Around(made, inner, scene)
 
     note = f"{target.name} around the optimizer, whose step() synchronises"
     return target.loaded(note, optimizer=optimizer, update="optimizer")
+
+
+def _changes_step(target: Target, name: str) -> bool:
+    """Whether a parameter is an optimizer that is given another step, or hooks before its own."""
+    assigned = target.source.attributes_of(name, assigned=True)
+    hooked = "register_step_pre_hook" in target.source.attributes_of(name)
+    return hooked or ("step" in assigned and meaning_of(name) in ("optimizer", ""))
+
+
+def optimizer_name(target: Target) -> list[str]:
+    """The parameter that takes the optimizer: by its name or annotation, else the first of a class
+    or function that has one that must be given and whose name says nothing.
+    """
+    taken = named_parameters(target.value)
+    changed = [p for p in taken if _changes_step(target, p.name)]
+    unknown = [p for p in target.required[:1] if not meaning_of(p.name)]
+    return [p.name for p in [*filter(_takes_optimizer, taken), *changed, *unknown]][:1]
 
 
 def _takes_optimizer(parameter: inspect.Parameter) -> bool:
@@ -61,9 +85,19 @@ def _takes_optimizer(parameter: inspect.Parameter) -> bool:
 class Around(StandIn):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
-    def __init__(self, made: Any, inner: torch.optim.Optimizer, scene: Scene) -> None:
+    def __init__(
+        self, made: Any, inner: torch.optim.Optimizer, scene: Scene, *, has_groups: bool = True
+    ) -> None:
         super().__init__(inner)
         self._made, self.optim, self._scene = made, inner, scene
+        self._has_groups = has_groups  # whether a schedule is given the groups of what was made
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those that a schedule is given."""
+        made = self._made if self._has_groups else self.optim
+        groups: list[dict[str, Any]] = getattr(made, "param_groups", self.optim.param_groups)
+        return groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapper's where it has one."""

@@ -3,6 +3,8 @@
 Where it is derived from one of torch's optimizers, and its step() ends in that one's, gradients are
 final where that one's step begins. If the workload trains with that very class, its step is the
 update. Otherwise the step ends there: the workload's own optimizer updates with those gradients.
+If its step() never calls that one's, as a copy of it does not, the gradients are those that it
+leaves, and what it made of the parameters is its update, or is undone in the same way.
 
 Where it has an update of its own, that is plain SGD or nothing is known of it: gradients are then
 taken from what it writes into parameters of zero, as in `steps_inside`.
@@ -21,6 +23,7 @@ from distcheck.training.adapters import names
 from distcheck.training.adapters.forms.steps_inside import RATE, take_gradients
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.optimizers import StandIn
@@ -30,7 +33,9 @@ def fits(target: Target) -> bool:
     """An optimizer's class that takes parameters, and has a step() of its own."""
     if not target.is_class or not issubclass(target.value, torch.optim.Optimizer):
         return False
-    return not target.value.__module__.startswith("torch.optim") and bool(_parameters_name(target))
+    return not target.value.__module__.startswith("torch.optim") and bool(
+        parameters_name(target.value)
+    )
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -41,8 +46,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     return _by_its_base(target, scene, base) if base is not None else _by_its_update(target, scene)
 
 
-def _parameters_name(target: Target) -> str:
-    taken = [p.name for p in named_parameters(target.value)]
+def parameters_name(kind: type) -> str:
+    """The parameter of its constructor that takes parameters; empty where none does."""
+    taken = [p.name for p in named_parameters(kind)]
     return next((n for n in taken if n in names.PARAMETERS or n.startswith("param")), "")
 
 
@@ -64,6 +70,7 @@ class Watched(StandIn):
     def __init__(self, made: Any, base: type, scene: Scene, *, updates: bool) -> None:
         super().__init__(made)
         self.optim, self._base, self._scene, self._updates = made, base, scene, updates
+        self._is_copy = "step" in vars(type(made)) and not Source(type(made).step).words & {"super"}
         self._begun: list[Callable[..., Any]] = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -81,17 +88,25 @@ class Watched(StandIn):
 
     def step(self) -> None:
         """Its own, with the step of torch's class watched."""
-        with self._watching():
+        held = [] if self._updates else [p.detach().clone() for p in self._scene.parameters()]
+        with self._watching() as began:
             Filling(self._scene, self.optim.step, what="its step()").call()
+        if not began and self._is_copy:
+            for begins in self._begun:
+                begins()
+            for parameter, kept in zip(self._scene.parameters(), held, strict=False):
+                parameter.data.copy_(kept)
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[list[int]]:
         base: Any = self._base
+        began = list[int]()
         original = base.step
 
         def watched(optimizer: Any, *handed: Any, **named: Any) -> Any:
             if optimizer is not self.optim:
                 return original(optimizer, *handed, **named)
+            began.append(1)
             for begins in self._begun:
                 begins()
             return original(optimizer, *handed, **named) if self._updates else None
@@ -99,7 +114,7 @@ class Watched(StandIn):
         watched.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
         base.step = watched
         try:
-            yield
+            yield began
         finally:
             base.step = original
 
@@ -183,6 +198,6 @@ def _filling(target: Target, scene: Scene, *also: str) -> Filling:
         scene,
         target.value,
         what=f"strategy {target.spec!r}",
-        supplied=[_parameters_name(target)],
+        supplied=[parameters_name(target.value)],
         also=also,
     )

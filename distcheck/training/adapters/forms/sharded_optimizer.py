@@ -1,4 +1,6 @@
-"""A class of parameters and an optimizer's class, which divides the optimizer's state (ZeRO 1)."""
+"""A class that divides the optimizer's state (ZeRO 1): of parameters and an optimizer's class, or
+around an optimizer, or derived from torch's. Those two exchange the gradients themselves.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,7 +14,9 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.answers import present
-from distcheck.training.adapters.forms.optimizer import Around
+from distcheck.training.adapters.forms import own_optimizer
+from distcheck.training.adapters.forms.optimizer import Around, optimizer_name
+from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import (
@@ -36,8 +40,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     all_reduce of distcheck's own before its step, because such code leaves that to others.
     """
     name = _class_name(target) if target.is_class else ""
+    if not name and own_optimizer.fits(target):
+        return _divided(own_optimizer.adapt(target, scene), gradients="owner")
+    if not name and target.is_class and optimizer_name(target):
+        return _divided(adapt_optimizer(target, scene))
     if not name:
-        raise refusal(target, f"strategy {target.spec!r} takes no optimizer's class")
+        raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
     for argument, text in target.arguments.items():
         scene.check(text)
@@ -57,7 +65,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
         if len(held) > 1:
             raise UsageError(f"{target.spec!r} holds several optimizers, but only one is compared")
-        return Around(made, held[0] if held else made, scene)
+        return Around(made, held[0] if held else made, scene, has_groups=False)
 
     def sync(model: nn.Module, step: Step) -> None:
         for parameter in present(scene.parameters()):
@@ -74,6 +82,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
     contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", one_group=True)
     return dataclasses.replace(loaded, contract=contract)
+
+
+def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
+    """The same, with each part of the state on one rank, and what is promised besides."""
+    contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", **promised)
+    note = f"{loaded.note}, its state divided among the ranks"
+    return dataclasses.replace(loaded, contract=contract, note=note)
 
 
 def _class_name(target: Target) -> str:

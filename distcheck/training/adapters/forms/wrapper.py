@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcheck.contract import Step
+from distcheck.contract import Batch, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.answers import wait_for
@@ -24,6 +24,8 @@ from distcheck.training.adapters.target import (
     required,
 )
 from distcheck.training.loaded import LoadedStrategy
+
+_BY_HOOKS = "made once before training: it registers hooks; nothing is called after backward"
 
 
 def fits(target: Target) -> bool:
@@ -61,17 +63,14 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     supplied = _module_name(build)
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, build, what=what, supplied=supplied)
-    finish = target.name if target.is_unbound else target.adaptation.finish
-    has_none = finish == names.NO_FINISH and not hasattr(build, names.NO_FINISH)
-    finish = "" if has_none else _method(target, build, finish, names.FINISH, "--finish", scene)
-    reset = _method(target, build, target.adaptation.reset, names.RESET, "--reset", scene)
-    clears = _method(target, build, None, ["zero_grad"], "", scene)
+    finish, reset = first_phases(target)
+    for option, name in (("--finish", finish), ("--reset", reset)):
+        _check_method(target, build, name, option, scene)
+    clears = _usual_method(build, ["zero_grad"])
+    has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    needs_a_call = not is_trained and not has_none and not hooks
-    if needs_a_call and not finish:
-        finish = _only_method(build)
-    if needs_a_call and not finish:
+    if not is_trained and not has_none and not hooks and not finish:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -101,27 +100,63 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         return call
 
     def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
-        if not scales:
-            return loss
-        return adapt_scale_loss(target.spec, made[-1].scale_loss)(loss, step)
+        method = adapt_scale_loss(target.spec, made[-1].scale_loss) if scales else None
+        return loss if method is None else method(loss, step)
 
-    scales = inspect.isclass(build) and "scale_loss" in own_names(build)
-    begins = f", reset {reset}() before every step" if reset else ""
-    begins += ", its scale_loss() before backward" if scales else ""
-    begins += ", its zero_grad() in place of the optimizer's" if clears else ""
-    how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
-    how = "nothing is called after backward, as was said" if has_none else how
-    if hooks and not finish and not has_none and not is_trained:
-        how = "made once before training: it registers hooks; nothing is called after backward"
+    def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        scene.step = step
+        loss = loss_of(batch)
+        made[-1].backward(loss)
+        return loss.detach()
+
+    runs_backward, scales = _takes_loss(build), _scales(build)
+    begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
+    how = f"no finish call among {_own_methods(build)}"
+    how = _BY_HOOKS if hooks and not is_trained else how
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
-        f"{target.name} around the module, {how}{begins}",
+        f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
         wrap=wrap,
         sync=calling(finish),
         begun=calling(reset if reset != clears else ""),
         zero_grad=calling(clears) if clears else None,
         scale_loss=scaled,
+        backward=backward if runs_backward else None,
     )
+
+
+def _called_after(finish: str, has_none: bool) -> str:
+    """What is called after backward, in words, as far as it was named."""
+    if finish:
+        return f"finish {finish}()"
+    return "nothing is called after backward, as was said" if has_none else ""
+
+
+def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
+    """What else is called, in words."""
+    also = {
+        f", reset {reset}() before every step": reset,
+        ", its scale_loss() before backward": scales,
+        ", its zero_grad() in place of the optimizer's": clears,
+        ", its backward(loss) in place of the loss's": runs_backward,
+    }
+    return "".join(text for text, is_there in also.items() if is_there)
+
+
+def _scales(build: Any) -> bool:
+    """Whether its objects scale the loss."""
+    return inspect.isclass(build) and "scale_loss" in own_names(build)
+
+
+def _takes_loss(build: Any) -> bool:
+    """Whether its objects run backward, from the loss that they are given."""
+    if (
+        not inspect.isclass(build)
+        or "backward" not in own_names(build)
+        or issubclass(build, torch.autograd.Function)
+    ):
+        return False
+    return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
@@ -148,38 +183,53 @@ def _own_methods(build: Callable[..., Any]) -> str:
     return ", ".join(methods) or "its methods, of which there are none"
 
 
-def _method(
-    target: Target,
-    build: Callable[..., Any],
-    name: str | None,
-    usual: Sequence[str],
-    option: str,
-    scene: Scene,
-) -> str:
-    """The method to call: as an option names it, or the first of the usual ones that can be."""
-    if not inspect.isclass(build):
-        return name or ""
-    if name is None:
-        methods = own_names(build)
-        known = (n for n in usual if n in methods and _is_known(getattr(build, n)))
-        return next(known, "")
+def first_phases(target: Target) -> tuple[str, str]:
+    """The methods to call after backward and before every step: those that options name, or else
+    those with usual names, or after backward the only one of an object that is not trained itself;
+    empty where there is none.
+    """
+    said = target.adaptation
+    build: Any = target.owner if target.is_unbound else target.value
+    finish = target.name if target.is_unbound else said.finish
+    if finish is None:
+        finish = _usual_method(build, names.FINISH) or _only_method(build)
+    if finish == names.NO_FINISH and not hasattr(build, names.NO_FINISH):
+        finish = ""
+    return finish, said.reset if said.reset is not None else _usual_method(build, names.RESET)
+
+
+def _usual_method(build: Any, usual: Sequence[str]) -> str:
+    """The first method with one of these names whose arguments are known."""
+    methods = own_names(build) if inspect.isclass(build) else []
+    return next((n for n in usual if n in methods and is_known(getattr(build, n))), "")
+
+
+def _check_method(
+    target: Target, build: Callable[..., Any], name: str, option: str, scene: Scene
+) -> None:
+    """Raises UsageError for a method that a class does not have, or that cannot be called."""
+    if not name or not inspect.isclass(build):
+        return
     if not callable(getattr(build, name, None)):
         raise UsageError(
             f"{option} {name}: {target.name} has no such method; it has {_own_methods(build)}"
         )
     Filling(scene, getattr(build, name), what=f"{option} {name}", skip=1)
-    return name
 
 
-def _is_known(method: Callable[..., Any]) -> bool:
+def is_known(method: Callable[..., Any]) -> bool:
     """Whether all that it asks for besides its object can be filled in."""
     return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
 
 
 def _only_method(build: Callable[..., Any]) -> str:
-    """The method of an object beside the model that has no other one, if it can be called."""
+    """The method of an object beside the model that has no other one, if it can be called; none of
+    one that registers hooks.
+    """
+    if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
+        return ""
     methods = own_names(build) if inspect.isclass(build) else []
-    return methods[0] if len(methods) == 1 and _is_known(getattr(build, methods[0])) else ""
+    return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
 def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:

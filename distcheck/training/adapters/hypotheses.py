@@ -1,0 +1,200 @@
+"""The ways in which a piece of code may be called, if no option names one.
+
+The form that is chosen first is a guess: from a signature, a name, a use. `ways_to_call` lists the
+others that the code admits, each as the `Adaptation` that options would pin it by, in tiers: other
+forms, then another method after backward or before a step, then both. All of them keep the options
+that were given. `verification/guesses.py` tries them where a guess fails.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from distcheck.contract import CONTRACT_ATTRIBUTE
+from distcheck.errors import UsageError
+from distcheck.records import Adaptation
+from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
+from distcheck.training.adapters.forms.own_optimizer import parameters_name
+from distcheck.training.adapters.forms.wrapper import first_phases, is_known
+from distcheck.training.adapters.names import NO_FINISH
+from distcheck.training.adapters.source import COLLECTIVES, Source
+from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.loaded import LoadedStrategy
+
+Tiers = tuple[tuple[Adaptation, ...], ...]
+_MOST = 12  # ways of a tier; chosen: each costs a world and a judge
+_BY_KIND = {
+    "model": "model", "models": "model", "optimizer": "model", "parameters": "parameters",
+    "gradients": "gradients", "tensor": "tensor-mean",
+}  # fmt: skip
+# By these an owner sends what it has updated to the other ranks.
+_SENDS_PARAMETERS = {
+    "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
+}  # fmt: skip
+# Methods of a wrapper that a training loop has other uses for.
+_NO_PHASES = {
+    "forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
+    "load_state_dict", "train", "eval", "no_sync", "zero_grad", "scale_loss", "step", "close",
+    "shutdown", "to", "cuda", "cpu", "save", "load", "extra_repr", "backward",
+}  # fmt: skip
+
+
+def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -> Tiers:
+    """The other ways, without those that `load` refuses; nothing where what is called says itself
+    what it is.
+    """
+    once = _loaded(load, target.adaptation, lambda loaded: loaded.handed_once) or ()
+    tiers = ([way for way in tier if _loaded(load, way, bool)] for tier in _tiers(target, once))
+    return tuple(tuple(tier[:_MOST]) for tier in tiers if tier)
+
+
+def is_declared(target: Target) -> bool:
+    """Whether it says itself how it is called: by distcheck's own methods or promises."""
+    own = form_of("strategy").fits(target) and target.adaptation.form is None
+    return own or hasattr(target.value, CONTRACT_ATTRIBUTE)
+
+
+def _tiers(target: Target, handed_once: Sequence[str]) -> list[list[Adaptation]]:
+    if is_declared(target):
+        return []
+    said = target.adaptation
+    guess = choose_form(target)
+    form = said.form or (guess.name if guess is not None else None)
+    lists = tuple((name, "@param_list") for name in handed_once)
+    others = [replace(said, form=name) for name in _forms(target) if name != form and not said.form]
+    others += [replace(said, form=form, arguments=(*said.arguments, *lists))] if lists else []
+    return [others, *_phases(target, form)]
+
+
+def _loaded(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation, ask: Any) -> Any:
+    try:
+        return ask(load(way))
+    except UsageError:
+        return None
+
+
+def _forms(target: Target) -> list[str]:
+    """The forms that the code admits, in the order of the table."""
+    if target.is_class:
+        found = set(_of_class(target.value))
+    elif target.is_unbound:
+        found = {form for form in ("method", "wrapper") if form_of(form).fits(target)}
+    else:
+        found = set(_of_function(target)) if target.is_function else set()
+    return [form.name for form in FORMS if form.name in found]
+
+
+def _of_function(target: Target) -> Iterator[str]:
+    if is_context_function(target.value):
+        yield "context"
+        return
+    if form_of("comm-hook").fits(target):
+        yield "comm-hook"
+        return
+    kinds = {target.known_kind} if target.known_kind else _possible_kinds(target)
+    reached = target.reached
+    if any(source.registers_hooks for source in reached):
+        yield "hooks"
+    makes = target.source.returns_what_it_calls
+    if makes and kinds & {"model"}:
+        yield "wrapper"
+    asked = {target.source.meaning_of(p.name) for p in target.parameters}
+    if "optimizer" in kinds or "optimizer" in asked:
+        yield from ("step", "optimizer", *["engine"] * makes)
+    yield from (name for name in ("after-step", "steps-inside") if form_of(name).fits(target))
+    if not target.source.registers_hooks:
+        yield from (_BY_KIND[kind] for kind in kinds)
+
+
+def _possible_kinds(target: Target) -> set[str]:
+    """What its first parameter may be, whose name alone says something: nothing that has gradients
+    where none is read, and no bare tensors where some are.
+    """
+    if not target.first:
+        return {"model"}
+    reads = any("grad" in source.attributes for source in target.reached)
+    return {"model", "parameters"} if reads else {"model", "gradients", "tensor"}
+
+
+def _of_class(kind: type) -> Iterator[str]:
+    taken = required(named_parameters(kind))
+    is_optimizer = issubclass(kind, torch.optim.Optimizer)
+    constructor = Source(kind.__init__)  # type: ignore[misc]
+    words = set[str]().union(*(Source(getattr(kind, name)).words for name in _written(kind)))
+    first = constructor.meaning_of(taken[0].name) if taken else ""
+    text = str(taken[0].annotation) if taken else ""
+    first = "model" if "Module" in text else "optimizer" if "Optimizer" in text else first
+    if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):
+        yield "context"
+    if taken and first in ("optimizer", "") and (is_optimizer or callable(_own(kind, "step"))):
+        yield "optimizer"
+        yield from ["sharded-optimizer"] if words & _SENDS_PARAMETERS else []
+    if is_optimizer:
+        own = ["own-optimizer", *["sharded-optimizer"] * bool(words & _SENDS_PARAMETERS)]
+        yield from own if parameters_name(kind) else []
+        return
+    if taken and (first in ("model", "") or first.endswith("parameters")):
+        yield "wrapper"
+        if words & {"all_gather", "all_gather_into_tensor", "reduce_scatter", "fully_shard"}:
+            yield "sharded-module"
+        if issubclass(kind, nn.Module) and "apply" in words:
+            yield "autograd"
+
+
+def _own(kind: type, name: str) -> Any:
+    return getattr(kind, name, None) if name in own_names(kind) else None
+
+
+def _written(kind: type) -> list[str]:
+    """The functions of a class that are its author's."""
+    return [
+        name
+        for base in kind.__mro__
+        if not base.__module__.startswith(("torch", "builtins"))
+        for name, value in vars(base).items()
+        if inspect.isfunction(value)
+    ]
+
+
+def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:
+    """Another method after backward or another before every step; then both."""
+    said = target.adaptation
+    made = target.owner if target.is_unbound else target.value
+    if form is None and not target.is_function:
+        kind = made if inspect.isclass(made) else type(made)
+        methods = [] if said.finish else _methods(kind)
+        return [replace(said, finish=name) for name in methods], []
+    if form not in ("wrapper", "sharded-module", "autograd") or not inspect.isclass(made):
+        return [], []
+    finish, reset = first_phases(target)
+    methods = _methods(made)
+    none = [NO_FINISH] if _exchanges_alone(made) else []
+    after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
+    before = [name for name in methods if name not in (finish, reset)]
+    after = [] if said.finish or target.is_unbound else after
+    before = [] if said.reset else before
+    base = replace(said, form=form, finish=None if target.is_unbound else finish or NO_FINISH)
+    base = replace(base, reset=reset or None)
+    one = [replace(base, reset=name) for name in before]
+    one += [replace(base, finish=name) for name in after]
+    both = product(before, after)
+    return one, [replace(base, finish=f, reset=r) for r, f in both if f != r]
+
+
+def _exchanges_alone(kind: type) -> bool:
+    """Whether its objects may exchange without a call after backward: by hooks, or in forward."""
+    written = _written(kind)
+    sources = [Source(getattr(kind, name)) for name in written]
+    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in written]
+    words = set[str]().union(*(source.words for source in forward))
+    return any(s.registers_hooks for s in sources) or bool(words & {*COLLECTIVES, "apply"})
+
+
+def _methods(kind: type) -> list[str]:
+    """The methods that a training loop may call by themselves."""
+    return [n for n in own_names(kind) if n not in _NO_PHASES and is_known(getattr(kind, n))]

@@ -1,0 +1,111 @@
+"""Code whose form is guessed wrong at first, or cannot be known; and wrong twins."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Switched:
+    """Off until its loop switches it on."""
+
+    def __init__(self, model):
+        self.model, self.on = model, False
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def switch_on(self):
+        self.on = True
+
+    def switch_off(self):
+        self.on = False
+
+    def sync_gradients(self):
+        for p in self.model.parameters() if self.on else ():
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor()
+
+    @staticmethod
+    def divisor():
+        return dist.get_world_size()
+
+
+class SwitchedSum(Switched):
+    """Right in no form, and explained in one."""
+
+    @staticmethod
+    def divisor():
+        return 1
+
+
+class EitherWay:
+    """Two methods that do the same: which one does the loop call?"""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def one(self):
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    def other(self):
+        self.one()
+
+
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+class MeansInBackward(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        through = {n: Mean.apply(p) for n, p in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, through, (x,))
+
+
+class AroundInner:
+    """Each rank steps some parameters; nothing calls its parameter an optimizer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.params = [p for group in inner.param_groups for p in group["params"]]
+        own = {id(p) for p in self.params[dist.get_rank() :: dist.get_world_size()]}
+        for group in inner.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+
+    def step(self):
+        for p in self.params:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        self.inner.step()
+        for i, p in enumerate(self.params):
+            dist.broadcast(p.data, src=i % dist.get_world_size())
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+
+def needs_a_setting(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=settings.group)
+        p.grad /= dist.get_world_size()
+
+
+settings: Any = None
