@@ -55,12 +55,11 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
     """
     if FOLDER in path.parent.parts:
         folder(path.parent, strictly=strictly)
+    if not path.parent.exists():
+        folder(path.parent)
     try:
         path.mkdir(0o700)
-    except FileNotFoundError:
-        folder(path.parent)
-        path.mkdir(0o700)
-    except FileExistsError:
+    except FileExistsError:  # also if another process has made it just now
         if is_new or (not path.is_symlink() and not path.is_dir()):
             raise
         if _is_empty_own(path):

@@ -10,7 +10,7 @@ doubted again. Only code that fails costs extra time.
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -90,6 +90,8 @@ def trial_of(run: CaseRun) -> Trial:
     way = run.case.adaptation
     if run.refused is not None:
         return Trial(way=way, seen=f"it is refused ({_first_sentence(run.refused)})")
+    if run.like is not None:
+        return replace(trial_of(run.like), way=way)
     report = verdicts.report_of(run, replay="")
     causes = list(dict.fromkeys(cause.cause for cause in report.diagnosis))
     ways = run.seen.ways if run.seen is not None else ()
@@ -222,14 +224,15 @@ class Guesses:
         guess = self._of.setdefault(run.case.strategy, Guess(run.case.strategy))
         if guess.settled or run.case.world == 1 or not run.facts.guessed or run.not_run:
             return False
-        if isinstance(run.refused, CannotRunError):
+        is_lost = any(o.outcome in (RankEnd.LOST, RankEnd.KILLED) for o in run.outcomes)
+        if is_lost or isinstance(run.refused, CannotRunError):  # however the code is called
             return False
         report = None if run.refused is not None else report_of(run)
         if report is None and run.refused is None:
             return False
         verdict = "fail" if report is None else report.verdict
         guess.right |= verdict == "pass"
-        # Whoever else keeps the optimizer's state, the gradients of a step are the same.
+        # The gradients of a step do not depend on which rank keeps the optimizer's state.
         known = guess.right and not (report is not None and _is_of_update(report))
         if not guess.failed and (known or verdict == "pass"):
             return False
@@ -241,7 +244,7 @@ class Guesses:
 
     def open(self) -> list[Guess]:
         """Those with cases that are kept."""
-        return [guess for guess in self._of.values() if guess.done]
+        return [guess for guess in self._of.values() if guess.done and not guess.settled]
 
     def close(self) -> None:
         """Frees what is kept."""

@@ -220,20 +220,30 @@ def _run_all(
 ) -> None:
     """Runs planned cases to their end, those whose form was guessed wrong in the right one."""
     guesses = Guesses()
+    # With --fail-fast, a guess is decided before other strategies go on, and before the run ends.
+    later: list[CaseRun] = []
+    failed: list[Case] = []
 
     def enter(run: CaseRun) -> str | None:
         if options.follow_up and guesses.keep(run, book.report_of, session.set_aside):
+            if options.beside.fail_fast:
+                later.extend(session.set_aside())
             return None
         verdict = book.enter(run)
         if options.beside.fail_fast and book.stands(run.case):
-            session.end_after(run.case)
+            failed.append(run.case)
+        if failed and not guesses.open():
+            session.end_after(failed[0])
         return verdict
 
     with closing(guesses):
-        session.run(runs, on_finished=enter)
-        for guess in guesses.open():
-            left = guess.settle(pool, book, data, session, enter)
+        left: Sequence[CaseRun] = runs
+        while left:
             session.run(left, on_finished=enter)
+            for guess in guesses.open():
+                left = guess.settle(pool, book, data, session, enter)
+                session.run(left, on_finished=enter)
+            left, later[:] = [*later], []
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:

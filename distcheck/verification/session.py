@@ -111,10 +111,12 @@ class Session:
             for run in (run for run in runs if not run.kept):
                 run.close()
 
-    def set_aside(self, strategy: str) -> list[CaseRun]:
-        """Takes back the cases of a strategy that have not begun; they may be run again."""
+    def set_aside(self, strategy: str | None = None) -> list[CaseRun]:
+        """Take back the cases of a strategy, or all, that have not begun; they may be run later."""
         found = [
-            one for one in self._worlds if one[1] == "world" and one[0].case.strategy == strategy
+            one
+            for one in self._worlds
+            if one[1] == "world" and strategy in (None, one[0].case.strategy)
         ]
         for one in found:
             self._worlds.remove(one)

@@ -135,6 +135,7 @@ class PoolOfNothing:
     """Takes what ranks would be started with."""
 
     address = "127.0.0.1"
+    forks_all = False
 
     def wait_ready(self) -> None:
         pass

@@ -27,10 +27,10 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ran = console("verify", "--strategy", "allreduce", "--world", "4")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[0] == "PASS    allreduce   4 ranks, 4 trainings, 41 checks"
+    assert lines[0] == "PASS    allreduce   4 ranks, 5 trainings, 51 checks"
     assert len(lines) <= 13
     assert [line for line in lines if line != line.rstrip()] == []
-    assert "not covered: unequal shards, " in ran.stdout
+    assert "not covered: unequal shards; " in ran.stdout
     shown = re.search(r"```\n(PASS .+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     assert _without_what_varies(ran.stdout) == _without_what_varies(shown[1])
@@ -42,10 +42,10 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ) == [".distcheck", "__pycache__", "bad.py"]
     written = ran.stderr.splitlines()
     assert all(line.startswith(PROGRESS) for line in written)
-    last = [line.rpartition(": ") for line in written[-4:]]
+    last = [line.rpartition(": ") for line in written[-5:]]
     assert {verdict for _, _, verdict in last} == {"pass"}, "a line for each case, with its verdict"
     assert [line.split(" cases judged")[0] for line, _, _ in last] == [
-        f"{PROGRESS}[{n} of 4" for n in (1, 2, 3, 4)
+        f"{PROGRESS}[{n} of 5" for n in (1, 2, 3, 4, 5)
     ]
 
 

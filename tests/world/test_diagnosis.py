@@ -41,7 +41,7 @@ def test_right_code_has_no_cause(
     monkeypatch.setattr(diagnosis, "diagnose", note)
     report = distcheck.verify(strategy, world=world, workload="tests.mutants.small:Small", steps=3)
     report.raise_for_verdict()
-    assert len(looked) == len(report.cases)
+    assert len(looked) >= len(report.cases)
     for facts in looked:
         assert facts is not None
         assert not facts.trouble

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from distcheck.contract import CONTRACT_ATTRIBUTE
+from distcheck.contract import CONTRACT_ATTRIBUTE, Step
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
@@ -54,9 +54,17 @@ def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -
 
 
 def is_declared(target: Target) -> bool:
-    """Whether it says itself how it is called: by distcheck's own methods or promises."""
-    own = form_of("strategy").fits(target) and target.adaptation.form is None
-    return own or hasattr(target.value, CONTRACT_ATTRIBUTE)
+    """Whether it says itself how it is called: by distcheck's methods, signature or promises."""
+    own = form_of("strategy").fits(target) or _takes_step(target)
+    return (own and target.adaptation.form is None) or hasattr(target.value, CONTRACT_ATTRIBUTE)
+
+
+def _takes_step(target: Target) -> bool:
+    """Whether it is a function `f(model, step)` that reads attributes of `contract.Step`."""
+    if not target.is_function or [p.name for p in target.parameters] != ["model", "step"]:
+        return False
+    read = set[str]().union(*(source.attributes_of("step") for source in target.reached))
+    return bool(read) and read <= {*dir(Step), *Step.__annotations__}
 
 
 def _tiers(target: Target, handed_once: Sequence[str]) -> list[list[Adaptation]]:
