@@ -160,7 +160,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         lambda called, _: called.rpartition(".")[2] in ("TCPStore", "init_process_group"), {
             "worlds/rendezvous.py": "at a port if ranks are of several processes",
             "worlds/remote/meeting.py": "a word through the launcher's store, which is there",
-            "job/inside/elsewhere.py": "the same, of the person's own job",
+            "job/inside/ending.py": "the same, of the person's own job",
         },
     ),
 }  # fmt: skip

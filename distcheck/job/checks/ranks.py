@@ -26,13 +26,8 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
             plain = name.partition("/")[2]
             if name.startswith("after/") and not job.holds(rank, step, plain):
                 continue  # what it has before the next step is compared
-            same = own.get(name) == first[name]
-            place = None if same else _distance(job, rank, step, name)
-            places = () if place is None else (place,)
-            tally.add(
-                Comparison(same, 1, worst=place, first=place, places=places),
-                parameter=plain, rank=rank, step=step,
-            )  # fmt: skip
+            apart = () if own.get(name) == first[name] else (_distance(job, rank, step, name),)
+            tally.add(_compared(*apart), parameter=plain, rank=rank, step=step)
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
@@ -54,12 +49,14 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
                 if other == rank:
                     continue
                 same = record.digests[name] == apart.records[other, step].digests[name]
-                apart_by = None if same else _distance(apart, rank, step, name, other)
-                places = () if apart_by is None else (apart_by,)
-                tally.add(
-                    Comparison(same, 1, worst=apart_by, first=apart_by, places=places),
-                    parameter=plain, rank=rank, step=step,
-                )  # fmt: skip
+                by = () if same else (_distance(apart, rank, step, name, other),)
+                tally.add(_compared(*by), parameter=plain, rank=rank, step=step)
+
+
+def _compared(apart: Place | None = None) -> Comparison:
+    """One tensor of two ranks, which are the same unless they are apart."""
+    places = () if apart is None else (apart,)
+    return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
 
 
 def differs_in_units(job: JobRecording) -> str:

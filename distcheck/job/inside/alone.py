@@ -1,21 +1,30 @@
-"""A process group of one rank, without threads or sockets: every collective is a copy.
+"""What a script of many ranks finds as one process.
 
-A replay may fork, and what a backend's threads were doing would be lost in the fork.
+A process group of one rank is without threads or sockets, and every collective is a copy: a replay
+may fork, and what a backend's threads were doing would be lost in the fork. Of a script that starts
+its ranks itself, the first rank runs in the script's own process.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import multiprocessing.process
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from distcheck.backends._python_group import PythonGroup, PythonWork, Tensors
 from distcheck.job.inside.tensors import leaves
 from distcheck.machine import compat
 
 NAME = "distcheck_alone"
+_COUNTS = re.compile(r"world|n?proc|gpu|rank|device", re.IGNORECASE)
 doubles = False  # whether collectives return twice their results, to see what depends on them
 
 
@@ -146,3 +155,45 @@ def _without_device_threads() -> None:
     tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
     """
     compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)
+
+
+# -- a script that starts its ranks itself --------------------------------------------------------
+
+
+def run_first_rank(world: int) -> None:
+    """Makes what starts ranks, as many as a `world` has, run the first of them here."""
+    spawning: Any = torch.multiprocessing
+
+    def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
+        fn(0, *of_one(tuple(args), world))
+        return SimpleNamespace(join=lambda *_: True, pids=list, processes=[])
+
+    for module in (spawning, spawning.spawn if hasattr(spawning.spawn, "spawn") else spawning):
+        module.spawn = module.start_processes = spawn
+
+    def start(process: Any) -> None:
+        process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
+
+    multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+
+def of_one(value: Any, world: int) -> Any:
+    """Arguments of a rank in which numbers of ranks are one: whole numbers that are as many, and
+    attributes with such a name.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return 1 if value == world else value
+    if isinstance(value, tuple):
+        return tuple(of_one(one, world) for one in value)
+    if isinstance(value, Mapping):
+        return {
+            key: of_one(one, world) if _COUNTS.search(str(key)) else one
+            for key, one in value.items()
+        }
+    if isinstance(value, Namespace) or dataclasses.is_dataclass(value):
+        for name, one in list(vars(value).items()):
+            if _COUNTS.search(name) and type(one) is int and one == world:
+                setattr(value, name, 1)
+    return value
