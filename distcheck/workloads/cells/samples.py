@@ -64,7 +64,19 @@ class Layers(nn.Module):
         return logits
 
 
-class CellWorkload:
+class Classifier:
+    """How most workloads train; what they lack is a model."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, the mean over the shard."""
+        return F.cross_entropy(model(batch.inputs), batch.labels)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD, learning rate 0.05, momentum 0.9: what was applied before shows later."""
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class CellWorkload(Classifier):
     """What cells have in common. A cell has `layers` of its own, which make its model."""
 
     layers: Callable[[int], nn.Module] = Layers
@@ -76,11 +88,3 @@ class CellWorkload:
     def samples(self) -> CellSamples:
         """Data of their own, in place of `--data`."""
         return CellSamples()
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9: what was applied before shows later."""
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
