@@ -1,4 +1,4 @@
-"""What is known of a data set whose images are bytes in shared memory, and the job that reads it."""
+"""What is known of a data set whose images are bytes in shared memory; the job that reads it."""
 
 import msgspec
 

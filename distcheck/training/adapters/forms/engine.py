@@ -1,11 +1,9 @@
 """A function of model and optimizer that returns an engine: DeepSpeed, accelerate, Fabric, ..."""
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -68,7 +66,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         made[-1].engine.backward(loss)
         return loss.detach()
 
-    loaded = target.loaded(
+    return target.loaded(
         f"{target.name} makes the engine; its backward() and step() are called",
         wrap=wrap,
         optimizer=optimizer,
@@ -76,7 +74,4 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         clip=lambda model, max_norm: made[-1].clip(max_norm),
         full=lambda accessor: made[-1].full(accessor),
         engine=True,
-    )
-    declines = tuple(dict.fromkeys((*loaded.contract.declines, "resume")))
-    contract = msgspec.structs.replace(loaded.contract, declines=declines)
-    return dataclasses.replace(loaded, contract=contract)
+    ).promising(declines=("resume",))

@@ -10,12 +10,10 @@ samples for each other parameter without a default.
 """
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -58,10 +56,7 @@ def _call_of(target: Target, scene: Scene) -> str:
 
 def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
     """The same, judged by the whole batch alone: no rank's gradient is a part of the mean."""
-    contract = msgspec.structs.replace(
-        loaded.contract, parallel=(("data", -1),), sync="out-of-sight"
-    )
-    return dataclasses.replace(loaded, contract=contract)
+    return loaded.promising(parallel=(("data", -1),), sync="out-of-sight")
 
 
 def _average(model: nn.Module) -> None:
