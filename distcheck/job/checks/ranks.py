@@ -37,6 +37,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
     if job.apart is None:
         return
     apart, first = job.apart, job.steps[0]
+    is_staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
     for unit in job.units:
         seen: dict[object, int] = {}
         for rank in unit:
@@ -44,7 +45,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
             for name in (n for n in record.digests if n.startswith(kind)):
                 plain, part = _plain(name), record.parts.get(name)
                 began = apart.records[rank, first].digests.get(f"before/{plain}", "")
-                place = (name, None if part is None else part.at, began if _is_staged(job) else "")
+                place = (name, None if part is None else part.at, began if is_staged else "")
                 other = seen.setdefault(place, rank)
                 if other == rank:
                     continue
@@ -66,10 +67,6 @@ def differs_in_units(job: JobRecording) -> str:
         _same_in_units(job, tally, step, "before/")
     first = tally.result().first
     return "" if first is None else first.parameter
-
-
-def _is_staged(job: JobRecording) -> bool:
-    return any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
 
 
 def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Place:

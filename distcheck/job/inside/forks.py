@@ -75,7 +75,7 @@ class Forks:
 
     def read(self, roles: Sequence[Role]) -> "Written":
         """What each copy wrote."""
-        return {role: self._read(role) for role in roles}
+        return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:
         """Forks a copy that waits; True in it, when it is asked to go on."""
@@ -120,9 +120,6 @@ class Forks:
             said.unlink()
         elif code:
             self.why[role] = how_ended(code)
-
-    def _read(self, role: Role) -> dict[str, torch.Tensor] | None:
-        return tensors.taken_from(self._file(role))
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""

@@ -40,18 +40,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         scene.calls += 1
         _average(model)
 
+    called = f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
     said = ", a loss that exchanges by itself; gradients are averaged over the ranks, as DDP does"
-    return in_a_mesh(target.loaded(f"{_call_of(target, scene)}{said}", sync=sync))
+    return in_a_mesh(target.loaded(f"{called}{said}", sync=sync))
 
 
 def workload(target: Target, scene: Scene) -> Workload:
     """The table, trained under this loss."""
     made = Made(target, scene, "forward")
     return Workload(made.make, made.given)
-
-
-def _call_of(target: Target, scene: Scene) -> str:
-    return f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
 
 
 def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
