@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck import backends
-from distcheck.backend_probe.jobs import LOOK, Availability, LookRequest
+from distcheck.backend_probe.records import LOOK, Availability, LookRequest
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
 from distcheck.worlds.jobs import Descriptors

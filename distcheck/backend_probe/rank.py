@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 
 from distcheck.backend_probe import patterns
-from distcheck.backend_probe.jobs import PROBE, ProbeRequest
 from distcheck.backend_probe.operations import OPERATIONS
 from distcheck.backend_probe.patterns import Value
-from distcheck.backend_probe.records import NOT_CALLED, Probe, RankResult, Status
+from distcheck.backend_probe.records import (
+    NOT_CALLED,
+    PROBE,
+    Probe,
+    ProbeRequest,
+    RankResult,
+    Status,
+)
 from distcheck.backend_probe.scene import (
     Buffer,
     Buffers,

@@ -1,4 +1,6 @@
-"""What a sweep found: a verdict per cell, and the exit code that they add up to."""
+"""What a sweep found: a verdict per cell, and the exit code that they add up to; and what the front
+asks of the processes that probe. No torch.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -6,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from distcheck.errors import ExitCode
+from distcheck.worlds.jobs import STORE, Job
+from distcheck.worlds.rendezvous import Rendezvous
 
 VerdictName = Literal["right", "refused", "wrong", "crashes", "hangs", "not tried"]
 Status = Literal["right", "wrong", "refused", "absent"]
@@ -154,3 +158,38 @@ class Baseline:
                         )
                     )
         return found
+
+
+class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether `world` ranks could use a backend (a name, or where its `register` is) here."""
+
+    backend: str
+    device: str
+    world: int
+
+
+class Availability(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: `missing` is empty where it can be used."""
+
+    device: str
+    missing: str
+    environment: dict[str, Any]
+
+
+class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank probes.
+
+    `first` is the number of `probes[0]` in the whole sweep. Every rank says a `RankResult` per
+    probe. It returns early where a fresh world has to go on. `refused` are the keys of the probes
+    that worlds before this one have found refused, each with the reason.
+    """
+
+    rendezvous: Rendezvous
+    device: str
+    first: int
+    probes: tuple[Probe, ...]
+    refused: dict[str, str]
+
+
+LOOK = Job("distcheck.backend_probe.availability:look", LookRequest, Availability)
+PROBE = Job("distcheck.backend_probe.rank:probe", ProbeRequest, type(None), (STORE,))

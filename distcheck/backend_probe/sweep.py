@@ -6,8 +6,17 @@ from functools import partial
 
 import msgspec
 
-from distcheck.backend_probe.jobs import LOOK, PROBE, Availability, LookRequest, ProbeRequest
-from distcheck.backend_probe.records import Probe, ProbedCell, RankResult, VerdictName
+from distcheck.backend_probe.records import (
+    LOOK,
+    PROBE,
+    Availability,
+    LookRequest,
+    Probe,
+    ProbedCell,
+    ProbeRequest,
+    RankResult,
+    VerdictName,
+)
 from distcheck.backends import backend_names
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd

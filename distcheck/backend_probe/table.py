@@ -15,29 +15,14 @@ from distcheck.backend_probe.records import NOT_CALLED, Baseline, ProbedCell, Sw
 from distcheck.errors.shown_text import shown
 from distcheck.reports.wrapping import print_trimmed
 
-_WORDS: dict[VerdictName, str] = {
-    "right": "ok",
-    "refused": "no",
-    "wrong": "BAD",
-    "crashes": "DIED",
-    "hangs": "HUNG",
-    "not tried": "?",
-}
-_STYLES: dict[VerdictName, str] = {
-    "right": "green",
-    "refused": "dim",
-    "wrong": "bold red",
-    "crashes": "bold magenta",
-    "hangs": "bold magenta",
-    "not tried": "yellow",
-}
-_MEANINGS: dict[VerdictName, str] = {
-    "right": "verified right",
-    "refused": "refused, by an error on every rank",
-    "wrong": "runs, but gives wrong results",
-    "crashes": "a rank died",
-    "hangs": "did not come back",
-    "not tried": "not tried",
+# How a cell is shown, in what style, and what that means.
+_SHOWN: dict[VerdictName, tuple[str, str, str]] = {
+    "right": ("ok", "green", "verified right"),
+    "refused": ("no", "dim", "refused, by an error on every rank"),
+    "wrong": ("BAD", "bold red", "runs, but gives wrong results"),
+    "crashes": ("DIED", "bold magenta", "a rank died"),
+    "hangs": ("HUNG", "bold magenta", "did not come back"),
+    "not tried": ("?", "yellow", "not tried"),
 }
 _FINDINGS: tuple[VerdictName, ...] = ("wrong", "crashes", "hangs", "not tried", "refused")
 _FORM_WIDTH = 30
@@ -68,7 +53,8 @@ def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
         cells = [cell for cell in sweep.cells if cell.verdict == verdict]
         if cells:
             console.print()
-            console.print(Text(f"{_WORDS[verdict]:<5}{_MEANINGS[verdict]}", style="bold"))
+            word, _, meaning = _SHOWN[verdict]
+            console.print(Text(f"{word:<5}{meaning}", style="bold"))
             for line in _findings(cells, sweep.cells, verbose=verbose):
                 console.print(Text(f"  {line}"), soft_wrap=True)
 
@@ -125,10 +111,7 @@ def _lines_of(
         verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
         if "" in verdicts:  # the operation has no dtype; one verdict, in the first column
             verdicts = {dtypes[0]: verdicts[""]}
-        words = [
-            Text(_WORDS[verdicts[name]], _STYLES[verdicts[name]]) if name in verdicts else Text()
-            for name in dtypes
-        ]
+        words = [Text(*_SHOWN[verdicts[n]][:2]) if n in verdicts else Text() for n in dtypes]
         same = next((forms for forms, other in found if _fits(words, other)), None)
         if same is None or verbose:
             found.append(([form], words))
@@ -145,7 +128,7 @@ def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
 
 def _legend(cells: Sequence[ProbedCell]) -> Iterator[str]:
     there = {cell.verdict for cell in cells}
-    known = [f"{_WORDS[v]}: {_MEANINGS[v]}" for v in _WORDS if v in there]
+    known = [f"{word}: {meaning}" for v, (word, _, meaning) in _SHOWN.items() if v in there]
     yield "; ".join([*known, "blank: not applicable, or not selected"]) + "."
 
 

@@ -5,9 +5,67 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work  # type: ignore[attr-defined]
 
 Tensors = list[torch.Tensor]
+
+
+def check_length(what: str, size: int, many: Sequence[torch.Tensor]) -> None:
+    """A list of one tensor for each of `size` ranks. Raises ValueError, as all checks here do."""
+    if len(many) != size:
+        raise ValueError(f"{what}: {len(many)} tensors for {size} ranks")
+
+
+def check_list(what: str, size: int, many: Sequence[torch.Tensor], one: torch.Tensor) -> None:
+    """The same, of as many elements as `one`."""
+    check_length(what, size, many)
+    for tensor in many:
+        if tensor.numel() != one.numel():
+            raise ValueError(
+                f"{what}: a tensor of {tensor.numel()} elements among those of {one.numel()}"
+            )
+
+
+def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """A tensor that holds one part for each rank."""
+    if whole.numel() != size * part.numel():
+        raise ValueError(f"{what}: {whole.numel()} elements are not {size} times {part.numel()}")
+
+
+def elements_by_rank(
+    what: str, size: int, tensor: torch.Tensor, splits: Sequence[int]
+) -> list[int]:
+    """Elements for each rank, from numbers of rows; without any, all ranks get as many."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"{what}: {rows} rows cannot be cut into {size} equal parts")
+        return [tensor.numel() // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(f"{what}: splits {list(splits)} of {rows} rows, {size} ranks")
+    row = tensor.numel() // rows if rows else 0
+    return [count * row for count in splits]
+
+
+class PythonWork(Work):
+    """A started operation, or several; its results are there once it was waited for."""
+
+    _results: Any
+
+    def result(self) -> Any:
+        """The tensors that it has written."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> Any:
+        """A completed future of the result."""
+        future: Any = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def getFuture(self) -> Any:  # noqa: N802
+        """The same, by the name that older code has for it."""
+        return self.get_future()
 
 
 class PythonGroup(ProcessGroup):
@@ -83,9 +141,9 @@ class PythonGroup(ProcessGroup):
         return self._together([self.all_gather_single(out, data) for out, data in pairs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.allgather([output], [data]) for output, data in pairs]
+        """`all_gather` of several tensors; `outputs` hold a list of them for each rank."""
+        by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
+        works = [self.allgather([list(of_ranks)], [data]) for of_ranks, data in by_tensor]
         return self._together(works, [tensor for output in outputs for tensor in output])
 
     def reduce_scatter_single_coalesced(

@@ -1,6 +1,5 @@
 """The modules of a job beside those of its reference, and a second look at a failure with them."""
 
-import contextlib
 import dataclasses
 import math
 import shutil
@@ -15,8 +14,9 @@ from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import replaying, running
 from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy
+from distcheck.job.moved_runs import recorded_again
 from distcheck.job.replaying import NoReferenceError, Reference
-from distcheck.job.settings import JobSettings, write
+from distcheck.job.settings import JobSettings
 from distcheck.judge.parting.jobs import unit_of
 from distcheck.judge.parting.modules import OF_REFERENCE, Both, first_wrong, with_module
 from distcheck.judge.parting.yardstick import chose_other
@@ -121,6 +121,7 @@ def look_again(
     """
     try:
         found = _recorded(job, asked, settings, copy, folder)
+        private.folder(folder / "reference", is_new=True)
         replayed = replaying.replay(
             found, Copy(folder / "copy", copy.folder), folder / "reference", on_cpu=asked.on_cpu,
             weights=asked.weights or "", command=asked.reference or "",
@@ -136,33 +137,16 @@ def look_again(
 
 def _recorded(
     job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy, folder: Path
-) -> JobRecording:  # fmt: skip
+) -> JobRecording:
     """The same job once more, in a copy of the project; its modules were watched."""
-    command = running.command_of(asked.words, asked.nproc)
-    again, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
-    for made in (again, folder / "reference"):
-        private.folder(made, is_new=True)
-    shutil.copytree(copy.folder, project.folder, symlinks=True)
-    watched = msgspec.structs.replace(
-        settings, modules=True, ops=False, kept=False, keep_going=False
-    )
-    try:
-        ran = running.run_kept(
-            project.words(command), write(watched, again),
-            folder=project.of(Path.cwd()) or project.folder, variables={}, without=(),
-            deadline_s=asked.deadline_s,
-        )  # fmt: skip
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(project.folder)
-    if ran.hung:
-        raise DistcheckError(f"it made no progress for {asked.deadline_s:g} s")
-    running.check_recorded(again, ran, command)
-    found = reading.read(again)
+    found = reading.read(
+        recorded_again(
+            msgspec.structs.replace(settings, modules=True),
+            running.command_of(asked.words, asked.nproc), copy, folder, deadline_s=asked.deadline_s,
+        )
+    )  # fmt: skip
     found = dataclasses.replace(found, steps=found.steps[: len(job.steps)])
-    why = next(
-        filter(None, (chose_other(job, found, place) for place in range(len(job.steps)))), ""
-    )
-    if why:
+    places = range(len(job.steps))
+    if why := next(filter(None, (chose_other(job, found, place) for place in places)), ""):
         raise DistcheckError(why)
     return found

@@ -8,16 +8,7 @@ import msgspec
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job import (
-    condensing,
-    continuing,
-    leftovers,
-    machines,
-    moved_runs,
-    replaying,
-    running,
-    settings,
-)
+from distcheck.job import continuing, leftovers, machines, moved_runs, replaying, running, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.by_module import is_worth_a_look, look_again
 from distcheck.job.checks.averaging import averaging
@@ -99,7 +90,7 @@ def _judged(
 ) -> tuple[Report, JobRecording, Yardstick]:
     """The report of a whole recording; what was judged of it; and how far right runs part."""
     missing = _why_none(asked) or copied.missing
-    job = condensing.read(folder / "recording", folder / "whole", asked.mesh)
+    job = moved_runs.read_whole(folder / "recording", folder / "whole", asked.mesh)
     own_steps = averaging(job)
     if own_steps is None:
         job = dataclasses.replace(job, steps=job.steps[: asked.steps])

@@ -1,5 +1,6 @@
 """The story of `distcheck job --guard`: the command runs to its own end, and ranks compare."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,7 @@ import msgspec
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.job import accepting, leftovers, running, settings
 from distcheck.job.guard import explaining, records
-from distcheck.job.guard.checked import Checked, read
-from distcheck.job.guard.records import Divergence
+from distcheck.job.guard.records import Checked
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.records import (
@@ -85,7 +85,7 @@ def guard_job(asked: GuardOptions) -> tuple[Report, int]:
 
 def _read(folder: Path) -> list[Checked]:
     try:
-        return [read(file) for file in sorted(folder.glob("guard-*.json"))]
+        return [records.read_checked(file) for file in sorted(folder.glob("guard-*.json"))]
     except (OSError, msgspec.MsgspecError) as error:
         raise DistcheckError(f"what a guard wrote is damaged ({error}); run it again") from error
 
@@ -144,17 +144,12 @@ def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> C
 
 
 def _causes(first: Checked | None) -> list[Diagnosis]:
-    bundle = _bundle(first)
-    return [] if bundle is None else explaining.causes(bundle)
-
-
-def _bundle(first: Checked | None) -> Divergence | None:
+    """Those that a bundle shows, where it can be read: not from another machine."""
     if first is None or not first.file:
-        return None
-    try:
-        return records.read(Path(first.file))
-    except UsageError:  # on another machine, or it could not be written
-        return None
+        return []
+    with contextlib.suppress(UsageError):
+        return explaining.causes(records.read(Path(first.file)))
+    return []
 
 
 def _case_of(asked: GuardOptions, world: int, steps: int) -> Case:

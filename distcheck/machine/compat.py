@@ -115,20 +115,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def fsdp2_dtype(module: nn.Module) -> torch.dtype | None:
-    """What a module that fully_shard was given computes in, where that is not its own dtype."""
+def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What a module that fully_shard was given computes in, and what it adds gradients up in, where
+    its policy says so.
+    """
     state = getattr(module, "_get_fsdp_state", None)
     policy = None if state is None else getattr(state(), "_mp_policy", None)
-    dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
-    return dtype
-
-
-def fsdp2_reduces_in(module: nn.Module) -> torch.dtype | None:
-    """The dtype in which fully_shard adds gradients of a module up, where its policy names one."""
-    state = getattr(module, "_get_fsdp_state", None)
-    policy = None if state is None else getattr(state(), "_mp_policy", None)
-    dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
-    return dtype
+    return getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
 
 
 def fsdp2_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

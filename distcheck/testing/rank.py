@@ -218,10 +218,6 @@ def _has_left(error: BaseException) -> bool:
     return isinstance(error, RankLeftError)
 
 
-def _is_short(error: BaseException) -> bool:
-    return len(text_of(error)) <= _MOST_MESSAGE
-
-
 def _cut(text: str) -> str:
     return shortened(text, _MOST_MESSAGE, why=_CUT)
 
@@ -261,7 +257,8 @@ def _with_failure(report: RankReport, item: pytest.Function, error: BaseExceptio
     if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
         error.__traceback__ = frame.tb_next  # our own, which --tb=native would show
     excinfo = pytest.ExceptionInfo.from_exception(error)
-    longrepr: Any = item.repr_failure(excinfo) if _is_short(error) else _short_repr(error)
+    is_short = len(text_of(error)) <= _MOST_MESSAGE
+    longrepr: Any = item.repr_failure(excinfo) if is_short else _short_repr(error)
     crash = getattr(longrepr, "reprcrash", None)
     as_test_report = pytest.TestReport(
         nodeid=item.nodeid,

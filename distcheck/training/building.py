@@ -1,6 +1,8 @@
 """Building what is trained, alike in every rank and in every reference."""
 
 import copy
+import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from distcheck.contract import Batch, Samples, Training
@@ -17,7 +20,6 @@ from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensApart
 from distcheck.training.adapters.forms import trained_with
-from distcheck.training.initial_state import load_initial
 from distcheck.training.loaded import LoadedWorkload
 from distcheck.training.loading import load_trained, load_workload
 from distcheck.training.optimizers import (
@@ -365,3 +367,39 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
             f"those of {', '.join(BYTES)} can"
         )
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
+
+
+def load_initial(model: nn.Module, file: str) -> None:
+    """Give a model the parameters and buffers that the ranks of a saved trace began with, and read
+    no others. Raises UsageError if the file does not have them.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(file).st_mode):
+            raise ValueError("it is not a regular file")
+        with safe_open(file, "pt") as recorded, torch.no_grad():
+            held: dict[str, list[str]] = {}  # ranks that began with the same bits share one tensor
+            for key in recorded.keys():  # noqa: SIM118
+                held.setdefault(key.partition("/")[2], []).append(key)
+            for kind, tensors in (
+                ("parameter", model.named_parameters()),
+                ("buffer", model.named_buffers()),
+            ):
+                for name, tensor in tensors:
+                    key = min(held[f"{kind}/{name}"])
+                    in_pairs = (*tensor.shape, 2) if tensor.is_complex() else None
+                    shape = tuple(recorded.get_slice(key).get_shape())
+                    if shape not in (tuple(tensor.shape), in_pairs):
+                        raise ValueError(f"{name} has the shape {shape}")
+                    initial = recorded.get_tensor(key)
+                    if tensor.is_complex() and not initial.is_complex():
+                        initial = torch.view_as_complex(initial)
+                    if (initial.shape, initial.dtype) != (tensor.shape, tensor.dtype):
+                        raise ValueError(
+                            f"{name} is {initial.dtype} of shape {tuple(initial.shape)}"
+                        )
+                    tensor.copy_(initial)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the recorded initial state {file} does not go with the model: "
+            f"{type(error).__name__}: {error}"
+        ) from error

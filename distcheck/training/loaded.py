@@ -1,10 +1,12 @@
 """What is loaded: a strategy with all that it may leave out, and a workload."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Workload
+import msgspec
+
+from distcheck.contract import Batch, Build, CellName, Contract, LossOf, Samples, Step, Workload
 from distcheck.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,6 +60,14 @@ class LoadedStrategy:
     def syncs(self) -> bool:
         """Whether there is a sync() to call after backward."""
         return self.sync is not _nothing
+
+    def promising(
+        self, *, note: str | None = None, declines: tuple[CellName, ...] = (), **promised: Any
+    ) -> "LoadedStrategy":
+        """The same, with fields of the contract and the note replaced; `declines` are added."""
+        declined = tuple(dict.fromkeys((*self.contract.declines, *declines)))
+        contract = msgspec.structs.replace(self.contract, declines=declined, **promised)
+        return replace(self, contract=contract, note=self.note if note is None else note)
 
 
 @dataclass(frozen=True, kw_only=True)

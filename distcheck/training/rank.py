@@ -1,5 +1,6 @@
 """The jobs of a rank: to train and record, or only to train."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,6 @@ from distcheck.contract import Contract
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.recordings.traces.writer import TraceWriter
-from distcheck.training import without_gpu
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
@@ -54,7 +54,7 @@ def _open(
     reporter.progress(0, LOADING)
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
-    without_gpu.stand_in()
+    _stand_in_for_cuda()
     return ingredients
 
 
@@ -201,3 +201,40 @@ def _count_correct(
                 right = right.reshape(len(ids), -1) & part.real
             yield int(right.sum()), part.tokens
     model.train()
+
+
+class _Nothing:
+    """An event or a stream: everything before it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    record = synchronize = wait = wait_event = wait_stream = _nothing
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds; no time passes."""
+        return 0.0
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has been reached."""
+        return event or _Nothing()
+
+
+def _stand_in_for_cuda() -> None:
+    """Puts stand-ins in the place of CUDA's clocks and streams where torch finds no GPU. Code that
+    is written for GPUs times itself by events, waits for the device, and has streams. On a CPU all
+    work is done in order when a call returns, so there is nothing to wait for.
+    """
+    if torch.cuda.is_available():
+        return
+    cuda: Any = torch.cuda
+    cuda.Event = cuda.Stream = cuda.current_stream = cuda.default_stream = _Nothing
+    cuda.synchronize = _Nothing()._nothing
+    cuda.stream = contextlib.nullcontext

@@ -17,7 +17,7 @@ from distcheck.records import Case
 from distcheck.training import loading
 from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of
-from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
+from distcheck.workloads.datasets.description import PREPARE, PrepareRequest
 from distcheck.worlds.jobs import Job
 
 _TARGETS = (CALIBRATE.target, RECORD.target, TRAIN.target)  # what a front may have done here

@@ -34,8 +34,7 @@ from distcheck.training.jobs import (
 from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS
-from distcheck.workloads.datasets.description import ArrayDescription
-from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
+from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
 from distcheck.worlds import blame
 from distcheck.worlds.launch import (
     Ranks,

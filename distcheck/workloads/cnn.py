@@ -3,17 +3,13 @@
 Its first linear layer is larger than DDP's first bucket, so that bucket boundaries are crossed.
 """
 
-from collections.abc import Iterable
-
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
 from distcheck.errors import UsageError
+from distcheck.workloads.cells.samples import Classifier
 
 
-class CNN:
+class CNN(Classifier):
     """Two 3x3 convolutions with pooling, two linear layers; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -35,14 +31,6 @@ class CNN:
             nn.ReLU(),
             nn.Linear(320, classes),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9."""
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 workload = CNN()

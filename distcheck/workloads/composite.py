@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
 from distcheck.errors import UsageError
 from distcheck.records.expected_events import RateChanged
+from distcheck.workloads.cells.samples import Classifier
 from distcheck.workloads.datasets.synthetic import hash24
 
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
@@ -203,7 +203,7 @@ class Composite(nn.Module):
         return logits
 
 
-class CompositeWorkload:
+class CompositeWorkload(Classifier):
     """Cross-entropy; SGD with momentum, in two groups, its rates changing from step to step."""
 
     def __init__(self, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
@@ -216,10 +216,6 @@ class CompositeWorkload:
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """For the samples of its own."""
         return Composite(classes, self._gain, flat=self._flat)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         """Weights decay; what has one dimension or none does not, and learns at half the rate."""

@@ -4,14 +4,13 @@ A gate chooses one expert for each sample, and its answer counts by the gate's p
 gate has a gradient as well.
 """
 
-from collections.abc import Iterable
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
+from distcheck.workloads.cells.samples import Classifier
 
 WIDTH, EXPERTS = 32, 8
 
@@ -43,20 +42,12 @@ class Experts(nn.Module):
         return answers * probability.unsqueeze(1)
 
 
-class Workload:
+class Workload(Classifier):
     """A linear layer, the experts beside a residual, a linear layer; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Any sample shape will do."""
         return Model(prod(sample_shape), classes)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9."""
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 class Model(nn.Module):

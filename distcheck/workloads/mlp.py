@@ -1,14 +1,12 @@
 """A three-layer perceptron: the quickest real training, no convolution, no buffers."""
 
-from collections.abc import Iterable
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
 from distcheck.errors import UsageError
+from distcheck.workloads.cells.samples import Classifier
 
 _FEW_INPUTS = 64
 
@@ -25,7 +23,7 @@ class FirstNumbers(nn.Module):
         return inputs.flatten(1)[:, : self.count]
 
 
-class MLP:
+class MLP(Classifier):
     """Flatten, 128, 64, classes; SGD with momentum. It sees the first `most_inputs` numbers of a
     sample where it is given, and all of them otherwise.
     """
@@ -44,14 +42,6 @@ class MLP:
             nn.ReLU(),
             nn.Linear(64, classes),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9."""
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 workload = MLP()

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
 from distcheck.errors import UsageError
+from distcheck.workloads.cells.samples import Classifier
 
 TOKENS, WIDTH, HEADS, BLOCKS = 8, 32, 4, 2
 
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         return logits
 
 
-class Workload:
+class Workload(Classifier):
     """AdamW, as transformers are trained."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -108,10 +108,6 @@ class Workload:
                 f"of shape {sample_shape} do not divide by {TOKENS}"
             )
         return Transformer(numbers, classes)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW, learning rate 0.001."""

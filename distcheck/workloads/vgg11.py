@@ -7,11 +7,10 @@ Eight 3x3 convolutions with BatchNorm and ReLU, five poolings, one linear layer 
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
 from distcheck.errors import UsageError
+from distcheck.workloads.cells.samples import Classifier
 
 WIDTHS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
@@ -42,7 +41,7 @@ class VGG11(nn.Module):
         return logits
 
 
-class VGG11Workload:
+class VGG11Workload(Classifier):
     """Cross-entropy; SGD, learning rate 0.1, momentum 0.9, weight decay 1e-4."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -54,10 +53,6 @@ class VGG11Workload:
                 "use --data cifar10 or synthetic, or the workload cnn or mlp"
             )
         return VGG11(classes)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The course's settings."""

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from distcheck.machine import devices
-from distcheck.selftest.command import look
-from distcheck.selftest.planning import plan_selftest
+from distcheck.selftest.command import look, plan_selftest
 from tests.gpu.prepare import thinned
 from tests.world.command import ROOT
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from distcheck.job import against_reference, causes, checks, judging
+from distcheck.job import causes, checks, judging
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import with_reference
@@ -641,11 +641,11 @@ def test_a_clip_between_passes_explains_what_one_batch_does_not_give(tmp_path: P
     """Also where every pass was exchanged, so that ranks hold what one process holds."""
     job = make(tmp_path, not_scaled)
     step = job.records[0, 1]
-    assert against_reference.clipped_between(job, 1) is None
+    assert causes.clipped_between(job, 1) is None
     clips = (Clip(kind="norm", most=1.0, norm=2.0, passes=1),)
     passes = (*step.passes, *step.passes)
     job.records[0, 1] = msgspec.structs.replace(step, clips=clips, passes=passes)
-    found = against_reference.clipped_between(job, 1)
+    found = causes.clipped_between(job, 1)
     assert found is not None
     assert found.cause == "clip-in-accumulation"
     assert f"after 1 of {len(passes)} backward passes" in found.evidence

@@ -12,8 +12,7 @@ import pytest
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import guard_command, running
 from distcheck.job.guard import records
-from distcheck.job.guard.checked import Checked
-from distcheck.job.guard.records import Divergence, ReplicaFinding
+from distcheck.job.guard.records import Checked, Divergence, ReplicaFinding
 from distcheck.job.guard_command import GuardOptions, guard_job
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings, read

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from distcheck.errors import UsageError
-from distcheck.job import condensing, judging
+from distcheck.job import judging, moved_runs
 from distcheck.job.causes import diagnose
 from distcheck.job.checks import exchange, without_reference
 from distcheck.job.checks.ranks import agreement, initial_state, random_streams
@@ -116,7 +116,7 @@ def shared(tmp_path: Path, change: Any = alike, **about: Any) -> JobRecording:
     folder.mkdir()
     make(folder, change, **about)
     on_axes(folder, TENSOR)
-    return condensing.read(folder, tmp_path / "whole")
+    return moved_runs.read_whole(folder, tmp_path / "whole")
 
 
 def test_parts_are_put_together(tmp_path: Path) -> None:
@@ -194,12 +194,12 @@ def test_the_same_samples_without_an_axis_are_a_failure(tmp_path: Path) -> None:
     folder.mkdir()
     make(folder, alike)
     on_axes(folder, DATA)
-    job = condensing.read(folder, tmp_path / "whole")
+    job = moved_runs.read_whole(folder, tmp_path / "whole")
     assert (job.world, disjoint(job).verdict) == (2, "fail")
-    by_hand = condensing.read(folder, tmp_path / "given", "tensor=2")
+    by_hand = moved_runs.read_whole(folder, tmp_path / "given", "tensor=2")
     assert (by_hand.world, disjoint(by_hand).verdict) == (1, "pass")
     with pytest.raises(UsageError, match="needs 3 ranks, and the world has 2"):
-        condensing.read(folder, tmp_path / "other", "tensor=3")
+        moved_runs.read_whole(folder, tmp_path / "other", "tensor=3")
 
 
 def test_other_samples_on_a_rank_of_one_model_are_named(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
     folder.mkdir()
     make(folder, change, steps=1)
     on_axes(folder, Axis(name="cp", kind="sequence", size=2))
-    (result,) = random_streams(condensing.read(folder, tmp_path / "whole"))
+    (result,) = random_streams(moved_runs.read_whole(folder, tmp_path / "whole"))
     assert (result.verdict, "pieces of the same samples" in result.reason) == ("fail", True)
 
 

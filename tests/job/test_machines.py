@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from distcheck.errors import CannotRunError
 from distcheck.job import machines
-from distcheck.job.inside import elsewhere
-from distcheck.job.inside.elsewhere import Elsewhere
+from distcheck.job.inside import ending
+from distcheck.job.inside.ending import Elsewhere
 from distcheck.job.machines import AllSent, JudgedThereError, Piece
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
@@ -187,7 +187,7 @@ def test_ranks_elsewhere_say_that_they_have_ended(monkeypatch: pytest.MonkeyPatc
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(master.port))
-    monkeypatch.setattr(elsewhere, "_ASK_S", 0.0)
+    monkeypatch.setattr(ending, "_ASK_S", 0.0)
     one = Elsewhere(0, 2)
     assert not one.have_ended()
     other = Elsewhere(1, 2)

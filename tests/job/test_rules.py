@@ -17,7 +17,7 @@ import torch
 from distcheck.job import accepting, causes, checks, copying, judging, replaying
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks.ranks import finite
-from distcheck.job.inside import choosing, spawned
+from distcheck.job.inside import alone, choosing
 from distcheck.job.inside.feeding import Feeding
 from distcheck.job.running import Ran, Watch
 from distcheck.job.settings import JobSettings, Role, write
@@ -223,9 +223,9 @@ def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
 
 def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(world_size=2, batch=2, gpus=4)
-    (found,) = spawned.of_one((given,), 2)
+    (found,) = alone.of_one((given,), 2)
     assert vars(found) == {"world_size": 1, "batch": 2, "gpus": 4}
-    assert spawned.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
+    assert alone.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
         1, True, "2", {"nprocs": 1, "lr": 2},
     )  # fmt: skip
 

@@ -95,9 +95,9 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "machine/compat.py": "calls that this process itself has recorded",
         "workloads/datasets/cifar10.py": "an unpickler that knows numbers, texts and arrays alone",
         **dict.fromkeys((
-            "__init__.py", "judge/checks/__init__.py", "plan/source_files.py", "selftest/zoo.py",
-            "workloads/datasets/__init__.py", "workloads/datasets/files.py",
-            "worlds/local/child.py", "worlds/local/helper.py",
+            "__init__.py", "judge/checks/__init__.py", "plan/source_files.py",
+            "selftest/command.py", "workloads/datasets/__init__.py",
+            "workloads/datasets/files.py", "worlds/local/child.py", "worlds/local/helper.py",
             "worlds/local/late_compiler.py", "worlds/simulated/host.py",
             "worlds/simulated/search.py",
         ), "modules of distcheck and of torch, by names that are written in distcheck"),
@@ -113,10 +113,11 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "reports/files.py": "appends to GitHub's summary, and tries a file before anything runs",
         "store/bundle.py": "a file without a name, which gets the one that the person gave",
         "job/in_use.py": "a lock, which must be held before the file has its name",
+        "job/inside/rank.py": "an empty file, in the private folder of a recorded job",
         "job/inside/answering.py": "a counter that is written in place",
         "job/hook/sitecustomize.py": "distcheck could not be imported, and that is noted",
         "worlds/linux.py": "the name of a thread",
-        **dict.fromkeys(("cli/streams.py", "job/relay.py", "worlds/local/child.py",
+        **dict.fromkeys(("cli/streams.py", "job/running.py", "worlds/local/child.py",
                          "testing/fixtures.py"), "descriptors that are open already"),
     }),
     "a text is printed; errors/shown_text.say masks it": (prints, {
@@ -153,14 +154,14 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "backend_probe/sweep.py": "numbers of distcheck's own ranks",
             "testing/kept_rank.py": "what the person's own tests ask for",
             "testing/waiting.py": "what ranks of the person's own tests report",
-            "explore/kept.py": "a report that this process has written",
+            "explore/running.py": "a report that this process has written",
         },
     ),
     "ranks meet at a port, which every user can reach; worlds/rendezvous.py has a file": (
         lambda called, _: called.rpartition(".")[2] in ("TCPStore", "init_process_group"), {
             "worlds/rendezvous.py": "at a port if ranks are of several processes",
             "worlds/remote/meeting.py": "a word through the launcher's store, which is there",
-            "job/inside/elsewhere.py": "the same, of the person's own job",
+            "job/inside/ending.py": "the same, of the person's own job",
         },
     ),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from distcheck.store import trust
 from distcheck.store.bundle import make_bundle, open_bundle
 from distcheck.store.run_folder import Store
 from distcheck.training import loading, sources_only
-from distcheck.training.initial_state import load_initial
+from distcheck.training.building import load_initial
 from tests.security import zips
 
 

@@ -190,7 +190,7 @@ def test_what_has_many_parameters_has_them_for_a_reason() -> None:
 
 # What is not of torch, pytest or Hypothesis, and stands in one module alone.
 PRIVATE_ELSEWHERE = {
-    "distcheck.job.inside.spawned": ["process: _args", "process: _kwargs"],  # multiprocessing's
+    "distcheck.job.inside.alone": ["process: _args", "process: _kwargs"],  # multiprocessing's
     "distcheck.worlds.simulated.isolation": ["numpy: _bit_generator", "numpy: _rand"],
 }
 

@@ -95,7 +95,7 @@ def test_a_rank_that_leaves_as_its_world_ends_has_left() -> None:
     ("heard", "told"), [("", "did not answer"), (_SAID, "line 3 in sync")], ids=["nothing", "low"]
 )
 def test_a_silent_rank_that_outlives_its_peers_hung_too(heard: str, told: str) -> None:
-    child = RemoteChild(gone=True, exit_code=1, shaken=True, heard_stacks=heard)
+    child = RemoteChild(gone=True, exit_code=1, shaken=True, low_level_stacks=heard)
     child.take(_LOST)
     assert blame.outcomes([child], hung=False)[0].outcome == "raised"
     child.cut_short = True
@@ -109,7 +109,7 @@ def test_a_silent_rank_that_outlives_its_peers_hung_too(heard: str, told: str) -
 
 
 def test_a_rank_that_dies_of_being_shaken_was_hung() -> None:
-    child = RemoteChild(gone=True, exit_signal=signal.SIGSEGV, heard_stacks=_SAID)
+    child = RemoteChild(gone=True, exit_signal=signal.SIGSEGV, low_level_stacks=_SAID)
     assert blame.outcomes([child], hung=True)[0].outcome == "killed"
     child.shaken = True
     assert blame.outcomes([child], hung=True)[0].outcome == "hung"
@@ -117,7 +117,9 @@ def test_a_rank_that_dies_of_being_shaken_was_hung() -> None:
 
 @pytest.mark.parametrize("shaken", [False, True])
 def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
-    child = RemoteChild(gone=True, exit_code=0, released=True, heard_stacks=_SAID, shaken=shaken)
+    child = RemoteChild(
+        gone=True, exit_code=0, released=True, low_level_stacks=_SAID, shaken=shaken
+    )
     child.take(messages.Done(b""))
     assert blame.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
     child.take(messages.Stacks('File "mine.py", line 9 in later', None))
@@ -132,7 +134,7 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
 
 def _child(*events: messages.Event, shaken: bool = False) -> RemoteChild:
     child = RemoteChild(gone=True, exit_signal=signal.SIGKILL, cut_short=True, shaken=shaken)
-    child.heard_stacks = _SAID if shaken else ""
+    child.low_level_stacks = _SAID if shaken else ""
     for event in events:
         child.take(event)
     return child

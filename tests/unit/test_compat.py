@@ -200,7 +200,7 @@ def test_fsdp2_says_what_it_computes_with() -> None:
         "MixedPrecisionPolicy()\n"
         "for policy in policies:\n"
         "    one = fully_shard(torch.nn.Linear(2, 2), mesh=mesh, mp_policy=policy)\n"
-        "    print(compat.fsdp2_dtype(one), compat.fsdp2_reduces_in(one))\n"
+        "    print(*compat.fsdp2_dtypes(one))\n"
         "    wholes = lambda: [whole for own, whole in compat.fsdp2_parameters(one)]\n"
         "    assert wholes() == [None, None]\n"
         "    one.set_requires_gradient_sync(False)\n"
@@ -211,7 +211,7 @@ def test_fsdp2_says_what_it_computes_with() -> None:
         "    assert [compat.part_in(p) for p in own] == [(0, 0), (0,)]\n"
         "    print(*(holds() for _, holds in compat.fsdp2_holding(one)))\n"
         "linear = torch.nn.Linear(2, 2)\n"
-        "print(compat.fsdp2_dtype(linear), [*compat.fsdp2_parameters(linear)])\n"
+        "print(compat.fsdp2_dtypes(linear)[0], [*compat.fsdp2_parameters(linear)])\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     *lines, plain, last = ran.stdout.splitlines() or ["", ""]

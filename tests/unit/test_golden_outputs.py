@@ -20,7 +20,7 @@ from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.records.parting import Moment, TraceComparison
 from distcheck.reports import github, html_report, junit
-from distcheck.training.initial_state import load_initial
+from distcheck.training.building import load_initial
 from tests.stored import compare
 
 BEYOND = Difference(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distcheck.backends._python_group import elements_by_rank
 from distcheck.backends.mpi import group
 
 OPS = [("sparse", torch.ones(2).to_sparse(), "moves dense tensors, not torch.sparse_coo")]
@@ -47,11 +48,11 @@ def test_lists_and_parts() -> None:
 
 def test_rows_to_elements() -> None:
     tensor = torch.ones(6, 2)
-    assert group.counts("x", 3, tensor, []) == [4, 4, 4]
-    assert group.counts("x", 3, tensor, [1, 0, 5]) == [2, 0, 10]
-    assert group.counts("x", 2, torch.ones(0, 2), [0, 0]) == [0, 0]
+    assert elements_by_rank("x", 3, tensor, []) == [4, 4, 4]
+    assert elements_by_rank("x", 3, tensor, [1, 0, 5]) == [2, 0, 10]
+    assert elements_by_rank("x", 2, torch.ones(0, 2), [0, 0]) == [0, 0]
     for splits in ([3, 3], [1, 1, 1], [7, 0, -1]):
         with pytest.raises(ValueError, match="of 6 rows, 3 ranks"):
-            group.counts("x", 3, tensor, splits)
+            elements_by_rank("x", 3, tensor, splits)
     with pytest.raises(ValueError, match="6 rows cannot be cut into 4 equal parts"):
-        group.counts("x", 4, tensor, [])
+        elements_by_rank("x", 4, tensor, [])

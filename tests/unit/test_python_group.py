@@ -67,5 +67,10 @@ def test_many_are_waited_for_as_one() -> None:
         assert getattr(group, name)([one], [3], 5) == ([1], [one])
         assert group.called == [("reduce_scatter_single", one, 3, 5)]
     group = Noting()
-    assert group.allgather_coalesced([[one], [other]], [3, 4]) == ([1, 2], [one, other])
-    assert group.called == [("allgather", [[one]], [3]), ("allgather", [[other]], [4])]
+    of_rank_1 = [torch.zeros(1), torch.zeros(2)]
+    works, results = group.allgather_coalesced([[one, other], of_rank_1], [3, 4])
+    assert (works, results) == ([1, 2], [one, other, *of_rank_1])
+    assert group.called == [
+        ("allgather", [[one, of_rank_1[0]]], [3]),
+        ("allgather", [[other, of_rank_1[1]]], [4]),
+    ]

@@ -10,7 +10,7 @@ from distcheck.errors import CannotRunError, ExitCode, NotSimulatedError, UsageE
 from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
 from distcheck.selftest import command
-from distcheck.selftest.planning import check_place, plan_selftest, representatives
+from distcheck.selftest.command import check_place, plan_selftest, representatives
 from distcheck.selftest.records import (
     Planted,
     Row,

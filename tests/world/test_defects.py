@@ -24,7 +24,7 @@ from distcheck.reports.documents import check_document
 from distcheck.reports.findings import finding_of, ranks_failed
 from distcheck.training.jobs import INSPECT
 from distcheck.verification.followups import leave_out
-from distcheck.workloads.datasets.job import PREPARE
+from distcheck.workloads.datasets.description import PREPARE
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from distcheck.backends._python_group import PythonGroup, Tensors
+from distcheck.backends import _python_group
+from distcheck.backends._python_group import PythonGroup, Tensors, check_length, elements_by_rank
 from distcheck.backends.mpi import buffers, calls, runtime
 from distcheck.backends.mpi.library import TORCH_NAME
 from distcheck.backends.mpi.runtime import mpi
@@ -47,38 +48,13 @@ def check_list(
     """A list of one tensor for each of `size` ranks, of as many elements as `one`."""
     check(what, [one, *many])
     check(what, many, written=written)
-    check_length(what, size, many)
-    for tensor in many:
-        if tensor.numel() != one.numel():
-            raise ValueError(
-                f"{what}: a tensor of {tensor.numel()} elements among those of {one.numel()}"
-            )
-
-
-def check_length(what: str, size: int, many: Sequence[torch.Tensor]) -> None:
-    """A list of one tensor for each rank."""
-    if len(many) != size:
-        raise ValueError(f"{what}: {len(many)} tensors for {size} ranks")
+    _python_group.check_list(what, size, many, one)
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
     """A tensor that holds one part for each rank."""
     check(what, [whole, part])
-    if whole.numel() != size * part.numel():
-        raise ValueError(f"{what}: {whole.numel()} elements are not {size} times {part.numel()}")
-
-
-def counts(what: str, size: int, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
-    """Elements for each rank, from numbers of rows; without any, all ranks get as many."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
-        if rows % size:
-            raise ValueError(f"{what}: {rows} rows cannot be cut into {size} equal parts")
-        return [tensor.numel() // size] * size
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise ValueError(f"{what}: splits {list(splits)} of {rows} rows, {size} ranks")
-    row = tensor.numel() // rows if rows else 0
-    return [count * row for count in splits]
+    _python_group.check_parts(what, size, whole=whole, part=part)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -308,8 +284,8 @@ class MPIGroup(PythonGroup):
         check(what, [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
         request = self._collective.Ialltoallv(
-            buffers.moved_in_parts(data, counts(what, self._size, tensor, input_splits)),
-            buffers.moved_in_parts(room, counts(what, self._size, output, output_splits)),
+            buffers.moved_in_parts(data, elements_by_rank(what, self._size, tensor, input_splits)),
+            buffers.moved_in_parts(room, elements_by_rank(what, self._size, output, output_splits)),
         )
         return self._work(what, request, [output], room, data, inputs=[tensor])
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Work  # type: ignore[attr-defined]
 
+from distcheck.backends._python_group import PythonWork
 from distcheck.backends.mpi.calls import MPICall
 from distcheck.backends.mpi.runtime import mpi
 
@@ -26,7 +26,7 @@ _under_way: "dict[int, MPIWork]" = {}
 _one_at_a_time = threading.RLock()  # no two threads may ask about the same request
 
 
-class MPIWork(Work):
+class MPIWork(PythonWork):
     """A started operation, which is the `call`.
 
     Completes when all of `requests` have; then `finish` copies results to where they belong.
@@ -81,25 +81,11 @@ class MPIWork(Work):
         """What went wrong, or None."""
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that it has written."""
-        self.wait()
-        return self._results
-
     def source_rank(self) -> int:
         """The group's rank that a received message came from."""
         return self._source
 
     _source_rank = source_rank
-
-    def get_future(self) -> Any:
-        """A completed future of the result."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-    getFuture = get_future  # noqa: N815
 
     def _until_done(self, timeout_s: float) -> None:
         for _ in range(_LOOKS_AT_ONCE):
@@ -149,7 +135,7 @@ def move_on() -> None:
             work._look()
 
 
-class Together(Work):
+class Together(PythonWork):
     """Several operations that are waited for as one."""
 
     def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:
@@ -165,16 +151,3 @@ class Together(Work):
     def is_completed(self) -> bool:
         """Whether all of them are complete."""
         return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that they have written."""
-        self.wait()
-        return self._results
-
-    def get_future(self) -> Any:
-        """A completed future of the result."""
-        future: Any = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-    getFuture = get_future  # noqa: N815

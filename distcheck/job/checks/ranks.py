@@ -26,13 +26,8 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
             plain = name.partition("/")[2]
             if name.startswith("after/") and not job.holds(rank, step, plain):
                 continue  # what it has before the next step is compared
-            same = own.get(name) == first[name]
-            place = None if same else _distance(job, rank, step, name)
-            places = () if place is None else (place,)
-            tally.add(
-                Comparison(same, 1, worst=place, first=place, places=places),
-                parameter=plain, rank=rank, step=step,
-            )  # fmt: skip
+            apart = () if own.get(name) == first[name] else (_distance(job, rank, step, name),)
+            tally.add(_compared(*apart), parameter=plain, rank=rank, step=step)
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
@@ -42,6 +37,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
     if job.apart is None:
         return
     apart, first = job.apart, job.steps[0]
+    is_staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
     for unit in job.units:
         seen: dict[object, int] = {}
         for rank in unit:
@@ -49,17 +45,19 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
             for name in (n for n in record.digests if n.startswith(kind)):
                 plain, part = _plain(name), record.parts.get(name)
                 began = apart.records[rank, first].digests.get(f"before/{plain}", "")
-                place = (name, None if part is None else part.at, began if _is_staged(job) else "")
+                place = (name, None if part is None else part.at, began if is_staged else "")
                 other = seen.setdefault(place, rank)
                 if other == rank:
                     continue
                 same = record.digests[name] == apart.records[other, step].digests[name]
-                apart_by = None if same else _distance(apart, rank, step, name, other)
-                places = () if apart_by is None else (apart_by,)
-                tally.add(
-                    Comparison(same, 1, worst=apart_by, first=apart_by, places=places),
-                    parameter=plain, rank=rank, step=step,
-                )  # fmt: skip
+                by = () if same else (_distance(apart, rank, step, name, other),)
+                tally.add(_compared(*by), parameter=plain, rank=rank, step=step)
+
+
+def _compared(apart: Place | None = None) -> Comparison:
+    """One tensor of two ranks, which are the same unless they are apart."""
+    places = () if apart is None else (apart,)
+    return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
 
 
 def differs_in_units(job: JobRecording) -> str:
@@ -69,10 +67,6 @@ def differs_in_units(job: JobRecording) -> str:
         _same_in_units(job, tally, step, "before/")
     first = tally.result().first
     return "" if first is None else first.parameter
-
-
-def _is_staged(job: JobRecording) -> bool:
-    return any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
 
 
 def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Place:

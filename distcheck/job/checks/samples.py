@@ -66,7 +66,8 @@ def disjoint(job: JobRecording) -> CheckResult:
                 said = f"have {shared} samples in common"
             else:
                 continue
-            _report(tally, trained, f"step {step}: {_named(job, one, two)} {said}", two, step)
+            both = f"ranks {job.called(one)} and {job.called(two)}"
+            _report(tally, trained, f"step {step}: {both} {said}", two, step)
     result = tally.result()
     if result.verdict != "fail":
         _within_epochs(job, tally, trained)
@@ -74,10 +75,6 @@ def disjoint(job: JobRecording) -> CheckResult:
     if not result.compared.elements:
         tally.missing("no tensor with samples was seen among the arguments of the model")
     return tally.result()
-
-
-def _named(job: JobRecording, one: int, two: int) -> str:
-    return f"ranks {job.called(one)} and {job.called(two)}"
 
 
 def _shared(job: JobRecording, tally: Tally) -> None:

@@ -1,15 +1,14 @@
 """The guard of production runs: `distcheck.guard(optimizer, every=100)`.
 
-starting    begins a guard, and its last check
-guarding    counts steps, has ranks compare, and acts on a difference
+guarding    begins a guard, counts steps, has ranks compare, and acts on a difference
 watched     the model: found when it is called; samples, buffers and random streams
 state       what one rank holds after a step, as digests
 digests     of tensors, on the device that holds them
 exchange    the guard's own group of ranks, and who has reached a check if one rank ends early
 comparing   what must be alike, and what must not
-records     what was found; the bundle
+records     what was found; the bundle; what `distcheck job --guard` reads of each rank
 audit       what goes into an exchange and what comes out, as sums with signs
-explaining  causes, for `distcheck explain`; checked: what `distcheck job --guard` reads
+explaining  causes, for `distcheck explain`
 """
 
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ def guard(
 
     All ranks must call it, after `init_process_group`, and make the same steps. Raises UsageError.
     """
-    from distcheck.job.guard.starting import start
+    from distcheck.job.guard.guarding import start
 
     return start(
         optimizer,

@@ -239,7 +239,7 @@ def _of_parts(parameter: torch.Tensor) -> tuple[int, int]:
 
 def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, Whole]]:
     for module in model.modules():
-        dtype = compat.fsdp2_reduces_in(module)
+        _, dtype = compat.fsdp2_dtypes(module)
         unit = 0.0 if dtype is None else unit_roundoff(dtype)
         holding = {id(own): holds for own, holds in compat.fsdp2_holding(module)}
         for own, whole in compat.fsdp2_parameters(module):

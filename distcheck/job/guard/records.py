@@ -10,8 +10,7 @@ from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
 SCHEMA = "distcheck.guard/1"
-_MOST_BYTES = 64 << 20
-
+_MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
 
 # What an exchange left, and whether it did so again.
 OWN, OTHER, LEFT_OUT = "own", "other", "left out"
@@ -176,3 +175,23 @@ def read(file: Path) -> Divergence:
         if not is_sound or lengths != {64} or len(sums.by_rank) != len(found.ranks):
             raise UsageError(f"{file} is damaged: its sums of {sums.name} do not fit its ranks")
     return found
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the guard of one optimizer has done so far, in one rank; a file for the front."""
+
+    rank: int
+    world: int
+    optimizer: str
+    steps: int
+    checks: int
+    checked_at: int = -1
+    compared: int
+    first: str = ""
+    file: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+def read_checked(file: Path) -> Checked:
+    """A file again. Raises msgspec.MsgspecError and OSError."""
+    return decode_json(read_bounded(file, _MOST_BYTES_OF_A_RANK), Checked)

@@ -1,6 +1,5 @@
 """What one rank holds after a step, as digests: parameters, buffers, optimizer state, settings."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 
 from distcheck.job.guard.digests import combined, digests
 from distcheck.job.guard.watched import WatchedModel, is_divided, is_in_one_piece, part_of
+from distcheck.job.inside.parameters import places_in
 from distcheck.job.inside.rank import numbers_of
 
 # What a rank says of itself in every check, as one number each.
@@ -44,18 +44,18 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
     named = list(watched.parameters()) if watched is not None else []
     is_whole = watched is None or is_in_one_piece(watched.model)
     known = {id(p) for _, p in named}
-    named += [(n, p) for n, p in of_optimizer(optimizer) if id(p) not in known]
+    named += [(n, p) for n, p in places_in(optimizer) if id(p) not in known]
     names = {id(p): name for name, p in named} if is_whole else {}
     if is_whole:
         _put(found, "parameters", named)
     of_state = [
         (f"{key} of {names[id(p)]}", value)
-        for _, p in of_optimizer(optimizer)
+        for _, p in places_in(optimizer)
         if id(p) in names
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
     ]
     _put(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
-    found.left_out += sum(id(p) not in names for _, p in of_optimizer(optimizer))
+    found.left_out += sum(id(p) not in names for _, p in places_in(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         found.settings |= {f"{k} of group {number}": v for k, v in numbers_of(group).items()}
     found.settings |= {n: float(v) for n, v in of_state if isinstance(v, bool | int | float)}
@@ -66,16 +66,9 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
     return found
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of an optimizer, by their place in it."""
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield f"parameter {place} of group {number}", parameter
-
-
 def initial(optimizer: torch.optim.Optimizer) -> int:
     """The parameters of an optimizer before its first step, as a number."""
-    held = [p for _, p in of_optimizer(optimizer) if not is_divided(p) and part_of(p)[0] is p]
+    held = [p for _, p in places_in(optimizer) if not is_divided(p) and part_of(p)[0] is p]
     return combined(digests(held))
 
 

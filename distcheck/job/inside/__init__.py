@@ -9,7 +9,7 @@ replayer           runs the script as one process with the ranks' batches: handi
 copies             what that process computes beside: forks, processes, folding, choosing, state
 guarded            a guard on every optimizer, for `distcheck job --guard`
 
-alone, on_cpu      stand-ins: a group of one rank, and a CPU in place of GPUs
-rank, marking, spawned, answering, ending, elsewhere
+alone, on_cpu      stand-ins: one rank in place of many, and a CPU in place of GPUs
+rank, marking, answering, ending
                    which process is a rank, what it says of itself, and whether all have ended
 """

@@ -1,33 +1,39 @@
-"""A process group of one rank, without threads or sockets: every collective is a copy.
+"""What a script of many ranks finds as one process.
 
-A replay may fork, and what a backend's threads were doing would be lost in the fork.
+A process group of one rank is without threads or sockets, and every collective is a copy: a replay
+may fork, and what a backend's threads were doing would be lost in the fork. Of a script that starts
+its ranks itself, the first rank runs in the script's own process.
 """
 
+import dataclasses
 import functools
+import multiprocessing.process
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+import torch.multiprocessing
 
+from distcheck.backends._python_group import PythonGroup, PythonWork, Tensors
 from distcheck.job.inside.tensors import leaves
 from distcheck.machine import compat
 
 NAME = "distcheck_alone"
-Tensors = list[torch.Tensor]
+_COUNTS = re.compile(r"world|n?proc|gpu|rank|device", re.IGNORECASE)
 doubles = False  # whether collectives return twice their results, to see what depends on them
 
 
-class _Done(Work):
+class _Done(PythonWork):
     """An operation that is complete."""
 
     def __init__(self, results: Any) -> None:
         super().__init__()
         self._results = results
-        for tensor in leaves(results) if doubles else ():
-            if tensor.is_floating_point() and tensor.numel() > 1:
-                tensor.detach().mul_(2)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Nothing is left to be waited for."""
@@ -37,52 +43,25 @@ class _Done(Work):
         """It is."""
         return True
 
-    def result(self) -> Any:
-        """What was written."""
-        return self._results
-
     def get_future(self) -> Any:
-        """A completed future."""
+        """A completed future, which a GPU's stream may wait for."""
         gpus = {tensor.device for tensor in leaves(self._results) if tensor.is_cuda}
         future: Any = torch.futures.Future(devices=[*gpus])
         future.set_result(self._results)
         return future
 
-    getFuture = get_future  # noqa: N815
+
+def _done(results: Any) -> _Done:
+    for tensor in leaves(results) if doubles else ():
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            tensor.detach().mul_(2)
+    return _Done(results)
 
 
-class Alone(ProcessGroup):
+class Alone(PythonGroup):
     """The group of one rank."""
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]
-        self._named = str(options.group_id)
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """What torch prints."""
-        return NAME
-
-    name = getBackendName
-
-    def rank(self) -> int:
-        """The only one."""
-        return 0
-
-    def size(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def group_name(self) -> Any:
-        """The name that torch gave to the group."""
-        return self._named
-
-    def _set_group_name(self, name: Any) -> None:
-        super()._set_group_name(name)
-        self._named = name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
+    torch_name = NAME
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing takes time."""
@@ -94,7 +73,7 @@ class Alone(ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         """The sum, mean or maximum of one is that one."""
-        return _Done(tensors)
+        return _done(tensors)
 
     allreduce_coalesced = broadcast = reduce = allreduce
 
@@ -102,40 +81,26 @@ class Alone(ProcessGroup):
         """The one input."""
         for output, given in zip(outputs, inputs, strict=True):
             output[0].copy_(given)
-        return _Done(outputs)
+        return _done(outputs)
 
     gather = allgather
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """The one input of each."""
-        for output, given in zip(outputs[0], inputs, strict=True):
-            output.copy_(given)
-        return _Done(outputs)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
         """The one input, in the output's shape."""
         output.copy_(given.reshape(output.shape))
-        return _Done([output])
+        return _done([output])
 
-    _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_gather_single
+    reduce_scatter_single = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """The one input of each."""
-        for output, given in zip(outputs, inputs, strict=True):
-            output.copy_(given.reshape(output.shape))
-        return _Done(outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_single_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = alltoall = all_gather_single_coalesced
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """The one part."""
+        return self.all_gather_single_coalesced(outputs, inputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
         """The one part."""
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given[0])
-        return _Done(outputs)
+        return _done(outputs)
 
     scatter = reduce_scatter
 
@@ -145,11 +110,12 @@ class Alone(ProcessGroup):
         """The one part."""
         return self.all_gather_single(output, given)
 
-    alltoall_base = all_to_all_single
-
     def barrier(self, opts: Any = None) -> Any:
         """One rank waits for nothing."""
-        return _Done([])
+        return _done([])
+
+    def _together(self, works: Sequence[Any], results: Tensors) -> Any:
+        return _Done(results)
 
 
 def install(*, forks: bool = True) -> None:
@@ -189,3 +155,45 @@ def _without_device_threads() -> None:
     tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
     """
     compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)
+
+
+# -- a script that starts its ranks itself --------------------------------------------------------
+
+
+def run_first_rank(world: int) -> None:
+    """Makes what starts ranks, as many as a `world` has, run the first of them here."""
+    spawning: Any = torch.multiprocessing
+
+    def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
+        fn(0, *of_one(tuple(args), world))
+        return SimpleNamespace(join=lambda *_: True, pids=list, processes=[])
+
+    for module in (spawning, spawning.spawn if hasattr(spawning.spawn, "spawn") else spawning):
+        module.spawn = module.start_processes = spawn
+
+    def start(process: Any) -> None:
+        process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
+
+    multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+
+def of_one(value: Any, world: int) -> Any:
+    """Arguments of a rank in which numbers of ranks are one: whole numbers that are as many, and
+    attributes with such a name.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return 1 if value == world else value
+    if isinstance(value, tuple):
+        return tuple(of_one(one, world) for one in value)
+    if isinstance(value, Mapping):
+        return {
+            key: of_one(one, world) if _COUNTS.search(str(key)) else one
+            for key, one in value.items()
+        }
+    if isinstance(value, Namespace) or dataclasses.is_dataclass(value):
+        for name, one in list(vars(value).items()):
+            if _COUNTS.search(name) and type(one) is int and one == world:
+                setattr(value, name, 1)
+    return value

@@ -169,12 +169,7 @@ class Copies:
         self.draws = len(draws)
         for name, gradient in found.items():
             there = [one[name] * (self.times or 1.0) for one in draws if name in one]
-            norms = [float((one - gradient).double().norm()) for one in there]
-            norm = float(gradient.double().norm())
-            if norms and norm:
-                self._moves[name] = max(norms) / norm
-            known = self._moves.get(name, float("nan")) * norm
-            self.spreads[name] = max(norms) if norms else known
+            self.spreads[name] = state.spread_of(gradient, there, name, self._moves)
 
     def _says_too_little(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
         """Whether some gradient is further from what is expected than what is known allows."""

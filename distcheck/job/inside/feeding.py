@@ -71,7 +71,8 @@ class Feeding:
             by_rank = self._batches.get(place, {})
             if rank not in by_rank:
                 return None
-            found.append(self._leaves(rank, by_rank[rank][1], by_rank[rank][0]))
+            step, batch = by_rank[rank]
+            found.append([self._data(rank, step, name) for name in batch.leaves])
         if len({len(leaves) for leaves in found}) != 1:
             raise NotTogetherError("batches have unlike numbers of tensors")
         loader = places[0][1][0]
@@ -143,9 +144,6 @@ class Feeding:
     def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
         """The random streams before a forward pass, or when its batch had been handed out."""
         return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
-
-    def _leaves(self, rank: int, batch: LoadedBatch, step: int) -> list[torch.Tensor]:
-        return [self._data(rank, step, name) for name in batch.leaves]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
         return self._job.tensors(rank, step)[f"data/{name}"]

@@ -6,9 +6,8 @@ the loss that torch computed, where the script's is a multiple of it, or of the 
 the script's own computation. So it does not matter what the script takes the factor to be.
 """
 
-import math
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import psutil
@@ -129,11 +128,7 @@ class Folding:
         if role in self._probes:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
-                out |= {
-                    f"{_TERM}{number}/{name}": g.to_dense() if g.is_sparse else g
-                    for name, g in zip(trained, found, strict=True)
-                    if g is not None
-                }
+                out |= {f"{_TERM}{number}/{n}": g for n, g in _dense(trained, found).items()}
         return out
 
     # -- in the parent ---------------------------------------------------------------------------
@@ -158,12 +153,9 @@ class Folding:
         self.kind = kind
         out = {}
         for name, gradient in _plain(plain).items():
-            norms = [float((m[name] - gradient).double().norm()) for m in moved if m is not None]
-            norm = float(gradient.double().norm())
-            if norms and norm:
-                self._moves[name] = max(norms) / norm
+            there = [one[name] for one in moved if one is not None]
             out[f"folded/{name}"] = gradient
-            spread = max(norms) if norms else self._moves.get(name, math.nan) * norm
+            spread = state.spread_of(gradient, there, name, self._moves)
             out[f"spread-folded/{name}"] = torch.tensor(spread)
         return out
 
@@ -241,11 +233,12 @@ def _gradients(
     found = torch.autograd.grad(
         loss, list(parameters.values()), retain_graph=True, allow_unused=True
     )
-    return {
-        name: g.to_dense() if g.is_sparse else g
-        for name, g in zip(parameters, found, strict=True)
-        if g is not None
-    }
+    return _dense(parameters, found)
+
+
+def _dense(names: Iterable[str], found: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    pairs = zip(names, found, strict=True)
+    return {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
 
 
 def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from distcheck import private
 from distcheck.errors.masking import masked
+from distcheck.job.inside import tensors
 from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.worlds import linux
@@ -75,7 +75,7 @@ class Forks:
 
     def read(self, roles: Sequence[Role]) -> "Written":
         """What each copy wrote."""
-        return {role: self._read(role) for role in roles}
+        return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:
         """Forks a copy that waits; True in it, when it is asked to go on."""
@@ -119,22 +119,17 @@ class Forks:
             self.why[role] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
             said.unlink()
         elif code:
-            by = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            self.why[role] = f"it {by}"
-
-    def _read(self, role: Role) -> dict[str, torch.Tensor] | None:
-        file = self._file(role)
-        if not file.exists():
-            return None
-        found = load_file(file)
-        file.unlink()
-        return found
+            self.why[role] = how_ended(code)
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""
-        with private.drafted(self._file(role)) as draft:
-            save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
+        tensors.write(found, self._file(role))
         os._exit(0)
+
+
+def how_ended(code: int) -> str:
+    """How a copy ended that said nothing, in words."""
+    return f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
 
 def _become_a_copy(reasons: Path) -> None:

@@ -17,9 +17,9 @@ from torch.optim.optimizer import (
 
 from distcheck import private
 from distcheck.errors.masking import masked
-from distcheck.job.guard import starting, state
-from distcheck.job.guard.checked import Checked
+from distcheck.job.guard import guarding, state
 from distcheck.job.guard.guarding import Guard
+from distcheck.job.guard.records import Checked
 from distcheck.job.guard.watched import Finder, WatchedModel
 from distcheck.job.settings import JobSettings
 
@@ -71,7 +71,7 @@ class Guarded:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)
-        guard = starting.start(
+        guard = guarding.start(
             optimizer, every=self._settings.every,
             action="warn" if self._settings.warns else "raise", model=None, watched=watched,
             hears=False, initial=state.initial(optimizer), group=None,
@@ -125,4 +125,4 @@ def _trains(module: torch.nn.Module) -> bool:
 
 
 def _is_of(watched: WatchedModel, optimizer: torch.optim.Optimizer) -> bool:
-    return starting.has_parameters_of(lambda: optimizer, watched.model)
+    return guarding.has_parameters_of(lambda: optimizer, watched.model)

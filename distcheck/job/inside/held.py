@@ -12,7 +12,7 @@ from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import averaged, state_digest
 from distcheck.job.inside.step_file import StepFile
-from distcheck.machine.compat import fsdp2_dtype
+from distcheck.machine.compat import fsdp2_dtypes
 from distcheck.machine.numerics import spacing
 from distcheck.recordings.jobs import records
 
@@ -38,7 +38,7 @@ class HeldState:
     def begin(self) -> None:
         """Notes averages of the model, and FSDP2's dtype, before the first forward pass."""
         parts = [part for root in self._parameters.roots for part in root.modules()]
-        dtypes = [one for one in map(fsdp2_dtype, parts) if one is not None]
+        dtypes = [one for one, _ in map(fsdp2_dtypes, parts) if one is not None]
         if dtypes:
             coarsest = max(dtypes, key=spacing)
             self.about["computed"] = str(coarsest).removeprefix("torch.")

@@ -62,12 +62,12 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
         hooks.beat = Answering(folder, lambda: recorder.steps_over).beat
         os.register_at_fork(after_in_child=lambda: _in_child(folder))
         return
-    from distcheck.job.inside import alone, spawned
+    from distcheck.job.inside import alone
     from distcheck.job.inside.replayer import Replayer
 
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
     alone.install(forks=not settings.in_processes)
     if settings.spawns:
-        spawned.install(settings.spawns)
+        alone.run_first_rank(settings.spawns)
     hooks.install(Replayer(settings, folder), give_up)

@@ -46,7 +46,7 @@ class Parameters:
         """
         found = [name for root in self.roots for name in self.add_root(root)]
         for number, optimizer in enumerate(self.optimizers):
-            for name, parameter in _places_in(optimizer):
+            for name, parameter in places_in(optimizer):
                 if id(parameter) not in self._names and not is_lazy(parameter):
                     found.append(self._add(f"{name} of optimizer {number}", parameter, ""))
         return found
@@ -67,11 +67,11 @@ class Parameters:
         return any(one is parameter for one in of_roots) or self._is_trained(parameter)
 
     def _is_trained(self, parameter: torch.Tensor) -> bool:
-        return any(one is parameter for opt in self.optimizers for _, one in _places_in(opt))
+        return any(one is parameter for opt in self.optimizers for _, one in places_in(opt))
 
     def left_out(self) -> list[str]:
         """The names of what no optimizer of this rank trains: another rank's may."""
-        trained = {id(p) for one in self.optimizers for _, p in _places_in(one)}
+        trained = {id(p) for one in self.optimizers for _, p in places_in(one)}
         return [name for name, one in self.by_name.items() if id(one) not in trained]
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
@@ -84,7 +84,7 @@ class Parameters:
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """The names of what an optimizer updates, in the order that they have got their names."""
-        own = set(self.names_of(parameter for _, parameter in _places_in(optimizer)))
+        own = set(self.names_of(parameter for _, parameter in places_in(optimizer)))
         return [name for name in self.by_name if name in own]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -116,7 +116,7 @@ class Parameters:
         train or are among those `called`: not of a model that was tried and left, nor of a
         parameter that another one has replaced.
         """
-        trained = {id(p) for one in self.optimizers for _, p in _places_in(one)}
+        trained = {id(p) for one in self.optimizers for _, p in places_in(one)}
         train = [one for one in self.roots if any(id(p) in trained for p in one.parameters())]
         own = {id(t) for one in (*train, *called) for t in (*one.parameters(), *_buffers_of(one))}
         named = (*self.by_name.items(), *self.buffers().items())
@@ -170,7 +170,8 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return digest_of(one) == digest_of(other)
 
 
-def _places_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def places_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of an optimizer, by their place in it."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             yield f"parameter {place} of group {number}", parameter

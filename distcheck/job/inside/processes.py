@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
 
-from distcheck import private
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
+from distcheck.job.inside import tensors
+from distcheck.job.inside.forks import Written, how_ended
 from distcheck.job.inside.marking import MARK
 from distcheck.job.settings import JobSettings, Role
 from distcheck.machine import devices
@@ -76,7 +76,7 @@ class Processes:
 
     def run(
         self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
-    ) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
+    ) -> "Role | Written":
         """What each copy wrote of a step, None of one that failed. Others are ended. What a rank's
         own copy does, it does in every mode.
         """
@@ -114,7 +114,7 @@ class Processes:
     def end_spare(self) -> None:
         """There is none."""
 
-    def read(self, roles: Sequence[Role]) -> "dict[Role, dict[str, torch.Tensor] | None]":
+    def read(self, roles: Sequence[Role]) -> Written:
         """Nothing is left to be read."""
         return {}
 
@@ -139,19 +139,13 @@ class Processes:
     def _read(self, key: Key, step: int) -> dict[str, torch.Tensor] | None:
         copy, role = self._copies[key], msgspec.structs.replace(key[0], step=step)
         self.why.pop(role, None)
-        file = copy.result(step)
-        if file.exists():
-            found = load_file(file)
-            file.unlink()
-            return found
-        raised = running.raised_in(copy.folder)
-        code = copy.process.returncode if copy.process is not None else 0
-        by = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.why[role] = raised[0][1] if raised else f"it {by}"
-        return None
+        found = tensors.taken_from(copy.result(step))
+        if found is None:
+            raised = running.raised_in(copy.folder)
+            code = copy.process.returncode if copy.process is not None else 0
+            self.why[role] = raised[0][1] if raised else how_ended(code)
+        return found
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed at a step."""
-        file = _Copy(self._folder).result(step)
-        with private.drafted(file) as draft:
-            save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
+        tensors.write(found, _Copy(self._folder).result(step))

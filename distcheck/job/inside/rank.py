@@ -15,7 +15,7 @@ from distcheck import private
 from distcheck.errors.masking import masked_words
 from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
-from distcheck.job.inside.elsewhere import Elsewhere
+from distcheck.job.inside.ending import Elsewhere
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine.compat import BatchNorm, ddp_times

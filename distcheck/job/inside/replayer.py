@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors.torch import save_file
 
-from distcheck import private
 from distcheck.job.inside import alone, choosing, ending, state, tensors, watching
 from distcheck.job.inside.copies import Copies
 from distcheck.job.inside.handing_out import HandingOut
@@ -373,8 +371,7 @@ class Replayer(Deaf):
             self._out[f"spread/{name}"] = torch.tensor(spread)
         self._out |= self._copies.watched.results(self._step, self._modules.taken())
         self._out.setdefault("loss", torch.tensor(float("nan"), dtype=torch.float64))
-        with private.drafted(self._folder / f"replay-{self._step:06d}.safetensors") as draft:
-            save_file({name: tensor.contiguous() for name, tensor in self._out.items()}, draft)
+        tensors.write(self._out, self._folder / f"replay-{self._step:06d}.safetensors")
         losses = [self._losses[place] for place in self._losses_of_step()]
         self._seen.append(
             ReplayedStep(

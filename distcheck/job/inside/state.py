@@ -1,5 +1,6 @@
 """Recorded state put into a model, a little beside it for a perturbation; means of gradients."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -90,6 +91,21 @@ def distance(
     apart = (one[n].double() - factor * other[n].double() for n in names)
     left = sum(float(part.square().sum()) for part in apart)
     return float((left / size) ** 0.5) if size else 0.0
+
+
+def spread_of(
+    gradient: torch.Tensor, moved: Sequence[torch.Tensor], name: str, known: dict[str, float]
+) -> float:
+    """How far a gradient is from the farthest of those that parameters moved by one ULP give. As
+    part of its norm, that is kept in `known`, and expected where there is none of those.
+    """
+    norm = float(gradient.double().norm())
+    if not moved:
+        return known.get(name, math.nan) * norm
+    most = max(float((one - gradient).double().norm()) for one in moved)
+    if norm:
+        known[name] = most / norm
+    return most
 
 
 def factor_of(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from distcheck import private
 from distcheck.machine import compat
 from distcheck.machine.compat import WRAPPERS
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
@@ -63,6 +66,21 @@ def part_of(tensor: torch.Tensor) -> Part | None:
         adds=tuple(mesh.mesh[terms].flatten().tolist()) if kinds else (),
         mean=kinds == {"avg"},
     )
+
+
+def write(found: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Writes a new file of tensors, which is there when it is whole."""
+    with private.drafted(file) as draft:
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
+
+
+def taken_from(file: Path) -> dict[str, torch.Tensor] | None:
+    """The tensors of a file, which is removed; None where there is none."""
+    if not file.exists():
+        return None
+    found = load_file(file)
+    file.unlink()
+    return found
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:

@@ -76,13 +76,9 @@ def _is_times(term: Term, rows: int) -> bool:
 
 def _elements(node: Node) -> int:
     """Over how many elements each number of a mean goes."""
-    before, after = (math.prod(shape) for shape in _shapes(node))
-    return before // max(1, after)
-
-
-def _shapes(node: Node) -> tuple[Sequence[int], Sequence[int]]:
-    """The shapes of what a mean is of, and of the mean."""
-    return node._saved_self_sym_sizes, output_of_node(node, 0).shape
+    of, mean = node._saved_self_sym_sizes, output_of_node(node, 0).shape
+    each: int = math.prod(of) // max(1, math.prod(mean))
+    return each
 
 
 def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

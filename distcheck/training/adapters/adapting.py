@@ -16,13 +16,12 @@ from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
 from distcheck.training.adapters.called import adapt_row
 from distcheck.training.adapters.forms import Form, choose_form, form_of
-from distcheck.training.adapters.free_names import FreeNames
+from distcheck.training.adapters.free_names import FreeNames, StartUp
 from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Reached, function_of
-from distcheck.training.adapters.start_up import StartUp
 from distcheck.training.adapters.target import (
     Target,
     bound_later,

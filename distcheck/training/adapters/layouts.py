@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,10 +40,8 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
         other = next(name for name in _ACCESSORS if name not in has)
         raise UsageError(f"{what} has {has[0]}(model) and no {other}(model); give both, or none")
     layout = _Accessed(base, made, what) if has else _Pieced(base, what)
-    contract = msgspec.structs.replace(base.contract, one_group=True)
     return dataclasses.replace(
-        base,
-        contract=contract,
+        base.promising(one_group=True),
         wrap=layout.wrap,
         optimizer=layout.optimizer,
         sync=layout.sync,

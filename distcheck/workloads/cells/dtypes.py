@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from distcheck.records.expected_events import Dtypes, RowsApart
-from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
+from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellSamples, CellWorkload
 
-_WIDTH = 16
 _SAMPLES, _COLUMNS = 512, 8
 
 
@@ -17,10 +16,10 @@ class MixedLayers(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.in_single = nn.Linear(FEATURES, _WIDTH)
-        self.in_double = nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64)
-        self.in_short = nn.Linear(_WIDTH, _WIDTH, dtype=torch.bfloat16)
-        self.outputs = nn.Linear(_WIDTH, classes)
+        self.in_single = nn.Linear(FEATURES, WIDTH)
+        self.in_double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.in_short = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs [n, 3, 8, 8] -> logits [n, classes]."""
@@ -37,19 +36,18 @@ class MixedDtypes(CellWorkload):
     must_happen = (Dtypes(dtypes=("float32", "float64", "bfloat16")),)
 
     own_dtypes = True
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """In the dtypes that it is built in."""
-        return MixedLayers(classes)
+    layers = MixedLayers
 
 
 class ComplexLayers(nn.Module):
     """A complex layer, whose two parts a real one reads."""
 
-    def __init__(self, classes: int, dtype: torch.dtype = torch.complex64) -> None:
+    dtype = torch.complex64
+
+    def __init__(self, classes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(_WIDTH, FEATURES, dtype=dtype) / 16)
-        self.outputs = nn.Linear(2 * _WIDTH, classes)
+        self.weight = nn.Parameter(torch.randn(WIDTH, FEATURES, dtype=self.dtype) / 16)
+        self.outputs = nn.Linear(2 * WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs [n, 3, 8, 8] -> logits [n, classes]."""
@@ -65,10 +63,13 @@ class ComplexParameters(CellWorkload):
     must_happen = (Dtypes(dtypes=("complex64",)),)
 
     own_dtypes = True
+    layers = ComplexLayers
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """In the dtypes that it is built in."""
-        return ComplexLayers(classes)
+
+class LongComplexLayers(ComplexLayers):
+    """The real layer stays in float32."""
+
+    dtype = torch.complex128
 
 
 class LongComplexParameters(CellWorkload):
@@ -76,22 +77,15 @@ class LongComplexParameters(CellWorkload):
 
     own_dtypes = True
     must_happen = (Dtypes(dtypes=("complex128",)),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The real layer stays in float32."""
-        return ComplexLayers(classes, torch.complex128)
+    layers = LongComplexLayers
 
 
 class NumberedSamples(CellSamples):
     """The first pixel is the sample's number."""
 
-    def read(
-        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels."""
-        images, labels = super().read(ids, train=train, dtype=dtype)
-        images[:, 0, 0, 0] = ids.to(dtype)
-        return images, labels
+    def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
+        """Of every sample."""
+        pixels.copy_(ids)
 
 
 class Words(nn.Module):
@@ -121,13 +115,11 @@ class SparseGradients(CellWorkload):
 
     must_happen = (RowsApart(parameter="words.weight"),)
 
+    layers = Words
+
     def samples(self) -> CellSamples:
         """Half of all samples are in a step."""
         return NumberedSamples(_SAMPLES)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """An embedding and a layer."""
-        return Words(classes)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """SGD without momentum, which takes sparse gradients as they are: duplicates of a row are

@@ -14,8 +14,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.records.expected_events import Magnitude, NotFinite
-from distcheck.workloads.cells.models import Layers
-from distcheck.workloads.cells.samples import CellWorkload
+from distcheck.workloads.cells.samples import CellWorkload, Layers
 
 
 class _Silent(torch.autograd.Function):
@@ -67,7 +66,7 @@ class WithGate(Layers):
 class _Extreme(CellWorkload):
     factors: tuple[float, ...]
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """Three layers and the parameter beside them."""
         return WithGate(classes, self.factors)
 

@@ -43,7 +43,7 @@ class Over25MiB(_Large):
 
     must_happen = (MoreBytes(nbytes=MIB_25),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """2048 x 3221 elements."""
         return Wide(2048, 3221, classes)
 
@@ -53,6 +53,6 @@ class Over2To24(_Large):
 
     must_happen = (MoreElements(elements=POWER_24),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """4095 x 4099 elements, 64 MiB."""
         return Wide(4095, 4099, classes)

@@ -13,29 +13,9 @@ from distcheck.records.expected_events import (
     OwnRandomNumbers,
     Tied,
 )
-from distcheck.workloads.cells.samples import FEATURES, CellWorkload
+from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
-WIDTH = 16
 CHANGES_AT = 2  # the step from which a layer is frozen, or left out
-
-
-class Layers(nn.Module):
-    """inputs [n, 3, 8, 8] -> logits [n, classes]; `middle` may be left out."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(FEATURES, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH)
-        self.outputs = nn.Linear(WIDTH, classes)
-        self.skips_middle = False
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A perceptron with two hidden layers, or with one."""
-        hidden = self.inputs(inputs.flatten(1)).tanh()
-        if not self.skips_middle:
-            hidden = self.middle(hidden).tanh()
-        logits: torch.Tensor = self.outputs(hidden)
-        return logits
 
 
 class TiedLayers(Layers):
@@ -54,13 +34,10 @@ class TiedLayers(Layers):
 
 
 class TiedWeights(CellWorkload):
-    """Two layers share one weight."""
+    """Two layers share one weight, whose one name is that of its first layer."""
 
     must_happen = (Tied(),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The weight has one name, that of its first layer."""
-        return TiedLayers(classes)
+    layers = TiedLayers
 
 
 class UnusedParameters(CellWorkload):
@@ -68,7 +45,7 @@ class UnusedParameters(CellWorkload):
 
     must_happen = (NoGradient(parameter="middle.weight"),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """Its parameters never have a gradient."""
         model = Layers(classes)
         model.skips_middle = True
@@ -79,10 +56,6 @@ class UnusedLater(CellWorkload):
     """A layer that is called in the first two steps only."""
 
     must_happen = (NoGradient(parameter="middle.weight", after_one=True),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """With all of its layers."""
-        return Layers(classes)
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Leaves the layer out; its momentum stays as it is, and does nothing."""
@@ -95,7 +68,7 @@ class FrozenParameters(CellWorkload):
 
     must_happen = (Frozen(parameter="middle.weight"),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """Gradients pass through the frozen layer to the first one."""
         model = Layers(classes)
         model.middle.requires_grad_(False)
@@ -106,10 +79,6 @@ class FrozenLater(CellWorkload):
     """A layer that is frozen while training is under way."""
 
     must_happen = (Frozen(parameter="middle.weight", after_training=True),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """With all of its layers training."""
-        return Layers(classes)
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Freezes the layer; its momentum stays as it is, and does nothing."""
@@ -122,10 +91,6 @@ class UnfrozenLater(CellWorkload):
 
     must_happen = (happenings.Unfrozen(parameter="middle.weight"),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """With all of its layers training."""
-        return Layers(classes)
-
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """A strategy sees it frozen."""
         self.before_step(model, 0)
@@ -137,13 +102,9 @@ class UnfrozenLater(CellWorkload):
 
 
 class CalledTwice(CellWorkload):
-    """One forward pass over each half of the shard, one backward."""
+    """One forward pass over each half of the shard, one backward: parameters are used twice."""
 
     must_happen = (happenings.CalledTwice(),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Every parameter is used twice."""
-        return Layers(classes)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean over both halves."""
@@ -156,7 +117,7 @@ class WithDropout(CellWorkload):
 
     must_happen = (OwnRandomNumbers(),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """Half of the hidden units are left out, others for every sample."""
         return nn.Sequential(
             nn.Flatten(),
@@ -186,7 +147,4 @@ class ReassignedBuffers(CellWorkload):
     """Code that holds on to a buffer's first tensor works on a dead one."""
 
     must_happen = (BufferReplaced(buffer="mean"),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """One buffer."""
-        return Averages(classes)
+    layers = Averages

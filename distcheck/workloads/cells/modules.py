@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from distcheck.records.expected_events import EvalMode, IntegersChanged, Kinds, Twins
-from distcheck.workloads.cells.models import CHANGES_AT, WIDTH, Layers
-from distcheck.workloads.cells.samples import FEATURES, CellWorkload
+from distcheck.workloads.cells.models import CHANGES_AT
+from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
 _TWINS = 4
 _LETTERS, _EMBEDDED = 8, 8
@@ -34,13 +34,12 @@ class Copies(nn.Module):
 
 
 class EqualTwins(CellWorkload):
-    """Four layers of one shape, with the same parameters before the first step."""
+    """Four layers of one shape, with the same parameters before the first step, as
+    nn.TransformerEncoder makes them.
+    """
 
     must_happen = (Twins(least=_TWINS),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """As nn.TransformerEncoder makes its layers."""
-        return Copies(classes)
+    layers = Copies
 
 
 class Gain(nn.Parameter):
@@ -154,13 +153,12 @@ class Counts(Layers):
 
 
 class IntegerBuffers(CellWorkload):
-    """Buffers of int64, int32 and bool; one of them holds an odd number beyond 2^24."""
+    """Buffers of int64, int32 and bool; one of them holds an odd number beyond 2^24.
+    They take no part in the loss.
+    """
 
     must_happen = (IntegersChanged(buffer="seen", least=1 << 24),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """They take no part in the loss."""
-        return Counts(classes)
+    layers = Counts
 
 
 class Normalised(nn.Module):
@@ -179,13 +177,10 @@ class Normalised(nn.Module):
 
 
 class InEvalMode(CellWorkload):
-    """A model that is handed over in eval mode, and trains in it for two steps."""
+    """A model with BatchNorm that is handed over in eval mode, and trains in it for two steps."""
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """BatchNorm behaves otherwise in either mode."""
-        return Normalised(classes)
+    layers = Normalised
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """As after a validation pass, on every rank."""

@@ -1,6 +1,8 @@
-"""What cells train on and with: small images made from a hash, cross-entropy, SGD with momentum."""
+"""What cells train on and with: small images made from a hash, a perceptron, cross-entropy, SGD
+with momentum.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from distcheck.workloads.datasets.synthetic import hash24
 
 SHAPE = (3, 8, 8)
 FEATURES = 3 * 8 * 8
+WIDTH = 16  # of hidden layers
 _CLASSES = 4
 _TEST_OFFSET = 1 << 40
 
@@ -34,16 +37,35 @@ class CellSamples:
         """Images [n, 3, 8, 8] in `dtype`, labels [n] int64; the same bits in every process."""
         rows = ids if train else ids + _TEST_OFFSET
         keys = rows.unsqueeze(1) * 1009 + torch.arange(FEATURES)
-        images = hash24(keys).to(torch.float32).div_(2**23).sub_(1.0)
-        return images.to(dtype).view(-1, *SHAPE), hash24(rows * 8191 + 1) % _CLASSES
+        images = hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype).view(-1, *SHAPE)
+        self.mark(images[:, 0, 0, 0], ids)
+        return images, hash24(rows * 8191 + 1) % _CLASSES
+
+    def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
+        """Where a cell has to know its samples, it writes to the first pixel of each, [n]."""
 
 
-class CellWorkload:
-    """What cells have in common: only `model` is left to them."""
+class Layers(nn.Module):
+    """inputs [n, 3, 8, 8] -> logits [n, classes]; `middle` may be left out."""
 
-    def samples(self) -> CellSamples:
-        """Data of their own, in place of `--data`."""
-        return CellSamples()
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(FEATURES, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.outputs = nn.Linear(WIDTH, classes)
+        self.skips_middle = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A perceptron with two hidden layers, or with one."""
+        hidden = self.inputs(inputs.flatten(1)).tanh()
+        if not self.skips_middle:
+            hidden = self.middle(hidden).tanh()
+        logits: torch.Tensor = self.outputs(hidden)
+        return logits
+
+
+class Classifier:
+    """How most workloads train; what they lack is a model."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross-entropy, the mean over the shard."""
@@ -52,3 +74,17 @@ class CellWorkload:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """SGD, learning rate 0.05, momentum 0.9: what was applied before shows later."""
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class CellWorkload(Classifier):
+    """What cells have in common. A cell has `layers` of its own, which make its model."""
+
+    layers: Callable[[int], nn.Module] = Layers
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """As many classes as there are in the data."""
+        return self.layers(classes)
+
+    def samples(self) -> CellSamples:
+        """Data of their own, in place of `--data`."""
+        return CellSamples()

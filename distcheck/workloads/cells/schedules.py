@@ -16,21 +16,15 @@ from distcheck.records.expected_events import (
     ShortBatch,
 )
 from distcheck.workloads.cells import BATCH
-from distcheck.workloads.cells.models import CHANGES_AT, Layers
+from distcheck.workloads.cells.models import CHANGES_AT
 from distcheck.workloads.cells.modules import Normalised
-from distcheck.workloads.cells.samples import CellSamples, CellWorkload
+from distcheck.workloads.cells.samples import CellSamples, CellWorkload, Layers
 
 _MARK = 8.0  # a pixel that no other sample has
 _LARGE = 3e38  # close to the largest float32
 
 
-class _Perceptron(CellWorkload):
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Three layers."""
-        return Layers(classes)
-
-
-class RaggedBatch(_Perceptron):
+class RaggedBatch(CellWorkload):
     """An epoch of three batches and 20 samples."""
 
     must_happen = (ShortBatch(),)
@@ -40,7 +34,7 @@ class RaggedBatch(_Perceptron):
         return CellSamples(3 * BATCH + 20)
 
 
-class TwoEpochs(_Perceptron):
+class TwoEpochs(CellWorkload):
     """Two steps an epoch."""
 
     must_happen = (OtherOrder(),)
@@ -50,7 +44,7 @@ class TwoEpochs(_Perceptron):
         return CellSamples(2 * BATCH)
 
 
-class Schedule(_Perceptron):
+class Schedule(CellWorkload):
     """A warm-up from 0, and half the rate after that."""
 
     must_happen = (RateChanged(),)
@@ -61,7 +55,7 @@ class Schedule(_Perceptron):
             group["lr"] = 0.1 * 0.5**step if step else 0.0
 
 
-class Accumulation(_Perceptron):
+class Accumulation(CellWorkload):
     """Two backward passes a step."""
 
     must_happen = (Accumulated(),)
@@ -69,7 +63,7 @@ class Accumulation(_Perceptron):
     training = Training(accumulate=2)
 
 
-class Clipping(_Perceptron):
+class Clipping(CellWorkload):
     """Clipped to a norm that is always exceeded."""
 
     must_happen = (Clipped(),)
@@ -77,7 +71,7 @@ class Clipping(_Perceptron):
     training = Training(clip_norm=0.05)
 
 
-class Resume(_Perceptron):
+class Resume(CellWorkload):
     """From a checkpoint, in the same process, with a strategy that was loaded again."""
 
     must_happen = (Resumed(),)
@@ -85,7 +79,7 @@ class Resume(_Perceptron):
     training = Training(resume_before=CHANGES_AT)
 
 
-class KeptGradients(_Perceptron):
+class KeptGradients(CellWorkload):
     """Gradients are zero between steps, in the tensors of the step before."""
 
     must_happen = (GradientsKept(),)
@@ -94,27 +88,20 @@ class KeptGradients(_Perceptron):
 
 
 class Evaluation(CellWorkload):
-    """A model with running statistics, which an evaluation leaves alone."""
+    """A model with running statistics (as in `eval_mode`), which an evaluation leaves alone."""
 
     must_happen = (Evaluated(),)
 
     training = Training(evaluates=True)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """As in `eval_mode`."""
-        return Normalised(classes)
+    layers = Normalised
 
 
 class MarkedSamples(CellSamples):
     """One sample of them is marked."""
 
-    def read(
-        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels; sample 0 is the one with the mark."""
-        images, labels = super().read(ids, train=train, dtype=dtype)
-        images[ids == 0, 0, 0, 0] = _MARK
-        return images, labels
+    def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
+        """Sample 0."""
+        pixels[ids == 0] = _MARK
 
 
 class Overflowing(Layers):
@@ -139,10 +126,7 @@ class LossScaling(CellWorkload):
     must_happen = (ScalerSkips(),)
 
     training = Training(loss_scale=1024.0)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Three layers and a gate."""
-        return Overflowing(classes)
+    layers = Overflowing
 
     def samples(self) -> CellSamples:
         """The marked sample comes once in every two steps, on one rank."""

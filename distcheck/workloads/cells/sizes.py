@@ -7,12 +7,10 @@ from torch import nn
 
 from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import Permuted, Remainder, Shapes
-from distcheck.workloads.cells.models import Layers
-from distcheck.workloads.cells.samples import FEATURES, CellWorkload
+from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
 KIB_128, MIB_1 = 1 << 15, 1 << 18  # elements of float32
 _BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
-_WIDTH = 16
 
 
 class Additions(nn.Module):
@@ -43,44 +41,43 @@ class Additions(nn.Module):
         return logits
 
 
-class OneElement(CellWorkload):
-    """Parameters of one element."""
+class _Added(CellWorkload):
+    shapes: Sequence[tuple[int, ...]]
+
+    def layers(self, classes: int) -> nn.Module:
+        """A linear layer and parameters of these shapes."""
+        return Additions(self.shapes, classes)
+
+
+class OneElement(_Added):
+    """Parameters of one element: a scalar, and in one and in two dimensions."""
 
     must_happen = (Shapes(shapes=((), (1,), (1, 1))),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """A scalar, and one element in one and in two dimensions."""
-        return Additions([(), (1,), (1, 1)], classes)
+    shapes = ((), (1,), (1, 1))
 
 
-class ZeroSize(CellWorkload):
-    """Parameters of no element."""
+class ZeroSize(_Added):
+    """Parameters of no element, around one that has some."""
 
     must_happen = (Shapes(shapes=((0,), (4, 0))),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Empty ones between one that is not."""
-        return Additions([(0,), (5,), (4, 0)], classes)
+    shapes = ((0,), (5,), (4, 0))
 
 
-class IndivisibleSizes(CellWorkload):
-    """Parameters that no world divides."""
+class IndivisibleSizes(_Added):
+    """Parameters that no world divides: primes, and products of odd numbers."""
 
     must_happen = (Remainder(),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Primes, and products of odd numbers."""
-        return Additions([(3,), (7, 5), (1009,), (2,), (13, 11)], classes)
+    shapes = ((3,), (7, 5), (1009,), (2,), (13, 11))
 
 
-class BucketBoundaries(CellWorkload):
-    """Parameters as large as buckets are."""
+class BucketBoundaries(_Added):
+    """Parameters as large as buckets are: 128 KiB and 1 MiB, and one element more and less."""
 
-    must_happen = (Shapes(shapes=tuple((size,) for size in _BOUNDARIES)),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """128 KiB and 1 MiB in float32, and one element more and less."""
-        return Additions([(size,) for size in _BOUNDARIES], classes)
+    shapes = tuple((size,) for size in _BOUNDARIES)
+    must_happen = (Shapes(shapes=shapes),)
 
 
 class ChannelsLast(CellWorkload):
@@ -88,7 +85,7 @@ class ChannelsLast(CellWorkload):
 
     must_happen = (Permuted(),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """Gradients take their parameter's order."""
         layers = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
@@ -108,8 +105,8 @@ class TransposedLayers(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.first = nn.Parameter((torch.randn(FEATURES, _WIDTH) / 16).t())
-        self.second = nn.Parameter((torch.randn(_WIDTH, classes) / 4).t())
+        self.first = nn.Parameter((torch.randn(FEATURES, WIDTH) / 16).t())
+        self.second = nn.Parameter((torch.randn(WIDTH, classes) / 4).t())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs [n, 3, 8, 8] -> logits [n, classes]."""
@@ -122,7 +119,7 @@ class OneStorage(CellWorkload):
 
     must_happen = (happenings.OneStorage(),)
 
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def layers(self, classes: int) -> nn.Module:
         """As code leaves them that moves parameters as one."""
         model = Layers(classes)
         parameters = list(model.parameters())
@@ -132,10 +129,7 @@ class OneStorage(CellWorkload):
 
 
 class Transposed(CellWorkload):
-    """Parameters [a, b] with strides (1, a)."""
+    """Parameters [a, b] with strides (1, a), which their gradients take."""
 
     must_happen = (Permuted(),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Gradients take their parameter's strides."""
-        return TransposedLayers(classes)
+    layers = TransposedLayers

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from distcheck.records.expected_events import NoGradient, StartsApart, ZeroGradient
-from distcheck.workloads.cells.models import WIDTH, Layers
-from distcheck.workloads.cells.samples import CellSamples, CellWorkload
+from distcheck.workloads.cells.samples import WIDTH, CellSamples, CellWorkload, Layers
 
 _SIZE = 4096
 _MARK = 8.0  # a pixel that only samples of the second half have
@@ -17,13 +16,9 @@ _BRANCH = 250  # wide, so that padding does not make gradients of different rank
 class HalfMarked(CellSamples):
     """The second half of the samples is marked."""
 
-    def read(
-        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels."""
-        images, labels = super().read(ids, train=train, dtype=dtype)
-        images[ids >= _SIZE // 2, 0, 0, 0] = _MARK
-        return images, labels
+    def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
+        """The second half."""
+        pixels[ids >= _SIZE // 2] = _MARK
 
 
 class _Divided(CellWorkload):
@@ -103,7 +98,7 @@ class Experts(Layers):
 
 class AbsentOnSome(_Divided):
     """One layer is used on the last rank alone, another on every rank but the last, and one in
-    step 1 alone.
+    step 1 alone: what no sample reaches has no gradient.
     """
 
     must_happen = (
@@ -111,10 +106,7 @@ class AbsentOnSome(_Divided):
         NoGradient(parameter="of_others.0.weight", on="one rank"),
         NoGradient(parameter="late.weight", after_one=True),
     )
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """What no sample reaches has no gradient."""
-        return Experts(classes)
+    layers = Experts
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """One layer comes late, and goes again."""
@@ -127,16 +119,15 @@ class AbsentOnSome(_Divided):
 
 
 class ZeroOnSome(_Divided):
-    """One layer has samples on the last rank alone, another on every rank but the last."""
+    """One layer has samples on the last rank alone, another on every rank but the last: what no
+    sample reaches has a gradient of zero.
+    """
 
     must_happen = (
         ZeroGradient(parameter="of_one.weight", on="every rank but one"),
         ZeroGradient(parameter="of_others.weight", on="one rank"),
     )
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """What no sample reaches has a gradient of zero."""
-        return Branches(classes)
+    layers = Branches
 
 
 class Noted(Layers):
@@ -151,10 +142,7 @@ class DifferentStarts(CellWorkload):
     """Every rank but rank 0 has other parameters, and another buffer, than rank 0."""
 
     must_happen = (StartsApart(),)
-
-    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Three layers and a buffer."""
-        return Noted(classes)
+    layers = Noted
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """As a script does that sets no seed, or loads a checkpoint on rank 0 alone."""

@@ -1,6 +1,20 @@
-"""What is known of a data set whose images are bytes in shared memory."""
+"""What is known of a data set whose images are bytes in shared memory; the job that reads it."""
 
 import msgspec
+
+from distcheck.worlds.jobs import Job
+
+
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Read a data set into the descriptor that comes along."""
+
+    name: str
+    data_dir: str
+    download: bool
+
+
+# Answered by the description that `open_samples` takes, which travels on as it is.
+PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, bytes, ("data",))
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,8 +16,7 @@ import torch
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.workloads.datasets import dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
-from distcheck.workloads.datasets.description import ArrayDescription
-from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
+from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
 from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter

@@ -20,27 +20,12 @@ _ENDED = "its process has ended"
 class RemoteChild(Child):
     """A rank elsewhere: what was last heard of it."""
 
-    heard_at: float = 0.0
-    heard_busy_s: float = 0.0
-    heard_awake: bool = False
+    busy_seconds: float = 0.0
+    known_at: float = 0.0
+    is_awake: bool = False
+    low_level_stacks: str = ""
     heard_stopped: bool = False
-    heard_stacks: str = ""
-    heard_called: list[Logged] = field(default_factory=list)
-
-    @property
-    def busy_seconds(self) -> float:
-        """As its own machine says."""
-        return self.heard_busy_s
-
-    @property
-    def known_at(self) -> float:
-        """When its machine said so."""
-        return self.heard_at
-
-    @property
-    def is_awake(self) -> bool:
-        """As its own machine says."""
-        return self.heard_awake
+    heard_called: list[Logged] = field(default_factory=list)  # is sent when it is gone
 
     @property
     def is_stopped(self) -> bool:
@@ -48,19 +33,14 @@ class RemoteChild(Child):
         return self.heard_stopped and not self.gone
 
     @property
-    def low_level_stacks(self) -> str:
-        """What faulthandler wrote there."""
-        return self.heard_stacks
-
-    @property
     def called(self) -> list[Logged]:
-        """What it logged there, which is sent when it is gone."""
+        """What it logged there."""
         return self.heard_called
 
     def take(self, event: messages.AnyEvent) -> None:
         """Notes an event."""
         if isinstance(event, messages.Exited):
-            self.heard_stacks, self.heard_called = event.stacks, event.called
+            self.low_level_stacks, self.heard_called = event.stacks, event.called
         super().take(event)
 
 
@@ -212,9 +192,9 @@ class RemoteShare(Share):
         elif isinstance(message, wire.Signs):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
-                child.heard_busy_s, child.heard_awake = busy_s, rank in message.awake
+                child.busy_seconds, child.is_awake = busy_s, rank in message.awake
                 child.heard_stopped = rank in message.stopped
-                child.heard_at = time.monotonic()
+                child.known_at = time.monotonic()
         elif isinstance(message, wire.Written):
             self._write(message)
         else:

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from distcheck.backends._python_group import PythonGroup, Tensors
+from distcheck.backends._python_group import (
+    PythonGroup,
+    Tensors,
+    check_length,
+    check_list,
+    check_parts,
+    elements_by_rank,
+)
 from distcheck.records.posted_calls import own_limit_s
 from distcheck.worlds.simulated import collectives, world
 from distcheck.worlds.simulated.calls import SimulatedCall, calling_stack
@@ -85,7 +92,7 @@ class SimulatedGroup(PythonGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Every rank's input to every rank, a tensor each."""
         (output,), (tensor,) = outputs, inputs
-        self._check_list("all_gather", output, tensor)
+        check_list("all_gather", self._size, output, tensor)
         return self._post(opts, "all_gather", "all_gather", inputs, output, counts=inputs)
 
     def all_gather_single(
@@ -93,14 +100,14 @@ class SimulatedGroup(PythonGroup):
     ) -> Any:
         """Every rank's input to every rank, one after the other in one tensor."""
         name = "all_gather_into_tensor"
-        self._check_parts(name, output, tensor)
+        check_parts(name, self._size, whole=output, part=tensor)
         return self._post(opts, "all_gather", name, [tensor], [output], counts=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Every rank's input to the root, a tensor each."""
         results = outputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
-            self._check_list("gather", results, inputs[0])
+            check_list("gather", self._size, results, inputs[0])
         root = self._ranks[opts.rootRank]
         return self._post(opts, "gather", "gather", inputs, results, counts=inputs, root=root)
 
@@ -108,7 +115,7 @@ class SimulatedGroup(PythonGroup):
         """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
         results = []
         if self._rank == opts.rootRank and output is not None:
-            self._check_parts("gather_single", output, tensor)
+            check_parts("gather_single", self._size, whole=output, part=tensor)
             results = [output]
         root = self._ranks[opts.rootRank]
         return self._post(
@@ -119,7 +126,7 @@ class SimulatedGroup(PythonGroup):
         """One of the root's tensors to each rank."""
         parts = inputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
-            self._check_list("scatter", parts, outputs[0])
+            check_list("scatter", self._size, parts, outputs[0])
         root = self._ranks[opts.rootRank]
         return self._post(opts, "scatter", "scatter", parts, outputs, counts=outputs, root=root)
 
@@ -127,7 +134,7 @@ class SimulatedGroup(PythonGroup):
         """Part r of every rank's list, reduced, to rank r. Parts may be of several sizes."""
         (output,), (parts,) = outputs, inputs
         name = "reduce_scatter"
-        self._check_number(name, parts)
+        check_length(name, self._size, parts)
         if (own := parts[self._rank].numel()) != output.numel():
             raise ValueError(f"{name}: a part of {own} elements for an output of {output.numel()}")
         op = self._operation(name, opts)
@@ -136,15 +143,14 @@ class SimulatedGroup(PythonGroup):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """The same, of one tensor cut into equal parts."""
         name = "reduce_scatter_tensor"
-        self._check_parts(name, tensor, output)
+        check_parts(name, self._size, whole=tensor, part=output)
         op = self._operation(name, opts)
         return self._post(opts, "reduce_scatter", name, [tensor], [output], counts=[tensor], op=op)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Tensor r of every rank's list to rank r; sizes may differ."""
         for tensors in (outputs, inputs):
-            if len(tensors) != self._size:
-                raise ValueError(f"all_to_all: {len(tensors)} tensors for {self._size} ranks")
+            check_length("all_to_all", self._size, tensors)
         sent, received = (tuple(t.numel() for t in tensors) for tensors in (inputs, outputs))
         return self._post(
             opts, "all_to_all", "all_to_all", inputs, outputs, in_splits=sent, out_splits=received
@@ -159,12 +165,13 @@ class SimulatedGroup(PythonGroup):
         opts: Any = None,
     ) -> Any:
         """Rows of one tensor to each rank: equally many, or as the splits say."""
-        self._check_contiguous("all_to_all_single", [output, tensor])
-        sent = self._elements(tensor, input_splits or ())
-        received = self._elements(output, output_splits or ())
+        name = "all_to_all_single"
+        self._check_contiguous(name, [output, tensor])
+        sent = elements_by_rank(name, self._size, tensor, input_splits or ())
+        received = elements_by_rank(name, self._size, output, output_splits or ())
         return self._post(
-            opts, "all_to_all", "all_to_all_single", [tensor], [output],
-            in_splits=sent, out_splits=received,
+            opts, "all_to_all", name, [tensor], [output],
+            in_splits=tuple(sent), out_splits=tuple(received),
         )  # fmt: skip
 
     def barrier(self, opts: Any = None) -> Any:
@@ -247,21 +254,6 @@ class SimulatedGroup(PythonGroup):
             self._world.refuse(f"{name} with the reduce operation {op}")
         return found
 
-    def _elements(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if not splits:
-            if rows % self._size:
-                raise ValueError(
-                    f"all_to_all_single: {rows} rows cannot be cut into {self._size} equal parts"
-                )
-            return tuple(tensor.numel() // self._size for _ in range(self._size))
-        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
-            raise ValueError(
-                f"all_to_all_single: splits {list(splits)} of {rows} rows, {self._size} ranks"
-            )
-        row = tensor.numel() // rows if rows else 0
-        return tuple(count * row for count in splits)
-
     def _check(self, name: str, tensors: Tensors) -> None:
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -277,24 +269,6 @@ class SimulatedGroup(PythonGroup):
         """As gloo does, for calls that it refuses otherwise."""
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: tensors must be contiguous")
-
-    def _check_number(self, name: str, many: Tensors) -> None:
-        if len(many) != self._size:
-            raise ValueError(f"{name}: {len(many)} tensors for {self._size} ranks")
-
-    def _check_list(self, name: str, many: Tensors, one: torch.Tensor) -> None:
-        self._check_number(name, many)
-        for tensor in many:
-            if tensor.numel() != one.numel():
-                raise ValueError(
-                    f"{name}: a tensor of {tensor.numel()} elements among those of {one.numel()}"
-                )
-
-    def _check_parts(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.numel() != self._size * part.numel():
-            raise ValueError(
-                f"{name}: {whole.numel()} elements are not {self._size} times {part.numel()}"
-            )
 
 
 def _counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

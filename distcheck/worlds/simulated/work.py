@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed import Work  # type: ignore[attr-defined]
 
+from distcheck.backends._python_group import PythonWork
 from distcheck.machine import compat
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.world import SimulatedWorld
@@ -17,7 +17,7 @@ from distcheck.worlds.simulated.world import SimulatedWorld
 _NO_LIMIT = timedelta(0)
 
 
-class SimulatedWork(Work):
+class SimulatedWork(PythonWork):
     """One call or several, which are waited for as one. Results are there once it was waited for,
     and not before: code that reads them too soon reads what it had given.
     """
@@ -62,7 +62,7 @@ class SimulatedWork(Work):
         """None: see `is_success`."""
         return None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> Any:
         """The tensors that it has written."""
         self._finish()
         return self._results
@@ -87,8 +87,6 @@ class SimulatedWork(Work):
             elif _torch_may_wait():
                 self._finish()
         return self._future
-
-    getFuture = get_future  # noqa: N815
 
 
 def _torch_may_wait() -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.source import Reached, Source, function_of, unwrapped
+from distcheck.training.adapters.source import Source, unwrapped
 from distcheck.training.adapters.target import Target
 
 Moment = Literal[
@@ -114,8 +114,7 @@ def _exchanges_values(target: Target) -> bool:
         return False
     if target.module is None:
         return False
-    reached = Reached(function_of(target.value), target.module).sources
-    read = set[str]().union(*(source.attributes for source in reached))
+    read = set[str]().union(*(source.attributes for source in target.reached))
     return "grad" not in read and bool(read & _VALUES) and bool(read & _COLLECTIVES)
 
 

@@ -4,10 +4,6 @@ Parameters, or activations, pass through a function whose backward is the mean o
 hook sees the gradients that backward computes on one rank, so these are not compared.
 """
 
-import dataclasses
-
-import msgspec
-
 from distcheck.training.adapters.forms import wrapper
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target
@@ -22,6 +18,5 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """As a wrapper whose local gradients are out of sight."""
     loaded = wrapper.adapt(target, scene)
-    contract = msgspec.structs.replace(loaded.contract, sync="out-of-sight")
     note = f"{loaded.note}; it averages within backward, so local gradients are not seen"
-    return dataclasses.replace(loaded, contract=contract, note=note)
+    return loaded.promising(note=note, sync="out-of-sight")

@@ -10,12 +10,10 @@ samples for each other parameter without a default.
 """
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,8 +40,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         scene.calls += 1
         _average(model)
 
+    called = f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
     said = ", a loss that exchanges by itself; gradients are averaged over the ranks, as DDP does"
-    return in_a_mesh(target.loaded(f"{_call_of(target, scene)}{said}", sync=sync))
+    return in_a_mesh(target.loaded(f"{called}{said}", sync=sync))
 
 
 def workload(target: Target, scene: Scene) -> Workload:
@@ -52,16 +51,9 @@ def workload(target: Target, scene: Scene) -> Workload:
     return Workload(made.make, made.given)
 
 
-def _call_of(target: Target, scene: Scene) -> str:
-    return f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
-
-
 def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
     """The same, judged by the whole batch alone: no rank's gradient is a part of the mean."""
-    contract = msgspec.structs.replace(
-        loaded.contract, parallel=(("data", -1),), sync="out-of-sight"
-    )
-    return dataclasses.replace(loaded, contract=contract)
+    return loaded.promising(parallel=(("data", -1),), sync="out-of-sight")
 
 
 def _average(model: nn.Module) -> None:

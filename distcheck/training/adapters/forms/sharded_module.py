@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from distcheck.contract import Build, Step
@@ -60,23 +59,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         kept[0].write_gradients()
 
     # The loop would clip pieces by their own norm, which is the loop's mistake and not the code's.
-    declines = tuple(dict.fromkeys((*base.contract.declines, "clipping")))
-    contract = msgspec.structs.replace(
-        base.contract,
+    promising = base.promising(
         sync="out-of-sight",
         optimizer_state="cut",
         one_group=True,
-        declines=declines,
-    )
-    return dataclasses.replace(
-        base,
-        contract=contract,
-        wrap=wrap,
-        optimizer=optimizer,
-        sync=sync,
-        begun=begun,
+        declines=("clipping",),
         note=f"{base.note}; its pieces are put together to be compared",
     )
+    return dataclasses.replace(promising, wrap=wrap, optimizer=optimizer, sync=sync, begun=begun)
 
 
 class _Followed:

@@ -2,11 +2,9 @@
 around an optimizer, or derived from torch's. Those two exchange the gradients themselves.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,21 +72,18 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(step.world_size)
 
-    loaded = target.loaded(
+    return target.loaded(
         f"{target.name} in place of the optimizer, its state divided among the ranks; "
         "gradients are averaged by distcheck",
         optimizer=optimizer,
         sync=sync,
-    )
-    contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", one_group=True)
-    return dataclasses.replace(loaded, contract=contract)
+    ).promising(optimizer_state="sharded", one_group=True)
 
 
 def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
     """The same, with each part of the state on one rank, and what is promised besides."""
-    contract = msgspec.structs.replace(loaded.contract, optimizer_state="sharded", **promised)
     note = f"{loaded.note}, its state divided among the ranks"
-    return dataclasses.replace(loaded, contract=contract, note=note)
+    return loaded.promising(note=note, optimizer_state="sharded", **promised)
 
 
 def _class_name(target: Target) -> str:
