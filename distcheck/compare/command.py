@@ -20,12 +20,7 @@ from rich.console import Console
 from distcheck.compare import page
 from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase, as_report
-from distcheck.compare.records import (
-    COMPARE,
-    CaseComparison,
-    CompareRequest,
-    RunsComparison,
-)
+from distcheck.compare.records import COMPARE, CaseComparison, CompareRequest, RunsComparison
 from distcheck.compare.screen import render
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case

@@ -13,13 +13,7 @@ from rich.text import Text
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
 from distcheck.records.causes import NOT_EXERCISED
-from distcheck.records.layers import (
-    BITWISE,
-    EXACT,
-    FULL_BATCH_LAYERS,
-    NO_LAYER,
-    ROUNDING,
-)
+from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules

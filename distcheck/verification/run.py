@@ -29,14 +29,7 @@ from distcheck.errors import (
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside, SearchBeside
-from distcheck.records import (
-    Case,
-    CaseReport,
-    Origin,
-    Report,
-    RunPlan,
-    show_reports_as,
-)
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
 from distcheck.records.searches import Explored
 from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure

@@ -10,12 +10,7 @@ from math import isclose, prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import (
-    SAME_FACTOR,
-    LayoutFacts,
-    LayoutParameter,
-    WrongOutputs,
-)
+from distcheck.judge.diagnosis.facts import SAME_FACTOR, LayoutFacts, LayoutParameter, WrongOutputs
 from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
