@@ -242,14 +242,5 @@ def _fields(
 
 
 def _planned(case: Case, shard: int) -> PlannedCase:
-    return PlannedCase(
-        id=case.id,
-        strategy=case.strategy,
-        world=case.world,
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
-        workload=case.workload,
-        seed=case.seed,
-        shard=shard,
-    )
+    names = (name for name in PlannedCase.__struct_fields__ if name != "shard")
+    return PlannedCase(shard=shard, **{name: getattr(case, name) for name in names})
