@@ -12,7 +12,6 @@ from distcheck.compare.screen import (
     headline,
     of_jobs,
     old_and_new,
-    place_of,
 )
 from distcheck.errors.shown_text import shown
 from distcheck.reports.by_module import tree
@@ -58,7 +57,7 @@ def _row(case: CaseComparison) -> dict[str, Any]:
         return row | {"place": "", "old": "", "new": "", "apart": "", "tensors": ""}
     old, new = old_and_new(first)
     return row | {
-        "place": f"{case.found.kind}: {place_of(first)}",
+        "place": f"{case.found.kind}: {first.place}",
         "old": old,
         "new": new,
         "apart": "" if first.ulp is None else f"{first.ulp:,} ULP",

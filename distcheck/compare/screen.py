@@ -8,10 +8,8 @@ from distcheck.errors.shown_text import shown
 from distcheck.records import Change, Difference
 from distcheck.records.parting import TraceComparison
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.wording import STYLE, describe_place, show
-from distcheck.reports.wrapping import hanging, print_hanging
-
-_VERDICT = 8  # as wide as the verdict and a blank
+from distcheck.reports.wording import describe_place, show
+from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
@@ -26,18 +24,13 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
         print_hanging(f"changed between the runs: {changes}", console, indent=0, style="dim")
     for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
         said = f"{case.id}: bits {case.bits}; {case.reason}"
-        head, *rest = hanging(said, console.width, first=case.verdict.upper(), indent=_VERDICT)
-        text = Text(head)
-        text.stylize(STYLE[case.verdict], 0, _VERDICT)
-        text.stylize("bold", _VERDICT, _VERDICT + len(case.id))
-        for line in (text, *map(Text, rest)):
-            console.print(line, soft_wrap=True)
+        print_verdict(said, case.verdict, console, bold=case.id)
         if quiet:
             continue
         own = [("changed", str(change)) for change in case.changes if change not in common]
         for label, sentence in (*_details(case), *own):
-            first = f"{'':<{_VERDICT}}{label}"
-            print_hanging(sentence, console, first=first, indent=2 * _VERDICT)
+            first = f"{'':<{VERDICT}}{label}"
+            print_hanging(sentence, console, first=first, indent=2 * VERDICT)
     if comparison.saved_to is not None and not quiet:
         console.print(Text(f"saved: {comparison.saved_to}"), soft_wrap=True)
 
@@ -98,7 +91,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
         return []
     old, new = old_and_new(found.first)
     apart = "" if found.first.ulp is None else f", {found.first.ulp:,} ULP"
-    where = f"{found.kind}: {place_of(found.first)}"
+    where = f"{found.kind}: {found.first.place}"
     lines = [("first", f"{where}: was {old}, is {new}{apart}")]
     if found.beyond is not None:
         said = f"{found.beyond_kind}: " if found.beyond_kind else ""
@@ -126,12 +119,6 @@ def counted(found: TraceComparison) -> str:
     """How many tensors of each kind changed."""
     moments = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
     return ", ".join(moments)
-
-
-def place_of(place: Difference) -> str:
-    """Where a difference is."""
-    index = f"[{','.join(map(str, place.index))}]" if place.index else ""
-    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
 
 
 def old_and_new(place: Difference) -> tuple[str, str]:

@@ -114,6 +114,12 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     actual_bits: str = ""
     expected_bits: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where it is: "step 0, fc.weight[3,1], rank 2"."""
+        index = f"[{','.join(map(str, self.index))}]" if self.index else ""
+        return f"step {self.step}, {self.parameter}{index}, rank {self.rank}"
+
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one check said about one layer of expectation of one case.

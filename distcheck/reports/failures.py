@@ -45,17 +45,11 @@ def _key(case: CaseReport) -> Key:
     return *about, *sorted(causes)
 
 
-def _names(cases: Sequence[CaseReport]) -> str:
-    return ", ".join(f"{case.case.workload} {case.case.dtype}" for case in cases)
-
-
-def print_failure(case: CaseReport, console: Console, *, also: Sequence[CaseReport] = ()) -> None:
-    """Prints a case in full, and the names of those in which the same is wrong."""
+def print_failure(case: CaseReport, console: Console) -> None:
+    """Prints a case in full."""
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
     found = describe_failure(case)
-    if also:
-        found.append(("also", f"{_names(also)}: the same"))
     width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
     for label, text in found:
         indent = _INDENT + width + 2

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import IO, cast
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -32,9 +33,8 @@ from distcheck.reports.wording import (
     describe_worst,
     most_telling_first,
 )
-from distcheck.reports.wrapping import hanging, print_hanging, print_trimmed
+from distcheck.reports.wrapping import VERDICT, print_hanging, print_trimmed, print_verdict
 
-_VERDICT = 8  # columns
 _MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
     (98, ("tensors", "ranks", "steps", "elements")),
@@ -121,7 +121,7 @@ def _interruption(report: Report) -> Text:
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])
     of += f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    text = Text(f"{'UNKNOWN':<{_VERDICT}}", style=STYLE["unknown"])
+    text = Text(f"{'UNKNOWN':<{VERDICT}}", style=STYLE["unknown"])
     count_ = f"{len(left)} of {len(report.cases)} cases"
     return text.append(f"interrupted: {count_} were not judged: {of}", style="default")
 
@@ -156,12 +156,7 @@ def _print_headline(
     if report.environment.get("backend") not in (None, case.backend):
         of += f" on {case.backend}"
     sentence = f"{of}: {names}; batch {case.batch}, {steps}seed {case.seed}"
-    lines = hanging(sentence, console.width, first=verdict.upper(), indent=_VERDICT)
-    first = Text(lines[0])
-    first.stylize(STYLE[verdict], 0, _VERDICT)
-    first.stylize("bold", _VERDICT, _VERDICT + len(of))
-    for text in (first, *map(Text, lines[1:])):
-        console.print(text, soft_wrap=True)
+    print_verdict(sentence, verdict, console, bold=of)
     for one in dict.fromkeys(one for c in cases for one in c.remarks):
         said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
         print_hanging(said, console, indent=2, style=STYLE["unknown"])
@@ -216,7 +211,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
             found.setdefault((result.check, result.layer), []).append(result)
     order = {check: place for place, check in enumerate(dict.fromkeys(c for c, _ in found))}
     rows = []
-    for (check, _), results in sorted(found.items(), key=lambda item: order[item[0][0]]):
+    for _, results in sorted(found.items(), key=lambda item: order[item[0][0]]):
         merged = merge_results(results)
         total = Compared(
             tensors=sum(r.compared.tensors for r in results),
@@ -224,17 +219,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
             ranks=merged.compared.ranks,
             steps=max(r.compared.steps for r in results),
         )
-        rows.append(
-            CheckResult(
-                check=check,
-                layer=merged.layer,
-                verdict=merged.verdict,
-                compared=total,
-                worst=merged.worst,
-                first=merged.first,
-                reason=merged.reason,
-            )
-        )
+        rows.append(msgspec.structs.replace(merged, compared=total))
     return rows
 
 

@@ -11,10 +11,7 @@ Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 def where(result: CheckResult) -> str:
     """Step, tensor and rank of the first divergence; the check's own words where it has none."""
     place = result.first or result.worst
-    if place is None:
-        return result.reason
-    index = f"[{','.join(map(str, place.index))}]" if place.index else ""
-    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
+    return result.reason if place is None else place.place
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
