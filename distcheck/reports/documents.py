@@ -41,7 +41,7 @@ _SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workloa
 _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
 _MASKED = "<$"  # how a value that looks like a secret begins
 _MAY_BE_LEFT_OUT = "lattice"  # by a dtype or an accepted deviation that it does not have
-_OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
+OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _unlike_plan(document: Document, plan: RunPlan) -> Iterator[str]:
         yield "the plan holds a case twice"
     for case in document.cases:
         cell = planned.get(case.id)
-        for name in () if cell is None else _OF_A_CELL:
+        for name in () if cell is None else OF_A_CELL:
             if getattr(case, name) != getattr(cell, name):
                 yield (
                     f"case {case.id!r} has the {name} {getattr(case, name)!r}, but "
