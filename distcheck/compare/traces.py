@@ -16,7 +16,6 @@ from distcheck.judge.parting.walk import Walk
 from distcheck.machine import numerics, seeds
 from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import EntryState, Kind
-from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Difference
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
@@ -127,7 +126,8 @@ class StepBounds:
     def _factors(self, contract: Contract) -> list[float]:
         loss, over = contract.loss_given(self._case.loss), self._loss_over
         return [
-            declared_factor(loss, count, sum(over), len(over)) * _observed(header, contract)
+            declared_factor(loss, count, sum(over), len(over))
+            * (header.loss_factor if contract.observes_loss else 1.0)
             for count, header in zip(over, self._headers, strict=True)
         ]
 
@@ -138,10 +138,6 @@ class StepBounds:
         total = max(1, sum(self._loss_over))
         pairs = zip(self._loss_over, self._factors(contract), strict=True)
         return [count / total / factor if factor else math.nan for count, factor in pairs]
-
-
-def _observed(header: StepHeader, contract: Contract) -> float:
-    return header.loss_factor if contract.observes_loss else 1.0
 
 
 class TraceWalk(Walk):

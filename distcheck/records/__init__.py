@@ -8,7 +8,7 @@ ends, odd_ranks   how ranks ended, and which of them is the odd one
 run_facts         what is known of a run besides its checks
 posted_calls      what ranks have called; stuck_ranks, schedules: why they wait, in which order
 mistakes, expected_events, picture_sums   what a pass would have shown, what must happen, pictures
-decoding, bounded, sources                reading files of any origin, with limits
+decoding, sources     reading files of any origin, with limits
 """
 
 import math
@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from distcheck.errors import CannotRunError, ExitCode, VerdictError
-from distcheck.records.bounded import Count, Int
 from distcheck.records.by_module import ByModule
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
@@ -27,6 +26,7 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
+from distcheck.records.decoding import Count, Int
 from distcheck.records.ends import Collective as Collective
 from distcheck.records.ends import Outcome as Outcome
 from distcheck.records.ends import RankEnd

@@ -17,9 +17,8 @@ from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import ends_of_ranks, failures_alike
+from distcheck.reports.failures import Said, by_evidence, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import gaps_of, next_step, option_of
-from distcheck.reports.said import Said, by_evidence
 from distcheck.reports.wording import (
     describe_accepted,
     describe_site,

@@ -42,13 +42,10 @@ def _alike(cases: Sequence[Entry]) -> list[list[Entry]]:
     for case in cases:
         causes = sorted({one["cause"] for one in case["diagnosis"]})
         known = causes and "unexplained" not in causes
-        key = (case["strategy"], case["verdict"], *(causes if known else [_headline(case)]))
+        same = causes if known else [finding_of(case).headline]
+        key = (case["strategy"], case["verdict"], *same)
         together.setdefault(key, []).append(case)
     return [*together.values()]
-
-
-def _headline(case: Entry) -> str:
-    return finding_of(case).headline
 
 
 def _failure(cases: Sequence[Entry], width: int, said: set[tuple[str, str]]) -> Iterator[str]:

@@ -21,8 +21,7 @@ from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import print_failure
-from distcheck.reports.said import Said
+from distcheck.reports.failures import Said, print_failure
 from distcheck.reports.wording import (
     STYLE,
     count,
@@ -92,7 +91,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """
     report = shown(report)
     judged = [case for case in report.cases if not case.unfinished]
-    groups = [list(group) for _, group in groupby(judged, key=_group_key)]
+    groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.siblings)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
     said = Said()
@@ -109,10 +108,6 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         console.print(_interruption(report), soft_wrap=True)
     if not quiet:
         _print_end(report, console, verbose=verbose, judged=bool(judged), cut=said.cut)
-
-
-def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
-    return case.case.siblings
 
 
 def _interruption(report: Report) -> Text:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
@@ -89,7 +89,8 @@ def trial_of(run: CaseRun) -> Trial:
     """A trial from how its run ended."""
     way = run.case.adaptation
     if run.refused is not None:
-        return Trial(way=way, seen=f"it is refused ({_first_sentence(run.refused)})")
+        why = str(run.refused).partition(". ")[0].partition("\n")[0]
+        return Trial(way=way, seen=f"it is refused ({why})")
     report = verdicts.report_of(run, replay="")
     causes = list(dict.fromkeys(cause.cause for cause in report.diagnosis))
     ways = run.seen.ways if run.seen is not None else ()
@@ -113,10 +114,6 @@ def _is_of_update(report: CaseReport) -> bool:
     """Whether a case failed although all of its gradients are right."""
     gradients = {result.verdict for result in report.checks if result.check == "gradients"}
     return report.verdict == "fail" and gradients == {"pass"}
-
-
-def _first_sentence(error: DistcheckError | None) -> str:
-    return str(error).partition(". ")[0].partition("\n")[0]
 
 
 @dataclass(eq=False)
@@ -191,7 +188,11 @@ class Guess:
         for tier in ([small.adaptation], *ways):
             if any(trial.passed for trial in tried):
                 break
-            cases = [_named(small, way, len(tried) + n) for n, way in enumerate(tier)]
+            names = (as_file_name(f"{small.id}-way-{len(tried) + n}") for n in range(len(tier)))
+            cases = [
+                msgspec.structs.replace(small, adaptation=way, id=name)
+                for way, name in zip(tier, names, strict=True)
+            ]
             session.run(_planned(pool, cases, data), on_finished=take)
         first = next((one for one in tried if one.way == small.adaptation), None)
         if first is None:
@@ -278,10 +279,6 @@ def _smallest(case: Case) -> Case:
     return msgspec.structs.replace(
         small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=about("mlp").steps
     )
-
-
-def _named(case: Case, way: Adaptation, number: int) -> Case:
-    return msgspec.structs.replace(case, adaptation=way, id=as_file_name(f"{case.id}-way-{number}"))
 
 
 def note_on(taken: Trial) -> str:

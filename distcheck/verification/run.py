@@ -4,7 +4,7 @@
 2  prepare    data files are read once, into shared memory         preparation.py
 3  inspect    strategies, workloads and the machine are looked at  inspection.py
 4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
-5  run        worlds train and record; judges compare              session.py, judgings.py
+5  run        worlds train and record; judges compare              session.py
 6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
 """
 
@@ -161,7 +161,9 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
     with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
-        environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
+        # PYTHONHASHSEED of the first world, and of the interpreters of the rerun.
+        hash_seeds = [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
+        environment = {"hash_seeds": hash_seeds, **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
         _write_cases(keep, cases, here)
         earlier = {} if keep is None else keep.finished(cases)
@@ -283,11 +285,6 @@ def _follow_up(
         listener.progress(each.case, "once more, after a failure")
         session.run([run], on_finished=enter)
     book.take_in(done)
-
-
-def _hash_seeds(cases: Sequence[Case]) -> list[int]:
-    """PYTHONHASHSEED of the first world, and of the interpreters of the rerun."""
-    return [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
 
 
 def _since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:

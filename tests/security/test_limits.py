@@ -68,7 +68,6 @@ WITHOUT_LIMIT = {
     "job/replaying.py": "this run's own folder",
     "job/running.py": "this run's own folder",
     "job/settings.py": "this run's own folder",
-    "job/watching.py": "this run's own folder",
     "machine/cores.py": "/proc and /sys",
     "machine/devices.py": "/proc",
     "machine/free_memory.py": "/sys",
