@@ -43,12 +43,8 @@ _TAKEN = (*CALLS, "loss", "accept")
 
 # Of several searches, the code that says most comes first.
 _WORST_FIRST = (
-    ExitCode.INTERRUPTED,
-    ExitCode.MISMATCH,
-    ExitCode.RANK_FAILED,
-    ExitCode.UNKNOWN,
-    ExitCode.PASS,
-)
+    ExitCode.INTERRUPTED, ExitCode.MISMATCH, ExitCode.RANK_FAILED, ExitCode.UNKNOWN, ExitCode.PASS,
+)  # fmt: skip
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:

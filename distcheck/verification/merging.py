@@ -26,11 +26,8 @@ from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
-_OF_THE_MOMENT = (
-    "timings_s",
-    "replay",
-    "strategy_file",
-)  # may differ where the same case ran twice
+# Of these, two runs of the same case may have different ones.
+_OF_THE_MOMENT = ("timings_s", "replay", "strategy_file")
 _VERSIONS = ("distcheck", "torch", "python", "cpu")
 
 

@@ -10,10 +10,9 @@
 
 import atexit
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 
@@ -28,9 +27,8 @@ from distcheck.errors import (
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside, SearchBeside
+from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
-from distcheck.records.searches import Explored
 from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
@@ -64,23 +62,6 @@ show_reports_as(
 )
 
 
-class Explorer(Protocol):
-    """Runs searches, one after the other; what each comes to goes to `enter`."""
-
-    def __call__(
-        self,
-        pool: Pool,
-        searches: Sequence[SearchBeside],
-        reports: Sequence[CaseReport],
-        left_out: Collection[str],
-        *,
-        keep: bool,
-        show: Callable[[str], None],
-        enter: Callable[[Explored, Sequence[CaseReport]], None],
-    ) -> None:
-        """As `distcheck.explore.beside.explore_beside`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How cases are run, and what is done with them.
@@ -92,7 +73,8 @@ class RunOptions:
     follow_up  whether what fails for a reason that `followups` knows is run again, or does not
                count
     left_out   cases of that plan that are not run, each with the reason
-    beside     searches, which `explore` runs last, and what may be left out
+    beside     searches, and what may be left out
+    explore    runs the searches last, as `distcheck.explore.beside.explore_beside` does
     """
 
     keep: Store | None = None
@@ -103,7 +85,7 @@ class RunOptions:
     follow_up: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     beside: Beside = NOTHING_BESIDE
-    explore: Explorer | None = None
+    explore: Callable[..., None] | None = None
 
 
 _USUAL = RunOptions()

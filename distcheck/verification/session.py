@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
@@ -95,45 +97,35 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
 def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
     """Starts the process that judges; `description` and `data_fd` are of the data set."""
     run = judging.run
+    start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
+    fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
+    about: dict[str, Any] = {
+        "case": run.case,
+        "contract": run.contract,
+        "layout": run.layout,
+        "description": description,
+        "draws_random_numbers": run.facts.draws_random_numbers,
+    }
     if judging.closer_look:
-        return _start_closer_look(pool, run, description, data_fd)
+        look = ObserveRequest(
+            **about,
+            steps=diagnosis.steps_to_look_at(run.results),
+            failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
+            takes_loss=run.facts.takes_loss,
+            update_step=diagnosis.step_of_update(run.results),
+        )
+        return start(OBSERVE, look, fds)
     other: WorldName = "further" if judging.what == "further" else "rerun"
-    has_rerun = (judging.whole_run or judging.what == "rerun") and other in run.traces
-    fds = {"trace": run.traces["world"]}
-    fds |= {"data": data_fd} if data_fd is not None else {}
-    fds |= {"rerun": run.traces[other]} if has_rerun else {}
+    if (judging.whole_run or judging.what == "rerun") and other in run.traces:
+        fds["rerun"] = run.traces[other]
     request = JudgeRequest(
-        case=run.case,
-        contract=run.contract,
-        layout=run.layout,
-        description=description,
+        **about,
         steps=judging.steps,
         planned=judging.planned,
-        draws_random_numbers=run.facts.draws_random_numbers,
         of_rerun=judging.what == "rerun",
         of_run=judging.of_run,
     )
-    return start_job(
-        pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
-    )
-
-
-def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: int | None) -> World:
-    fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
-    request = ObserveRequest(
-        case=run.case,
-        contract=run.contract,
-        layout=run.layout,
-        description=description,
-        steps=diagnosis.steps_to_look_at(run.results),
-        failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
-        draws_random_numbers=run.facts.draws_random_numbers,
-        takes_loss=run.facts.takes_loss,
-        update_step=diagnosis.step_of_update(run.results),
-    )
-    return start_job(
-        pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s
-    )
+    return start(JUDGE, request, fds)
 
 
 def what_was_seen(world: World, run: CaseRun) -> Facts:

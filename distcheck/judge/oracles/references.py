@@ -9,7 +9,7 @@ make of it.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
@@ -128,24 +128,33 @@ def _mean(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(there).sum(0) / len(parts) if there else None
 
 
-class References:
+class _Keeping:
+    """Something of which layers keep what they have made of it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, make: Callable[[Self], Made]) -> Made:
+        """What is made when it is first asked for: of the references it is kept from step to step,
+        of a step it goes with the step.
+        """
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        made: Made = self._kept[make]
+        return made
+
+
+class References(_Keeping):
     """One of each. `whole` is the trace of all ranks; steps are those of the ranks with data, as if
     they were all that there are. In a `mesh` they are those of one rank of each data coordinate.
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
+        super().__init__()
         self.ingredients, self._promised, self.whole = ingredients, contract, whole
         self.mesh = contract.mesh(whole.layout.world)
         readers = ingredients.case.with_data if self.mesh is None else self.mesh.readers
         self.trace = whole.of_ranks(readers)
-        self._kept: dict[Any, Any] = {}
-
-    def kept(self, make: Callable[["References"], Made]) -> Made:
-        """What a layer keeps from step to step, made when it is first asked for."""
-        if make not in self._kept:
-            self._kept[make] = make(self)
-        made: Made = self._kept[make]
-        return made
 
     @cached_property
     def unpromised(self) -> bool:
@@ -240,23 +249,16 @@ class References:
         return Averages.seen_in(self.trace, accepted.amount)
 
 
-class AtStep:
+class AtStep(_Keeping):
     """What the ranks did at `step`, computed again from what they recorded before it."""
 
     def __init__(self, references: References, step: int) -> None:
+        super().__init__()
         self.references, self.step = references, step
         self.ingredients, self.contract = references.ingredients, references.contract
         self.trace = references.trace
         self.case, self.training = self.ingredients.case, self.ingredients.training
         self.specs = self.trace.layout.model.parameters
-        self._kept: dict[Any, Any] = {}
-
-    def kept(self, make: Callable[["AtStep"], Made]) -> Made:
-        """What is made once of a step, when it is first asked for, and goes with the step."""
-        if make not in self._kept:
-            self._kept[make] = make(self)
-        made: Made = self._kept[make]
-        return made
 
     @cached_property
     def shares(self) -> Shares:
