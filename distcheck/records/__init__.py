@@ -170,6 +170,12 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     not_owed: tuple[str, ...]
 
 
+def ranks_failed(case: Any) -> bool:
+    """As `CaseReport.ranks_failed`, also of the entry of a case in a document."""
+    own = any(check.check == "outcome" and check.defect for check in case.checks)
+    return not own and any(one.outcome != RankEnd.FINISHED for one in case.outcomes)
+
+
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, how its ranks ended, and what every check said; `contents` is None where it was given
     up before it was looked at. `remarks` are causes that may be meant, and fail no check.
@@ -196,8 +202,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks_failed(self) -> bool:
         """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
-        own = any(result.check == "outcome" and result.defect for result in self.checks)
-        return not own and any(o.outcome != RankEnd.FINISHED for o in self.outcomes)
+        return ranks_failed(self)
 
     @property
     def ranks_finished(self) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UnsetType
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts
+from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts, ranks_failed
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
@@ -76,12 +76,6 @@ def code_of(document: Document) -> ExitCode:
 def _verdict_of(document: Document) -> VerdictName:
     searched = [one.verdict for one in document.explored if one.verdict != "not run"]
     return merge_verdicts([*(case.verdict for case in document.cases), *searched])
-
-
-def ranks_failed(case: CaseEntry) -> bool:
-    """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
-    own = any(check.check == _OUTCOME and check.defect for check in case.checks)
-    return not own and any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
 
 
 def _contradictions(document: Document) -> Iterator[str]:

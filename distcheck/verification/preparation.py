@@ -18,7 +18,6 @@ from distcheck.errors import CannotRunError, DistcheckError, LeftOutError, RankL
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
-from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.lines import room_for_lines
@@ -260,7 +259,7 @@ def _notes(
     if why := remarks.why_no_full_batch(case, about, sizes):
         yield why
     if about.contract.parallel and about.model.buffers:
-        yield layout_remarks.BUFFERS
+        yield remarks.BUFFERS
     if about.makes_groups and about.contract.one_group:
         yield remarks.ONE_GROUP
     if not about.updates_again:
