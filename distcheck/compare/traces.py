@@ -141,7 +141,7 @@ class StepBounds:
 
 
 class TraceWalk(Walk):
-    """Both traces; the first step at which they differ is held against its bounds."""
+    """Both traces; the first step at which they differ is compared with its bounds."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
         super().__init__(then, now, tensors=job.tensors, drifts_on=job.case.with_data[0])

@@ -98,16 +98,9 @@ def _explore(
     _check_without(asked["without"], DIMENSIONS)
     begun = time.monotonic()
     space = partial(  # what is searched, but for what it is to be `without`
-        cases,
-        strategy,
-        most_world=asked["world"],
-        most_steps=asked["steps"],
-        adaptation=asked["adaptation"],
-        vary=vary,
-        loss=asked["loss"],
-        deadline_s=asked["deadline_s"],
-        backend=asked["backend"],
-    )
+        cases, strategy, vary=vary, most_world=asked["world"], most_steps=asked["steps"],
+        **{name: asked[name] for name in ("adaptation", "loss", "deadline_s", "backend")},
+    )  # fmt: skip
     kept = KeptCases(strategy)
     earlier = [case for case in kept.read() if case.backend == asked["backend"]]
     pool = Pool()

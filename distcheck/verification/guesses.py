@@ -230,7 +230,7 @@ class Guesses:
             return False
         verdict = "fail" if report is None else report.verdict
         guess.right |= verdict == "pass"
-        # Whoever else keeps the optimizer's state, the gradients of a step are the same.
+        # The gradients of a step are the same, whichever rank keeps the optimizer's state.
         known = guess.right and not (report is not None and _is_of_update(report))
         if not guess.failed and (known or verdict == "pass"):
             return False

@@ -2,7 +2,6 @@
 
 import ast
 import platform
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
+from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.records.run_facts import Use
@@ -115,7 +115,6 @@ def takes_loss(strategy: LoadedStrategy) -> bool:
     return strategy.backward is None and strategy.contract.observes_loss
 
 
-_IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 _SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
 _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
 
@@ -127,7 +126,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         raise CannotRunError(why)
     seeds.pin_determinism()
     enter_world_of_one()
-    if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
+    if any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
     facts, looked_at = [], dict[str, tuple[bool, bool, tuple[Use, ...]]]()
@@ -183,24 +182,9 @@ def list_ways(
     seeds.pin_determinism()
     enter_world_of_one()
     (case,) = job.cases
-    if case.backend == "mpi" or _mentions_mpi(case.strategy):
+    if case.backend == "mpi" or mentions("mpi4py", case.strategy):
         stand_alone()
     return other_ways(case.strategy, case.adaptation)
-
-
-def _mentions_mpi(spec: str) -> bool:
-    """Whether a file of a strategy, or one beside it that it imports, mentions mpi4py."""
-    file = Path(spec.partition(":")[0])
-    text = _text_of(file)
-    beside = (file.with_name(f"{name}.py") for name in dict.fromkeys(_IMPORTED.findall(text)))
-    return "mpi4py" in text or any("mpi4py" in _text_of(path) for path in beside)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _syncs_statistics(file: str) -> bool:
