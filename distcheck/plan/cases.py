@@ -32,6 +32,12 @@ from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, dat
 from distcheck.workloads.cells import CELLS
 
 _MOST_DELAY = 10_000  # milliseconds
+# What a case has as it was asked for; and what follows from more, of which a case has the result.
+_AS_ASKED = (
+    "backend", "device", "data_dir", "seed", "deadline_s", "adaptation", "delays", "separate",
+    "schedule",
+)  # fmt: skip
+_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switches")
 
 
 def check_delays(delays: Sequence[Delay], world: int) -> None:
@@ -200,21 +206,8 @@ def check_case(case: Case) -> Case:
         strategies=(case.strategy,),
         worlds=(case.world,),
         workloads=(case.workload,),
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
         data=datasets.SYNTHETIC if case.data == "lattice" else case.data,
-        data_dir=case.data_dir,
-        batch=case.batch,
-        steps=case.steps,
-        seed=case.seed,
-        deadline_s=case.deadline_s,
-        adaptation=case.adaptation,
-        loss=case.loss,
-        accept=case.accept,
-        delays=case.delays,
-        separate=case.separate,
-        **scheduled.settings_of(case),
+        **{name: getattr(case, name) for name in (*_AS_ASKED, *_OF_A_CASE)},
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:
@@ -313,24 +306,16 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         id=as_file_name(f"{name}-w{world}-{place}-{dtype}{suffix}"),
         strategy=strategy,
         world=world,
-        backend=request.backend,
-        device=request.device,
         dtype=dtype,
         workload=workload,
         data=data or request.data,
-        data_dir=request.data_dir,
         batch=_batch_of(request, world),
         steps=steps,
-        seed=request.seed,
-        deadline_s=request.deadline_s,
         layers=("lattice",) if is_lattice else (IN_FLOAT64,) if companion else layers,
         rerun=reruns and not companion,
-        adaptation=request.adaptation,
         loss=cast("LossName", request.loss),
         accept=acceptance.spelled(request.accept),
-        delays=request.delays,
-        separate=request.separate,
-        schedule=request.schedule,
+        **{name: getattr(request, name) for name in _AS_ASKED},
     )
 
 

@@ -1,7 +1,6 @@
 """Schedules of a simulated world, as they are asked for, and the case that is searched for them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -38,11 +37,6 @@ def check_schedules(
 def check_request(asked: Request) -> None:
     """Raises UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
-
-
-def settings_of(case: Case) -> dict[str, Any]:
-    """What a case says of schedules, as a request has it."""
-    return {name: getattr(case, name) for name in ("schedules", "switches", "schedule")}
 
 
 def how_many(schedules: int, switches: int) -> int:
