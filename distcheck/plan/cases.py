@@ -51,18 +51,12 @@ def check_delays(delays: Sequence[Delay], world: int) -> None:
             )
 
 
-def check_without_data(
-    without: Sequence[int],
-    *,
-    worlds: Sequence[int],
-    workloads: Sequence[str],
-    thorough: bool,
-    accept: str | None,
-) -> None:
+def _check_without_data(request: Request) -> None:
     """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    without, accept = request.adaptation.without_data, request.accept
     if not without:
         return
-    for world in worlds:
+    for world in request.worlds:
         beyond = [rank for rank in without if not 0 <= rank < world]
         if beyond or len(without) >= world:
             raise UsageError(
@@ -71,8 +65,8 @@ def check_without_data(
                 if beyond
                 else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
             )
-    in_cells = [name for name in workloads if name in CELLS]
-    if thorough or in_cells:
+    in_cells = [name for name in request.workloads if name in CELLS]
+    if request.thorough or in_cells:
         raise UsageError(
             f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}, "
             "because in a cell every rank computes; give another workload"
@@ -124,13 +118,7 @@ def check_request(request: Request) -> None:
     cells.check_names(request.without)
     datasets.check_dataset(request.data)
     _check_numbers(request)
-    check_without_data(
-        request.adaptation.without_data,
-        worlds=request.worlds,
-        workloads=request.workloads,
-        thorough=request.thorough,
-        accept=request.accept,
-    )
+    _check_without_data(request)
     if request.dtype is not None and request.dtype not in DTYPES:
         meant = did_you_mean(request.dtype, DTYPES)
         raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")

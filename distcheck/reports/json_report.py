@@ -223,16 +223,12 @@ def as_document(report: Report) -> dict[str, Any]:
 def document_of(report: Report) -> Document:
     """The report as its document."""
     cases = [_case(case) for case in report.cases]
-    return Document(
-        verdict=report.verdict,
+    return made_from(
+        Document,
+        report,
         exit_code=int(report.exit_code),
         totals=totals_of([case.verdict for case in report.cases], report.left_out),
-        made=report.made,
-        environment=report.environment,
-        since_green=report.since_green,
         cases=cases,
-        plan=report.plan,
-        left_out=report.left_out,
         not_shown=list(report.not_shown),
         explored=list(report.explored),
         scale=scale.as_rows(msgspec.to_builtins(cases)) or UNSET,
