@@ -375,7 +375,7 @@ def test_where_the_second_run_is_kept(
 
     shutil.rmtree(".distcheck")
     Path(".distcheck").touch()
-    with pytest.raises(CannotRunError, match=r"cannot be written: .*; save elsewhere, or run in"):
+    with pytest.raises(CannotRunError, match=r"cannot be written: .*; save elsewhere, or work in"):
         compare_command(
             str(golden / "golden"), None, bits=False, files={}, trusted=True, quiet=False
         )
