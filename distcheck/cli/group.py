@@ -10,6 +10,7 @@ import click
 
 from distcheck.errors.spelling import nearest
 from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
+from distcheck.worlds.launchers import is_elsewhere
 
 # Parameters by the heading of their group in `--help`, beside those of `plan/settings.py`; a short
 # list of options has one group.
@@ -76,9 +77,9 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses as click does; for an extra word, the error names the option that takes it."""
-        given = self._as_named_now(args)
+        given = list(args)  # which click takes words out of
         try:
-            return super().parse_args(ctx, list(given))
+            return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             self._say_that_words_follow(ctx, given)
             if error.possibilities:
@@ -93,16 +94,6 @@ class Command(click.Command):
                 said = error.format_message().rstrip(".")
                 raise click.UsageError(f"{said}; write {usage}", ctx) from None
             raise
-
-    def _as_named_now(self, args: list[str]) -> list[str]:
-        """The words with the names that options have today, up to a command that follows."""
-        end = args.index("--") if "--" in args else len(args)
-        named = []
-        for word in args[:end]:
-            name, equals, value = word.partition("=")
-            now = _NAMED_BEFORE.get(name, name)
-            named.append(f"{now}{equals}{value}" if now in self._options() else word)
-        return [*named, *args[end:]]
 
     def _explain(self, ctx: click.Context, given: list[str]) -> None:
         """Raises a clearer error for words that belong to no option."""
@@ -128,8 +119,16 @@ class Command(click.Command):
         return {word for param in self.params for word in param.opts}
 
 
-# Earlier names of options, which are still taken.
-_NAMED_BEFORE = {"--deadline-s": "--deadline", "--worlds": "--world"}
+class OnceCommand(Command):
+    """A command that makes no world: where a launcher has started several processes, rank 0 runs
+    it, and the others do nothing.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs it here or not."""
+        return 0 if is_elsewhere() else super().invoke(ctx)
+
+
 _TAKE_NAMES = (
     ("--strategy", "strategy"),
     ("--workload", "workload"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, TypeVar
 
 import click
@@ -123,15 +124,14 @@ def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -
     return values[-1] if values else None
 
 
+def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, in their order."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
 def setting_options(*names: str) -> Callable[[F], F]:
     """The options of several settings; of all, where none is named."""
-
-    def add(command: F) -> F:
-        for name in reversed(names or tuple(SETTINGS)):
-            command = setting_option(name)(command)
-        return command
-
-    return add
+    return _several(*map(setting_option, names or SETTINGS))
 
 
 DOWNLOAD = click.option("--download", is_flag=True, help="Download the files if they are missing.")
@@ -139,18 +139,14 @@ DOWNLOAD = click.option("--download", is_flag=True, help="Download the files if 
 CALL_OPTIONS = (*CALLS, "loss", "accept")
 
 
-def matrix_options(command: F) -> F:
-    """Where the matrix is, and which part of it is meant."""
-    options = [
-        click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
-                     help="The file with the matrix. [default: pyproject.toml here or above, "
-                         "tool.distcheck]"),
-        click.option("--shard", metavar="I/N",
-                     help="Run only part I of N of the cases; distcheck merge joins the reports."),
-    ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+# Where the matrix is, and which part of it is meant.
+matrix_options = _several(
+    click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
+                 help="The file with the matrix. [default: pyproject.toml here or above, "
+                      "tool.distcheck]"),
+    click.option("--shard", metavar="I/N",
+                 help="Run only part I of N of the cases; distcheck merge joins the reports."),
+)  # fmt: skip
 
 
 def given_options() -> frozenset[str]:
@@ -160,26 +156,18 @@ def given_options() -> frozenset[str]:
     return frozenset(n for n in context.params if context.get_parameter_source(n) not in usual)
 
 
-def machine_options(command: F) -> F:
-    """For ranks on several machines, where no launcher starts them."""
-    options = [
-        click.option("--nnodes", "--num-nodes", type=int, metavar="N",
-                     help=(
-                         "The number of machines that share the ranks. Start the same command on "
-                         "each."
-                     )),
-        click.option("--node-rank", "--rank", "machine", type=int, metavar="I",
-                     help="The number of this machine, from 0."),
-        click.option("--master-addr", "--master-ip", metavar="HOST",
-                     help="The address of machine 0."),
-        click.option("--master-port", type=int, metavar="PORT",
-                     help="A free port on machine 0. [default: 29500]"),
-        click.option("--init-method", metavar="URL",
-                     help=(
-                         "tcp://HOST:PORT or file:///PATH, instead of --master-addr and "
-                         "--master-port."
-                     )),
-    ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+# For ranks on several machines, where no launcher starts them.
+machine_options = _several(
+    click.option("--nnodes", "--num-nodes", type=int, metavar="N",
+                 help="The number of machines that share the ranks. Start the same command on "
+                      "each."),
+    click.option("--node-rank", "--rank", "machine", type=int, metavar="I",
+                 help="The number of this machine, from 0."),
+    click.option("--master-addr", "--master-ip", metavar="HOST",
+                 help="The address of machine 0."),
+    click.option("--master-port", type=int, metavar="PORT",
+                 help="A free port on machine 0. [default: 29500]"),
+    click.option("--init-method", metavar="URL",
+                 help="tcp://HOST:PORT or file:///PATH, instead of --master-addr and "
+                      "--master-port."),
+)  # fmt: skip

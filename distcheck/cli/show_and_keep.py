@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import click
 from rich.console import Console
@@ -27,23 +26,14 @@ from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 
 
-class Screen(Protocol):
-    """Prints a report."""
-
-    def __call__(
-        self, report: Report, console: Console, *, verbose: bool = False, quiet: bool = False
-    ) -> None:
-        """As `distcheck.reports.terminal.render`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Showing:
-    """How a report is shown: on the screen, and in files by the format's name."""
+    """How a report is shown: on the screen, by `screen`, and in files by the format's name."""
 
     files: Mapping[str, str]
     verbose: bool
     quiet: bool
-    screen: Screen = render
+    screen: Callable[..., None] = render
 
 
 def verify_command(

@@ -7,7 +7,7 @@ process too, so that times compare like with like.
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +39,24 @@ from distcheck.worlds.shares import Shared
 
 def train_command(
     *,
-    strategy: str | None,
-    world: int | None,
-    workload: str,
-    epochs: int,
-    steps: int | None,
-    dtype: str,
-    log_every: int,
     json_file: str | None,
     html_file: str | None,
     beside: Sequence[str],
     download: bool,
     launch: Launch | None = None,
-    **options: Any,
+    **asked: Any,
 ) -> int:
-    """Trains and prints a line per epoch; returns the exit code."""
+    """Trains and prints a line per epoch; returns the exit code. `asked` is for `plan_training`."""
     from distcheck.reports import training_report
 
-    case = plan_training(
-        strategy=strategy, world=world, workload=workload, epochs=epochs, steps=steps,
-        dtype=dtype, log_every=log_every, **options,
-    )  # fmt: skip
+    case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in beside]
     if beside and html_file is None:
         raise UsageError("--beside draws earlier runs into the page of --html; give --html FILE")
     check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
     pool = front_pool(launch, [case])
     try:
-        table, failed = _train(
-            pool, case, epochs=epochs, steps=steps, log_every=log_every, download=download
-        )
+        table, failed = _train(pool, case, asked, download=download)
         first = f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}" if failed else ""
         dismiss(pool, int(ExitCode.RANK_FAILED if failed else ExitCode.PASS), first)
     except DistcheckError as error:
@@ -130,17 +118,11 @@ def plan_training(
 
 
 def _train(
-    pool: Pool,
-    case: Case,
-    *,
-    epochs: int,
-    steps: int | None,
-    log_every: int,
-    download: bool,
+    pool: Pool, case: Case, asked: Mapping[str, Any], *, download: bool
 ) -> tuple[list[dict[str, Any]], list[Outcome]]:
     """The table of epochs, and the ranks that failed."""
     pool.wait_ready()
-    table = _Table(case, epochs)
+    table = _Table(case, asked["epochs"])
     with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:
         inspected = msgspec.structs.replace(case, strategy=case.strategy or "allreduce")
         facts = preparation.inspect(pool, [inspected], data)
@@ -152,9 +134,9 @@ def _train(
                 case=case,
                 rendezvous=rendezvous,
                 description=data.description,
-                epochs=epochs,
-                steps=steps,
-                log_every=log_every,
+                epochs=asked["epochs"],
+                steps=asked["steps"],
+                log_every=asked["log_every"],
             )
 
         table.head(facts.environment)

@@ -12,7 +12,7 @@ from pathlib import Path
 from distcheck import private
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.errors.shown_text import say, without_secrets
-from distcheck.plan.identity import identity_of
+from distcheck.plan.matrix import identity_of
 from distcheck.records import Case
 from distcheck.verification.allowed_jobs import Allowed
 from distcheck.worlds.launchers.launch import Launch

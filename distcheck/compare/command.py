@@ -17,16 +17,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare import page
 from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase, as_report
-from distcheck.compare.records import (
-    COMPARE,
-    CaseComparison,
-    CompareRequest,
-    RunsComparison,
-)
-from distcheck.compare.screen import render
+from distcheck.compare.records import COMPARE, CaseComparison, CompareRequest, RunsComparison
+from distcheck.compare.screen import render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
@@ -87,7 +81,7 @@ def compare_command(
     words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
     if "html" in files:
         write_text(
-            files["html"], page.render(comparison, command=shlex.join(words)), option="--html"
+            files["html"], render_page(comparison, command=shlex.join(words)), option="--html"
         )
     if others := {name: path for name, path in files.items() if name not in ("json", "html")}:
         document = as_report(comparison, known, made=origin, command=shlex.join(words))

@@ -1,17 +1,20 @@
-"""A comparison for a person."""
+"""A comparison for a person: on a screen, and as one page with old and new side by side."""
 
+from typing import Any
+
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
 from distcheck.records import Change, Difference
 from distcheck.records.parting import TraceComparison
-from distcheck.reports.by_module import of_modules
-from distcheck.reports.wording import STYLE, describe_place, show
-from distcheck.reports.wrapping import hanging, print_hanging
-
-_VERDICT = 8  # as wide as the verdict and a blank
+from distcheck.reports.by_module import of_modules, tree
+from distcheck.reports.html_report import page
+from distcheck.reports.wording import describe_place, show
+from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
@@ -26,18 +29,13 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
         print_hanging(f"changed between the runs: {changes}", console, indent=0, style="dim")
     for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
         said = f"{case.id}: bits {case.bits}; {case.reason}"
-        head, *rest = hanging(said, console.width, first=case.verdict.upper(), indent=_VERDICT)
-        text = Text(head)
-        text.stylize(STYLE[case.verdict], 0, _VERDICT)
-        text.stylize("bold", _VERDICT, _VERDICT + len(case.id))
-        for line in (text, *map(Text, rest)):
-            console.print(line, soft_wrap=True)
+        print_verdict(said, case.verdict, console, bold=case.id)
         if quiet:
             continue
         own = [("changed", str(change)) for change in case.changes if change not in common]
         for label, sentence in (*_details(case), *own):
-            first = f"{'':<{_VERDICT}}{label}"
-            print_hanging(sentence, console, first=first, indent=2 * _VERDICT)
+            first = f"{'':<{VERDICT}}{label}"
+            print_hanging(sentence, console, first=first, indent=2 * VERDICT)
     if comparison.saved_to is not None and not quiet:
         console.print(Text(f"saved: {comparison.saved_to}"), soft_wrap=True)
 
@@ -98,7 +96,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
         return []
     old, new = old_and_new(found.first)
     apart = "" if found.first.ulp is None else f", {found.first.ulp:,} ULP"
-    where = f"{found.kind}: {place_of(found.first)}"
+    where = f"{found.kind}: {found.first.place}"
     lines = [("first", f"{where}: was {old}, is {new}{apart}")]
     if found.beyond is not None:
         said = f"{found.beyond_kind}: " if found.beyond_kind else ""
@@ -128,15 +126,56 @@ def counted(found: TraceComparison) -> str:
     return ", ".join(moments)
 
 
-def place_of(place: Difference) -> str:
-    """Where a difference is."""
-    index = f"[{','.join(map(str, place.index))}]" if place.index else ""
-    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
-
-
 def old_and_new(place: Difference) -> tuple[str, str]:
     """Both numbers, with as many digits as tell them apart."""
     old, new = show(place.expected), show(place.actual)
     if old == new and place.expected != place.actual:
         return f"{place.expected:.17g}", f"{place.actual:.17g}"
     return old, new
+
+
+def render_page(comparison: RunsComparison, *, command: str) -> str:
+    """The page; `command` makes the comparison again."""
+    comparison = shown(comparison)
+    common = common_changes(comparison)
+    made = comparison.made
+    return page(
+        "comparison.html.jinja",
+        verdict=comparison.verdict,
+        headline=headline(comparison),
+        then=comparison.then,
+        now=comparison.now,
+        changes=common,
+        rows=[
+            _row(case) | {"changes": [one for one in case.changes if one not in common]}
+            for case in sorted(comparison.cases, key=lambda case: case.bits == "same")
+        ],
+        command=shown(command),
+        saved_to=comparison.saved_to,
+        date="" if made is None else made.date,
+        version=__version__,
+    )
+
+
+def _row(case: CaseComparison) -> dict[str, Any]:
+    first = case.found.first
+    row: dict[str, Any] = {
+        "id": case.id,
+        "verdict": case.verdict,
+        "bits": case.bits,
+        "reason": case.reason,
+    }
+    row["lines"] = of_jobs(case)
+    found = case.modules
+    row["modules"] = [] if found is None else tree(msgspec.to_builtins(found.modules))
+    row["first_module"] = "" if found is None else found.first
+    if first is None:
+        return row | {"place": "", "old": "", "new": "", "apart": "", "tensors": ""}
+    old, new = old_and_new(first)
+    return row | {
+        "place": f"{case.found.kind}: {first.place}",
+        "old": old,
+        "new": new,
+        "apart": "" if first.ulp is None else f"{first.ulp:,} ULP",
+        "tensors": counted(case.found),
+    }

@@ -1,21 +1,23 @@
 """Compares two traces of one case, in the order in which their ranks computed them."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from distcheck.compare.records import COMPARE, CompareRequest
 from distcheck.contract import Contract
+from distcheck.judge.checks.comparison import Comparison, by_norm, within
+from distcheck.judge.checks.merging import share_of_bound
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.judge.parting.walk import Walk
 from distcheck.machine import numerics, seeds
+from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import EntryState, Kind
-from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.records import Difference
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.records.parting import TraceComparison
 from distcheck.worlds.jobs import Descriptors
@@ -124,7 +126,8 @@ class StepBounds:
     def _factors(self, contract: Contract) -> list[float]:
         loss, over = contract.loss_given(self._case.loss), self._loss_over
         return [
-            declared_factor(loss, count, sum(over), len(over)) * _observed(header, contract)
+            declared_factor(loss, count, sum(over), len(over))
+            * (header.loss_factor if contract.observes_loss else 1.0)
             for count, header in zip(over, self._headers, strict=True)
         ]
 
@@ -137,8 +140,83 @@ class StepBounds:
         return [count / total / factor if factor else math.nan for count, factor in pairs]
 
 
-def _observed(header: StepHeader, contract: Contract) -> float:
-    return header.loss_factor if contract.observes_loss else 1.0
+class TraceWalk(Walk):
+    """Both traces; the first step at which they differ is compared with its bounds."""
+
+    def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
+        super().__init__(then, now, tensors=job.tensors, drifts_on=job.case.with_data[0])
+        self._job, self._earlier = job, then
+
+    def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:
+        """The first step that differs."""
+        has_bound = self._kind in ("loss", "outputs", "local gradients", "gradients")
+        if is_first and has_bound:
+            self._hold_against(StepBounds(self._job, self._earlier, step), step)
+
+    def _hold_against(self, bounds: StepBounds, step: int) -> None:
+        for rank in range(self._then.world):
+            before, after = (t.header(rank, step).loss for t in (self._then, self._now))
+            limit = bounds.loss(rank)
+            if limit is not None and before != after:
+                self._judged += 1
+                self._keep_worst(_far_loss(rank, step, after, before, limit))
+        changed_inputs = set()
+        for pair in self._changed_pairs(Kind.LOCAL_GRADIENT, step):
+            changed_inputs.add(pair.index)
+            if not self._tensors:
+                if bounds.has_local(pair.rank):
+                    self._leave_unjudged(pair)
+            elif (limit := bounds.local(pair.rank, pair.index)) is not None:
+                self._judge(pair, limit)
+        for pair in self._changed_pairs(Kind.GRADIENT, step):
+            same_inputs = pair.index not in changed_inputs
+            if not self._tensors:
+                if bounds.has_synced(pair.index, same_inputs=same_inputs):
+                    self._leave_unjudged(pair)
+                continue
+            bound = bounds.synced(pair.index, same_inputs=same_inputs)
+            if bound is not None:
+                self._judge(pair, bound)
+
+    def _changed_pairs(self, kind: Kind, step: int) -> Iterator[Pair]:
+        for rank in range(self._then.world):
+            for index in range(len(self._then.names(kind))):
+                pair = self._pair(kind, step, rank, index)
+                if not pair.is_same:
+                    yield pair
+
+    def _judge(self, pair: Pair, bound: torch.Tensor | float) -> None:
+        def compare(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
+            if isinstance(bound, torch.Tensor):
+                return within(actual, expected.double(), bound)
+            return by_norm(actual, expected, bound)
+
+        self._keep_worst(self._place(pair, compare))
+
+    def _leave_unjudged(self, pair: Pair) -> None:
+        """What has a bound and differs, by digest: a tensor that only one run has is beyond it."""
+        if all(entry.state is EntryState.STORED for entry in (pair.one, pair.two)):
+            self._not_judged += 1
+        else:
+            self._keep_worst(self._place(pair))
+
+    def _keep_worst(self, place: Difference | None) -> None:
+        if place is None:
+            return
+        if self._beyond is None or share_of_bound(place) > share_of_bound(self._beyond):
+            self._beyond = place
+
+
+def _far_loss(
+    rank: int, step: int, actual: float, expected: float, limit: float
+) -> Difference | None:
+    error = abs(actual - expected)
+    if error <= limit:
+        return None
+    return Difference(
+        parameter="loss", rank=rank, step=step, index=(), actual=actual, expected=expected,
+        error=error, bound=limit,
+    )  # fmt: skip
 
 
 @COMPARE.does
@@ -163,10 +241,7 @@ def compare_traces(
     steps = min(then.steps_written(), now.steps_written())
     if steps < job.case.steps:
         return TraceComparison(why_not=f"both recorded {steps} of {job.case.steps} steps")
-    walk = Walk(
-        then, now, tensors=job.tensors, drifts_on=job.case.with_data[0],
-        bounds=partial(StepBounds, job, then),
-    )  # fmt: skip
+    walk = TraceWalk(job, then, now)
     for step in range(steps):
         if reporter is not None:
             reporter.progress(step, "compare")

@@ -5,11 +5,12 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 
 from distcheck.backends import check_name, name_of
@@ -27,9 +28,6 @@ from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.training.adapters.asked import adaptation_of, check_adaptation
 from distcheck.worlds.pool import Pool
 
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
 _MOST_WORLD = 16
 _MOST_STEPS = 10
 _MOST_COMBINATIONS = 64
@@ -43,12 +41,8 @@ _TAKEN = (*CALLS, "loss", "accept")
 
 # Of several searches, the code that says most comes first.
 _WORST_FIRST = (
-    ExitCode.INTERRUPTED,
-    ExitCode.MISMATCH,
-    ExitCode.RANK_FAILED,
-    ExitCode.UNKNOWN,
-    ExitCode.PASS,
-)
+    ExitCode.INTERRUPTED, ExitCode.MISMATCH, ExitCode.RANK_FAILED, ExitCode.UNKNOWN, ExitCode.PASS,
+)  # fmt: skip
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
@@ -97,13 +91,16 @@ def _explore(
     asked: dict[str, Any], strategy: str, budget_s: float, vary: dict[str, list[str]]
 ) -> ExitCode:
     from distcheck.explore import report
-    from distcheck.explore import space as strategies
     from distcheck.explore.running import Runner
     from distcheck.explore.search import Search
+    from distcheck.explore.space import DIMENSIONS, cases
 
-    _check_without(asked["without"], strategies.DIMENSIONS)
+    _check_without(asked["without"], DIMENSIONS)
     begun = time.monotonic()
-    space = _space(strategy, asked, vary)
+    space = partial(  # what is searched, but for what it is to be `without`
+        cases, strategy, vary=vary, most_world=asked["world"], most_steps=asked["steps"],
+        **{name: asked[name] for name in ("adaptation", "loss", "deadline_s", "backend")},
+    )  # fmt: skip
     kept = KeptCases(strategy)
     earlier = [case for case in kept.read() if case.backend == asked["backend"]]
     pool = Pool()
@@ -155,25 +152,6 @@ def _explore(
     if interrupted:
         click.echo("distcheck: interrupted; nothing is left running", err=True)
     return story.exit_code
-
-
-def _space(
-    strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]
-) -> "Callable[..., SearchStrategy[Case]]":
-    """What is searched, but for what it is to be `without`."""
-    from distcheck.explore.space import cases
-
-    return partial(
-        cases,
-        strategy,
-        most_world=asked["world"],
-        most_steps=asked["steps"],
-        adaptation=asked["adaptation"],
-        vary=vary,
-        loss=asked["loss"],
-        deadline_s=asked["deadline_s"],
-        backend=asked["backend"],
-    )
 
 
 def settle_hypothesis() -> None:
@@ -281,13 +259,7 @@ def _samples(strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]) -
             dtype="float32",
             loss=asked["loss"],
             backend=asked["backend"],
-            adaptation=Adaptation(
-                form=given.form,
-                arguments=(*given.arguments, *chosen),
-                variables=given.variables,
-                finish=given.finish,
-                reset=given.reset,
-            ),
+            adaptation=msgspec.structs.replace(given, arguments=(*given.arguments, *chosen)),
         )
         cases += plan.plan_cases(request)
     return cases

@@ -50,19 +50,9 @@ TURNS = "turns"  # schedules of a simulated world; `schedule` is a word of a mod
 _SCHEDULES = (0, 0, 8, 24)
 # What `--without` takes.
 DIMENSIONS = (
-    *KINDS,
-    *MARKS,
-    NESTED,
-    *OPTIMIZERS,
-    GROUPS,
-    SCHEDULE,
-    *EXPLORED_DTYPES,
-    LATE,
-    UNEQUAL,
-    SHORT,
-    ACCUMULATE,
-    TURNS,
-)
+    *KINDS, *MARKS, NESTED, *OPTIMIZERS, GROUPS, SCHEDULE, *EXPLORED_DTYPES, LATE, UNEQUAL, SHORT,
+    ACCUMULATE, TURNS,
+)  # fmt: skip
 # A bit for each mark; the rest is how deeply a layer is nested.
 _BITS = st.integers(0, 2 ** len(MARKS) * (MOST_NESTED + 1) - 1)
 _MORE = (False, True, True)

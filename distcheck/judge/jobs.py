@@ -9,36 +9,35 @@ from distcheck.records import Case, CheckResult
 from distcheck.worlds.jobs import Job
 
 
-class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
+class _OfCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A case, and its `steps` that are meant."""
+
+    case: Case
+    contract: Contract
+    layout: TraceLayout
+    description: bytes
+    steps: tuple[int, ...]
+    draws_random_numbers: bool = False
+
+
+class JudgeRequest(_OfCase, frozen=True, kw_only=True):
+    """What to judge: `planned` lists (check, layer).
 
     With `of_rerun` the rerun is judged in the first run's place. `of_run` lists what is judged of
     the run as a whole, beside the steps.
     """
 
-    case: Case
-    contract: Contract
-    layout: TraceLayout
-    description: bytes
-    steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
-    draws_random_numbers: bool = False
     of_rerun: bool = False
     of_run: tuple[tuple[str, str], ...] = ()
 
 
-class ObserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ObserveRequest(_OfCase, frozen=True, kw_only=True):
     """Steps of a failed case to look at more closely, the gradients' first; `failed` lists the
     (check, layer) that failed.
     """
 
-    case: Case
-    contract: Contract
-    layout: TraceLayout
-    description: bytes
-    steps: tuple[int, ...]
     failed: tuple[tuple[str, str], ...]
-    draws_random_numbers: bool
     takes_loss: bool = True
     update_step: int = -1  # at which parameters failed first
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from distcheck.records import CheckResult, Compared, Diagnosis
+from distcheck.records import CheckResult, Compared, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
 from distcheck.records.schedules import (
     BUFFERED,
@@ -17,6 +17,7 @@ from distcheck.records.schedules import (
 CHECK = "schedules"
 _MOST_LINES = 14  # of one timeline
 _BEFORE = 5  # of them before the two part
+_NOTHING = Compared()
 Digests = Callable[[bytes], Sequence[str]]
 
 
@@ -29,7 +30,8 @@ def judged(
     steps = len(digests(found.usual.results[0])) if found.usual.results else 0
     compared = Compared(ranks=ranks, steps=steps)
     if found.usual.end != "finished":
-        return _not_compared(found), _saved_by_buffering(found)
+        reason = f"not compared: the usual schedule did not finish ({found.usual.what})"
+        return _result("unknown", reason), _saved_by_buffering(found)
     if found.usual.came_to != found.again.came_to:
         return _by_chance(found.usual, found.again, compared, digests)
     if found.other is not None and not found.repeats:
@@ -40,22 +42,21 @@ def judged(
             f"{found.late[0]}); the others left the bits of the usual one; give a longer "
             "--deadline"
         )
-        return CheckResult(
-            check=CHECK, layer="-", verdict="unknown", compared=compared, reason=reason
-        ), []
+        return _result("unknown", reason, compared), []
     if found.other is None:
         return _alike(found, compared), []
     return _depends(found, compared, digests, replay)
 
 
+def _result(verdict: VerdictName, reason: str, compared: Compared = _NOTHING) -> CheckResult:
+    return CheckResult(check=CHECK, layer="-", verdict=verdict, compared=compared, reason=reason)
+
+
 def _alike(found: Searched, compared: Compared) -> CheckResult:
-    reason = _ran(found) if found.covered is None else _covered(found.ran, found.covered)
+    reason = f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
+    reason = reason if found.covered is None else _covered(found.ran, found.covered)
     reason += f" left the bits of the usual one; calls came in {found.distinct} different orders"
-    return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=reason)
-
-
-def _ran(found: Searched) -> str:
-    return f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
+    return _result("pass", reason, compared)
 
 
 def _covered(ran: int, covered: Covered) -> str:
@@ -83,11 +84,6 @@ def found_by(found: Searched) -> str:
     return f"found by {first}, shrunk in {found.shrinking} runs"
 
 
-def _not_compared(found: Searched) -> CheckResult:
-    reason = f"not compared: the usual schedule did not finish ({found.usual.what})"
-    return CheckResult(check=CHECK, layer="-", verdict="unknown", reason=reason)
-
-
 def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
     if found.buffered is None or found.buffered.end != "finished":
         return []
@@ -107,8 +103,8 @@ def _by_chance(
         f"{_where(usual, other, digests)}: it depends on something that no schedule controls, "
         "such as the clock, the system's random numbers, or another thread"
     )
-    result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
-    return result, [name_cause("nondeterministic", evidence, "one-schedule")]
+    cause = name_cause("nondeterministic", evidence, "one-schedule")
+    return _result("fail", evidence, compared), [cause]
 
 
 def _depends(
@@ -122,18 +118,12 @@ def _depends(
         f"with {' and '.join(differences) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
     )
-    lines = "\n".join(
-        [
-            evidence,
-            found_by(found),
-            *timelines(found.usual, other),
-        ]
-    )
-    result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
+    lines = "\n".join([evidence, found_by(found), *timelines(found.usual, other)])
     race = _race(found.usual, other)
     cause, lines = ("message-race", f"{race}; {lines}") if race else ("depends-on-schedule", lines)
     command = f"{replay} --schedule {other.schedule}"
-    return result, [name_cause(cause, lines, "usual", "run-again", command=command)]
+    named = name_cause(cause, lines, "usual", "run-again", command=command)
+    return _result("fail", evidence, compared), [named]
 
 
 def _race(usual: ScheduleRun, other: ScheduleRun) -> str:

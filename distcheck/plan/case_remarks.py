@@ -1,19 +1,83 @@
 """What a person should know about a case before reading its verdict, and why one is left out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from distcheck.contract import Contract
+from distcheck.contract import Contract, Training
 from distcheck.judge.acceptance import read
 from distcheck.judge.oracles import lattice
 from distcheck.machine.numerics import unit_roundoff
-from distcheck.plan import layout_remarks
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
+from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64
+from distcheck.records.mesh import MESH, Mesh
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import about
-from distcheck.workloads.cells import why_declined
+from distcheck.workloads.cells import CELLS, why_declined
+
+BUFFERS = (
+    "buffers, such as BatchNorm's running statistics, are compared before the first step and "
+    "between the two runs, and not with one process"
+)
+_NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # of the default run
+
+
+def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What a person should know before reading the verdict."""
+    if mesh.data == mesh.world:
+        yield (
+            "the code exchanges in its forward pass, so no rank has a part of the gradient by "
+            "itself: the float32 and float64 references judge, with all samples in one process"
+        )
+    else:
+        yield _of_layers(mesh)
+    uneven = next((step for step in sizes if len(set(step)) > 1), None)
+    if uneven is not None:
+        parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
+        yield f"unequal shards ({parts}): each must be weighted by its number of samples"
+
+
+def _of_layers(mesh: Mesh) -> str:
+    return (
+        f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
+        "samples. Sums that are split over ranks are rounded in another order than in one process, "
+        "so outputs, gradients and losses are judged by the float32 and float64 references, and "
+        "not by the bitwise and rounding-bound layers"
+    )
+
+
+def why_not_in_layout(case: Case, facts: CaseFacts) -> str:
+    """Why a case shows nothing of a layout; empty where it does."""
+    workload = case.workload
+    generated = workload.startswith(PREFIX)
+    if workload in CELLS or generated:
+        return "a layout divides the layers of the models that it was written for"
+    if workload.partition(":")[0] in _NOT_DIVIDED:
+        return (
+            "a layout divides the layers of the models that it was written for; name one in "
+            '@strategy(workload="mlp") or by --workload, and it also runs in float64'
+        )
+    if case.dtype not in EXACT_DTYPES:
+        return f"no reference has a bound for sums that are split over ranks in {case.dtype}"
+    if facts.draws_random_numbers:
+        return (
+            "the forward pass draws random numbers, and no reference can repeat those of ranks "
+            "that compute one sample together"
+        )
+    clips = facts.training.clip_norm is not None
+    if clips and not facts.own_clip:
+        return (
+            "the loop would clip by the norm of what a rank holds; give the strategy "
+            "clip(model, max_norm), which takes the norm of the whole model"
+        )
+    if facts.training != Training(clip_norm=facts.training.clip_norm):
+        return (
+            "in a layout the loop does not accumulate, scale the loss or resume, as this "
+            "workload asks; a strategy's own backward and step may"
+        )
+    return ""
+
 
 _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
     IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
@@ -63,7 +127,7 @@ def notes_on(
     """
     mesh = contract.mesh(case.world) if contract is not None else None
     if mesh is not None:
-        return list(layout_remarks.notes_on(mesh, sizes))
+        return list(layout_notes(mesh, sizes))
     notes = []
     if case.world == 1:
         notes.append(ONE_RANK)
@@ -118,7 +182,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     """Why a case has nothing to show for a strategy with this contract; empty where it has."""
     contract = facts.contract
     if contract.parallel:
-        why = layout_remarks.why_left_out(case, facts)
+        why = why_not_in_layout(case, facts)
         return why or case.left_out or why_no_full_batch(case, facts, sizes)
     declined = case.left_out or why_declined(
         case.workload,

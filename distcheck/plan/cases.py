@@ -15,19 +15,14 @@ from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
-from distcheck.plan.cells_to_run import (
-    ALWAYS,
-    cells_to_run,
-    promised_to_run,
-    with_own_workload,
-)
+from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run, with_own_workload
 from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.request import Request
 from distcheck.plan.settings import DTYPES
-from distcheck.plan.single_ranks import check_delays, check_without_data, exchanges_nothing
-from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, LossName
+from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
+from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
 from distcheck.training.adapters.asked import check_adaptation, check_workloads
@@ -35,6 +30,63 @@ from distcheck.training.adapters.forms import trained_with
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
 from distcheck.workloads.cells import CELLS
+
+_MOST_DELAY = 10_000  # milliseconds
+# What a case has as it was asked for; and what follows from more, of which a case has the result.
+_AS_ASKED = (
+    "backend", "device", "data_dir", "seed", "deadline_s", "adaptation", "delays", "separate",
+    "schedule",
+)  # fmt: skip
+_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switches")
+
+
+def check_delays(delays: Sequence[Delay], world: int) -> None:
+    """Raises UsageError for a delay that no rank of this world could have."""
+    for delay in delays:
+        if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
+            raise UsageError(
+                f"a delay of rank {delay.rank} before collective {delay.collective} by {delay.ms} "
+                f"ms is out of range for a world of {world}: ranks count from 0, collectives "
+                f"from 0 (before backward), and milliseconds from 1 to {_MOST_DELAY}"
+            )
+
+
+def _check_without_data(request: Request) -> None:
+    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    without, accept = request.adaptation.without_data, request.accept
+    if not without:
+        return
+    for world in request.worlds:
+        beyond = [rank for rank in without if not 0 <= rank < world]
+        if beyond or len(without) >= world:
+            raise UsageError(
+                f"--without-data {beyond[0]} is out of range for --world {world}; ranks are 0 to "
+                f"{world - 1}"
+                if beyond
+                else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
+            )
+    in_cells = [name for name in request.workloads if name in CELLS]
+    if request.thorough or in_cells:
+        raise UsageError(
+            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}, "
+            "because in a cell every rank computes; give another workload"
+        )
+    if accept is not None:
+        raise UsageError(
+            f"--without-data does not go with --accept {accept}, because its bounds assume a "
+            "gradient from every rank; remove one of the two"
+        )
+
+
+def exchanges_nothing(case: Case, contract: Contract) -> bool:
+    """Whether the world has one rank alone, so that a missing exchange would not show.
+
+    Not where that rank drives several GPUs, nor in a search: there a case may shrink to a world of
+    one rank, and other cases show what this one does not.
+    """
+    over_gpus = contract.device == "cuda" and devices.gpu_count() > 1
+    return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
+
 
 FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
@@ -66,13 +118,7 @@ def check_request(request: Request) -> None:
     cells.check_names(request.without)
     datasets.check_dataset(request.data)
     _check_numbers(request)
-    check_without_data(
-        request.adaptation.without_data,
-        worlds=request.worlds,
-        workloads=request.workloads,
-        thorough=request.thorough,
-        accept=request.accept,
-    )
+    _check_without_data(request)
     if request.dtype is not None and request.dtype not in DTYPES:
         meant = did_you_mean(request.dtype, DTYPES)
         raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
@@ -148,21 +194,8 @@ def check_case(case: Case) -> Case:
         strategies=(case.strategy,),
         worlds=(case.world,),
         workloads=(case.workload,),
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
         data=datasets.SYNTHETIC if case.data == "lattice" else case.data,
-        data_dir=case.data_dir,
-        batch=case.batch,
-        steps=case.steps,
-        seed=case.seed,
-        deadline_s=case.deadline_s,
-        adaptation=case.adaptation,
-        loss=case.loss,
-        accept=case.accept,
-        delays=case.delays,
-        separate=case.separate,
-        **scheduled.settings_of(case),
+        **{name: getattr(case, name) for name in (*_AS_ASKED, *_OF_A_CASE)},
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:
@@ -261,24 +294,16 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         id=as_file_name(f"{name}-w{world}-{place}-{dtype}{suffix}"),
         strategy=strategy,
         world=world,
-        backend=request.backend,
-        device=request.device,
         dtype=dtype,
         workload=workload,
         data=data or request.data,
-        data_dir=request.data_dir,
         batch=_batch_of(request, world),
         steps=steps,
-        seed=request.seed,
-        deadline_s=request.deadline_s,
         layers=("lattice",) if is_lattice else (IN_FLOAT64,) if companion else layers,
         rerun=reruns and not companion,
-        adaptation=request.adaptation,
         loss=cast("LossName", request.loss),
         accept=acceptance.spelled(request.accept),
-        delays=request.delays,
-        separate=request.separate,
-        schedule=request.schedule,
+        **{name: getattr(request, name) for name in _AS_ASKED},
     )
 
 

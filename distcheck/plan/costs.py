@@ -45,25 +45,18 @@ def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
     return found
 
 
+_ALIKE = (
+    "strategy", "world", "backend", "device", "dtype", "workload", "data", "batch", "steps",
+)  # fmt: skip
+
+
 def cell_of(case: Case) -> tuple[Any, ...]:
     """What must be alike for a case to cost what another did."""
-    about = (case.strategy, case.world, case.backend, case.device, case.dtype, case.workload)
-    return (*about, case.data, case.batch, case.steps, case.rerun)
+    return (*(getattr(case, name) for name in _ALIKE), case.rerun)
 
 
 def _cell(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    names = (
-        "strategy",
-        "world",
-        "backend",
-        "device",
-        "dtype",
-        "workload",
-        "data",
-        "batch",
-        "steps",
-    )
-    return (*(case[name] for name in names), "rerun" in case["timings_s"])
+    return (*(case[name] for name in _ALIKE), "rerun" in case["timings_s"])
 
 
 def _spent_s(case: Mapping[str, Any]) -> float:

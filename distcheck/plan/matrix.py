@@ -6,6 +6,7 @@ then what it says of all.
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +14,37 @@ from typing import Any
 import msgspec
 import xxhash
 
+from distcheck import __version__
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import thorough
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
 from distcheck.plan.costs import rough_s
-from distcheck.plan.identity import identity_of
+from distcheck.plan.provenance import file_digest
 from distcheck.plan.request import Request
 from distcheck.plan.settings import SETTINGS, with_adaptation
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
-from distcheck.records.case_ids import name_apart
+from distcheck.records.case_ids import digest_of_all, name_apart
 from distcheck.records.searches import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.worlds.launchers.launch import Launch
+
+
+def identity_of(cases: Sequence[Case]) -> dict[str, str]:
+    """What must be the same in every process, by the name that a person knows it by."""
+    found = {
+        "the version of distcheck": __version__,
+        "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+    for what, specs in (
+        ("strategy", [case.strategy for case in cases]),
+        ("workload", [case.workload for case in cases]),
+    ):
+        for spec in dict.fromkeys(specs):
+            found[f"the file of {what} {spec}"] = file_digest(what, spec)
+    return {**found, "what was asked for": digest_of_all(cases)}
+
 
 # A request has one of these; a matrix may have several.
 _SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s")
@@ -224,14 +242,5 @@ def _fields(
 
 
 def _planned(case: Case, shard: int) -> PlannedCase:
-    return PlannedCase(
-        id=case.id,
-        strategy=case.strategy,
-        world=case.world,
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
-        workload=case.workload,
-        seed=case.seed,
-        shard=shard,
-    )
+    names = (name for name in PlannedCase.__struct_fields__ if name != "shard")
+    return PlannedCase(shard=shard, **{name: getattr(case, name) for name in names})

@@ -1,12 +1,12 @@
 """Schedules of a simulated world, as they are asked for, and the case that is searched for them."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import msgspec
 
 from distcheck import backends
 from distcheck.errors import UsageError
+from distcheck.plan.request import Request
 from distcheck.records import Case
 from distcheck.records.schedules import read_schedule
 
@@ -14,38 +14,6 @@ _WORKLOAD = "mlp:small"  # where none was given: a schedule costs least there
 _STEPS = 2  # the second begins with what the first has left in flight
 _MOST, _MOST_SWITCHES = 10**6, 10
 _ENUMERATED = 1000  # schedules, where only their switches are given
-
-
-class HasSchedules(Protocol):
-    """What a request says of it."""
-
-    @property
-    def schedules(self) -> int:
-        """How many are searched."""
-
-    @property
-    def schedule(self) -> str | None:
-        """The schedule of the first world."""
-
-    @property
-    def backend(self) -> str:
-        """The backend of the ranks."""
-
-    @property
-    def switches(self) -> int:
-        """The most switches of a schedule; 0: schedules are drawn."""
-
-    @property
-    def workloads(self) -> tuple[str, ...]:
-        """The workloads that were asked for."""
-
-    @property
-    def dtype(self) -> str | None:
-        """The dtype that was asked for."""
-
-    @property
-    def steps(self) -> int | None:
-        """The steps that were asked for."""
 
 
 def check_schedules(
@@ -66,14 +34,9 @@ def check_schedules(
         )
 
 
-def check_request(asked: HasSchedules) -> None:
+def check_request(asked: Request) -> None:
     """Raises UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
-
-
-def settings_of(case: Case) -> dict[str, Any]:
-    """What a case says of schedules, as a request has it."""
-    return {name: getattr(case, name) for name in ("schedules", "switches", "schedule")}
 
 
 def how_many(schedules: int, switches: int) -> int:
@@ -81,7 +44,7 @@ def how_many(schedules: int, switches: int) -> int:
     return schedules or (_ENUMERATED if switches else 0)
 
 
-def searched(asked: HasSchedules, case_of: Callable[[str, str], Case]) -> list[Case]:
+def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
     """The case that is searched, if one was asked for; `case_of` makes it of a workload and dtype.
     It has no rerun: the schedules take its place. It is the first of its strategy and world, so
     that one that hangs is named by what its schedules show.

@@ -10,6 +10,7 @@ equal. No torch, and no click.
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -32,7 +33,8 @@ JUDGED, CALLED, RANKS = "What is judged", "How the strategy is called", "Data an
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """How a field is asked for.
 
-    kind      what its key takes, and `takes` the same in words
+    kind      what its key takes, where that is not one value of the field's type, and `takes` the
+              same in words
     help      of its option; `metavar` stands for the value there
     default   in words, where that says more than the value
     type      of one value of the option, as the field has it
@@ -44,8 +46,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
               where they are not the field's
     """
 
-    kind: Any
-    takes: str
+    kind: Any = None
+    takes: str = "true or false"
     help: str
     metavar: str | None = None
     default: str = ""
@@ -58,6 +60,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     option: str = ""
     key: str = ""
     parameter: str = ""
+
+
+_of_ranks, _called = partial(Setting, heading=RANKS), partial(Setting, heading=CALLED)
 
 
 def _strategies() -> Iterable[str]:
@@ -166,8 +171,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     thorough: Annotated[
         bool,
         Setting(
-            kind=bool,
-            takes="true or false",
             help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in "
             "worlds 2 to 6, or those of --world, and search for a minute. The cost is printed "
             "first.",
@@ -217,8 +220,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     batch: Annotated[
         int,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Count,
             takes="a number of samples per step over all ranks, at least 1",
             help="Samples per step, over all ranks.",
@@ -227,9 +229,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
     data: Annotated[
         str,
-        Setting(
-            heading=RANKS,
-            kind=str,
+        _of_ranks(
             takes="the name of a data set",
             help="synthetic, cifar10 or mnist.",
             metavar="NAME",
@@ -239,9 +239,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "synthetic"
     data_dir: Annotated[
         str | None,
-        Setting(
-            heading=RANKS,
-            kind=str,
+        _of_ranks(
             takes="a folder",
             help="Where the data set's files are: their folder, its parent, or the archive.",
             metavar="DIR",
@@ -251,8 +249,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[
         int,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Annotated[list[Seed], Meta(min_length=1)],
             takes="whole numbers from 0, as in [0, 1]",
             help="The seed of all random streams.",
@@ -262,8 +259,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     backend: Annotated[
         str,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Words,
             takes='names of backends, as in ["gloo"]',
             help="The backend that ranks communicate by: gloo, mpi or nccl; or simulated, a world "
@@ -275,9 +271,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "gloo"
     device: Annotated[
         str,
-        Setting(
-            heading=RANKS,
-            kind=str,
+        _of_ranks(
             takes="cpu or cuda",
             help="cpu or cuda.",
             metavar="NAME",
@@ -287,8 +281,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "cpu"
     deadline_s: Annotated[
         float,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Annotated[float, Meta(gt=0)],
             takes="idle seconds after which a world has hung, more than 0",
             help="Time without progress after which a world has hung: 30s, 5m.",
@@ -298,38 +291,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
     separate: Annotated[
         bool,
-        Setting(
-            heading=RANKS,
-            kind=bool,
-            takes="true or false",
+        _of_ranks(
             help="Rerun in separate interpreters, as on several machines. Without them a run is "
             "about 2 s faster.",
         ),
     ] = True
     after_hang: Annotated[
         bool,
-        Setting(
-            heading=RANKS,
-            kind=bool,
-            takes="true or false",
+        _of_ranks(
             help="Also run the other cases of a strategy that has hung. By default they are "
             "unknown, and the verdict stays fail.",
         ),
     ] = False
     fail_fast: Annotated[
         bool,
-        Setting(
-            heading=RANKS,
-            kind=bool,
-            takes="true or false",
+        _of_ranks(
             help="End the run at the first case that fails. The cases that were not judged are "
             "unknown, and the verdict stays fail.",
         ),
     ] = False
     schedules: Annotated[
         int,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of schedules, from 0 (none)",
             help="With --backend simulated: also run this many schedules, in which ranks take "
@@ -339,8 +322,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     switches: Annotated[
         int,
-        Setting(
-            heading=RANKS,
+        _of_ranks(
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of switches, from 0 (schedules are drawn)",
             help="With --backend simulated: run every schedule with at most this many switches, "
@@ -350,9 +332,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     schedule: Annotated[
         str | None,
-        Setting(
-            heading=RANKS,
-            kind=str,
+        _of_ranks(
             takes="a schedule, as a report prints it",
             help="With --backend simulated: run under this schedule, as a report prints it.",
             metavar="SCHEDULE",
@@ -361,9 +341,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     loss: Annotated[
         str,
-        Setting(
-            heading=CALLED,
-            kind=str,
+        _called(
             takes="mean, mean/world, sum/global or tokens",
             help="The loss that backward gets: mean, mean/world, sum/global or tokens.",
             metavar="NAME",
@@ -372,9 +350,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "mean"
     accept: Annotated[
         str | None,
-        Setting(
-            heading=CALLED,
-            kind=str,
+        _called(
             takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
             help="An intended deviation: low-precision:bf16 (fp16, fp32), quantised:BITS, "
             "low-rank:RANK or local-sgd:PERIOD.",
@@ -390,9 +366,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     form: Annotated[
         str | None,
-        Setting(
-            heading=CALLED,
-            kind=str,
+        _called(
             takes="the name of a form",
             help="The strategy's form: model, wrapper, comm-hook, ...",
             metavar="FORM",
@@ -404,8 +378,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     arguments: Annotated[
         tuple[str, ...],
-        Setting(
-            heading=CALLED,
+        _called(
             kind=Table,
             takes="a table of values by the name of a parameter, as in { average = true }",
             help="Set an argument of the strategy.",
@@ -417,8 +390,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     variables: Annotated[
         tuple[str, ...],
-        Setting(
-            heading=CALLED,
+        _called(
             kind=Table,
             takes="a table of values by the name in the module",
             help="Set a name in the strategy's module.",
@@ -430,9 +402,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     finish: Annotated[
         str | None,
-        Setting(
-            heading=CALLED,
-            kind=str,
+        _called(
             takes="the name of a method",
             help="The method of a wrapper to call after backward; none: call none.",
             metavar="METHOD",
@@ -440,9 +410,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     reset: Annotated[
         str | None,
-        Setting(
-            heading=CALLED,
-            kind=str,
+        _called(
             takes="the name of a method",
             help="The method of a wrapper to call before every step.",
             metavar="METHOD",
@@ -450,8 +418,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     without_data: Annotated[
         tuple[int, ...],
-        Setting(
-            heading=CALLED,
+        _called(
             kind=Ranks,
             takes="numbers of ranks, from 0, as in [0]",
             help="A rank without a shard of the batch, for example a parameter server.",
@@ -500,9 +467,11 @@ def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
     for one in structs:
         for name, hint in get_type_hints(one, include_extras=True).items():
             setting = next(s for s in hint.__metadata__ if isinstance(s, Setting))
+            kind = _type_of(get_args(hint)[0])
             found[name] = msgspec.structs.replace(
                 setting,
-                type=_type_of(get_args(hint)[0]),
+                kind=setting.kind or kind,
+                type=None if kind is bool else kind,  # a flag
                 option=setting.option or f"--{name.replace('_', '-')}",
                 key=setting.key or name,
                 parameter=setting.parameter or name,
@@ -511,10 +480,10 @@ def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
 
 
 def _type_of(kind: Any) -> Any:
-    """`int` of `int | None` and of `tuple[int, ...]`; None of a flag."""
+    """`int` of `int | None` and of `tuple[int, ...]`."""
     while arguments := get_args(kind):
         kind = arguments[0]
-    return None if kind is bool else kind
+    return kind
 
 
 CALLS: Mapping[str, Setting] = _declared(CallSettings)

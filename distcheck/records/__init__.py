@@ -8,7 +8,7 @@ ends, odd_ranks   how ranks ended, and which of them is the odd one
 run_facts         what is known of a run besides its checks
 posted_calls      what ranks have called; stuck_ranks, schedules: why they wait, in which order
 mistakes, expected_events, picture_sums   what a pass would have shown, what must happen, pictures
-decoding, bounded, sources                reading files of any origin, with limits
+decoding, sources     reading files of any origin, with limits
 """
 
 import math
@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from distcheck.errors import CannotRunError, ExitCode, VerdictError
-from distcheck.records.bounded import Count, Int
 from distcheck.records.by_module import ByModule
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
@@ -27,6 +26,7 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
+from distcheck.records.decoding import Count, Int
 from distcheck.records.ends import Collective as Collective
 from distcheck.records.ends import Outcome as Outcome
 from distcheck.records.ends import RankEnd
@@ -114,6 +114,12 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     actual_bits: str = ""
     expected_bits: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where it is: "step 0, fc.weight[3,1], rank 2"."""
+        index = f"[{','.join(map(str, self.index))}]" if self.index else ""
+        return f"step {self.step}, {self.parameter}{index}, rank {self.rank}"
+
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one check said about one layer of expectation of one case.
@@ -164,6 +170,12 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     not_owed: tuple[str, ...]
 
 
+def ranks_failed(case: Any) -> bool:
+    """As `CaseReport.ranks_failed`, also of the entry of a case in a document."""
+    own = any(check.check == "outcome" and check.defect for check in case.checks)
+    return not own and any(one.outcome != RankEnd.FINISHED for one in case.outcomes)
+
+
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, how its ranks ended, and what every check said; `contents` is None where it was given
     up before it was looked at. `remarks` are causes that may be meant, and fail no check.
@@ -190,8 +202,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks_failed(self) -> bool:
         """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
-        own = any(result.check == "outcome" and result.defect for result in self.checks)
-        return not own and any(o.outcome != RankEnd.FINISHED for o in self.outcomes)
+        return ranks_failed(self)
 
     @property
     def ranks_finished(self) -> bool:

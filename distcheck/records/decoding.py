@@ -3,9 +3,15 @@
 import os
 import stat
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+MOST = 2**63 - 1
+Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+
 
 T = TypeVar("T")
 # Chosen: a report takes about 30 kB and 1,000 values for a case, and 2,000 cases are in no matrix
@@ -24,6 +30,14 @@ def read_bounded(path: Path, most: int | None = None) -> bytes:
     if len(data) > most:
         raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
     return data
+
+
+def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | None:
+    """What a file holds; None where it cannot be read, or holds something else."""
+    try:
+        return decode_json(read_bounded(path, most), kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _open_at_once(path: str, flags: int) -> int:

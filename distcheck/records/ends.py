@@ -5,18 +5,10 @@ from typing import Literal
 
 import msgspec
 
-from distcheck.records.bounded import Int
+from distcheck.records.decoding import Int
 
-# end: its place among the causes of a failed run (the least is the cause), what it means
-_TABLE = {
-    "lost": (-1, "its machine could not be reached"),
-    "killed": (0, "a signal that distcheck did not send ended it"),
-    "exited": (0, "it left before its last step, or could not be started"),
-    "raised": (0, "an exception ended it"),
-    "hung": (1, "it made no progress within the deadline, or was proven to wait for ever"),
-    "ended": (3, "distcheck ended it, because another rank had failed"),
-    "finished": (4, "it trained all its steps"),
-}
+# The place of each end among the causes of a failed run: the least is the cause.
+_PLACES = {"lost": -1, "killed": 0, "exited": 0, "raised": 0, "hung": 1, "ended": 3, "finished": 4}
 # How the sentence begins that says why a world could go no further, or was stopped.
 PROVEN = {
     "mismatch": "calls that do not match",
@@ -36,23 +28,18 @@ VICTIM = 2  # the place of a rank that raised since its peer was gone: after wha
 class RankEnd(StrEnum):
     """How a rank ended; its value is what reports hold."""
 
-    LOST = "lost"
-    KILLED = "killed"
-    EXITED = "exited"
-    RAISED = "raised"
-    HUNG = "hung"
-    ENDED = "ended"
-    FINISHED = "finished"
+    LOST = "lost"  # its machine could not be reached
+    KILLED = "killed"  # a signal that distcheck did not send ended it
+    EXITED = "exited"  # it left before its last step, or could not be started
+    RAISED = "raised"  # an exception ended it
+    HUNG = "hung"  # it made no progress within the deadline, or was proven to wait for ever
+    ENDED = "ended"  # distcheck ended it, because another rank had failed
+    FINISHED = "finished"  # it trained all its steps
 
     @property
     def place(self) -> int:
         """Its place among the causes of a failed run: of several ends the least is the cause."""
-        return _TABLE[self.value][0]
-
-    @property
-    def meaning(self) -> str:
-        """What it says of the rank, for a table."""
-        return _TABLE[self.value][1]
+        return _PLACES[self.value]
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):

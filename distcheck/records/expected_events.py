@@ -289,41 +289,12 @@ class Kinds(_Event, frozen=True, kw_only=True):
 
 
 Happening = (
-    ShortBatch
-    | OtherOrder
-    | Resumed
-    | RateChanged
-    | Accumulated
-    | GradientsKept
-    | Evaluated
-    | Clipped
-    | ScalerSkips
-    | CalledTwice
-    | OwnRandomNumbers
-    | StartsApart
-    | NoGradient
-    | ZeroGradient
-    | Frozen
-    | Unfrozen
-    | NotFinite
-    | Magnitude
-    | RowsApart
-    | TokensApart
-    | Padding
-    | BufferReplaced
-    | IntegersChanged
-    | EvalMode
-    | Shapes
-    | MoreElements
-    | MoreBytes
-    | Remainder
-    | Dtypes
-    | Permuted
-    | Tied
-    | OneStorage
-    | Twins
-    | Kinds
-)
+    ShortBatch | OtherOrder | Resumed | RateChanged | Accumulated | GradientsKept | Evaluated
+    | Clipped | ScalerSkips | CalledTwice | OwnRandomNumbers | StartsApart | NoGradient
+    | ZeroGradient | Frozen | Unfrozen | NotFinite | Magnitude | RowsApart | TokensApart
+    | Padding | BufferReplaced | IntegersChanged | EvalMode | Shapes | MoreElements | MoreBytes
+    | Remainder | Dtypes | Permuted | Tied | OneStorage | Twins | Kinds
+)  # fmt: skip
 
 
 def least_ranks(happenings: tuple[Happening, ...]) -> int:

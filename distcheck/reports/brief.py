@@ -13,29 +13,20 @@ from rich.text import Text
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, Report, VerdictName
 from distcheck.records.causes import NOT_EXERCISED
-from distcheck.records.layers import (
-    BITWISE,
-    EXACT,
-    FULL_BATCH_LAYERS,
-    NO_LAYER,
-    ROUNDING,
-)
+from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import ends_of_ranks, failures_alike
+from distcheck.reports.failures import Said, by_evidence, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import gaps_of, next_step, option_of
-from distcheck.reports.said import Said, by_evidence
 from distcheck.reports.wording import (
-    STYLE,
     describe_accepted,
     describe_site,
     most_telling_first,
     show,
 )
-from distcheck.reports.wrapping import CUT, fitting, hanging, print_hanging
+from distcheck.reports.wrapping import CUT, VERDICT, fitting, print_hanging, print_verdict
 
-_VERDICT = 8  # columns
 _INDENT = 6
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
 _MOST_OF_FORM = 9  # lines of a note on the form, which is never cut
@@ -119,7 +110,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     ]
     for label, text in ends:  # not wrapped, so that they can be copied
         if text:
-            console.print(Text(f"{label:<{_VERDICT - 1}}{text}"), soft_wrap=True)
+            console.print(Text(f"{label:<{VERDICT - 1}}{text}"), soft_wrap=True)
 
 
 def _opens(saved_to: str | None) -> list[str]:
@@ -130,7 +121,7 @@ def _opens(saved_to: str | None) -> list[str]:
     return ["distcheck open" if is_last else f"distcheck open {shlex.quote(saved_to)}"]
 
 
-def headline(cases: Sequence[CaseReport], verdict: VerdictName) -> str:
+def headline(cases: Sequence[CaseReport]) -> str:
     """Whose verdict it is, how much ran, and the cause if there is one."""
     case = cases[0].case
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
@@ -154,13 +145,7 @@ def headline(cases: Sequence[CaseReport], verdict: VerdictName) -> str:
 
 def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: Console) -> None:
     """Prints the verdict, and what it is of."""
-    text = headline(cases, verdict)
-    lines = hanging(text, console.width, first=verdict.upper(), indent=_VERDICT)
-    first = Text(lines[0])
-    first.stylize(STYLE[verdict], 0, _VERDICT)
-    first.stylize("bold", _VERDICT, _VERDICT + len(cases[0].case.strategy))
-    for line in (first, *map(Text, lines[1:])):
-        console.print(line, soft_wrap=True)
+    print_verdict(headline(cases), verdict, console, bold=cases[0].case.strategy)
 
 
 class Lines:
@@ -360,8 +345,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
 
 def _place(difference: Difference) -> str:
     """Where, and what was there: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
-    index = f"[{','.join(map(str, difference.index))}]" if difference.index else ""
-    where = f"step {difference.step}, {difference.parameter}{index}, rank {difference.rank}"
+    where = difference.place
     if difference.actual == "" and difference.expected == "":
         return where
     norm = "norm " * (difference.unit == "L2 norm")

@@ -26,8 +26,8 @@ from distcheck.records import (
     SinceGreen,
     VerdictName,
 )
-from distcheck.records.bounded import Count, Int
 from distcheck.records.by_module import ByModule
+from distcheck.records.decoding import Count, Int
 from distcheck.records.ends import RankEnd
 from distcheck.records.searches import Explored
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from distcheck.reports.findings import CaseGist, Entry, finding_of, name_of
 from distcheck.reports.wording import searches_of
-from distcheck.reports.wrapping import CUT, fitting
+from distcheck.reports.wrapping import CUT, VERDICT, fitting
 
-_VERDICT, _INDENT = 8, 18  # columns
+_INDENT = 18  # columns
 _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
 
 
@@ -24,7 +24,7 @@ def screen_of(document: Mapping[str, Any], *, width: int, quiet: bool = False) -
     of = [f"{len(plan['cases'])} planned cells"] if plan else []
     of += [f"{parts} report{'' if parts == 1 else 's'}"] if parts else []
     about = f"{', '.join(of)}: {', '.join(counts)}" if of else ", ".join(counts)
-    found = [f"{document['verdict'].upper():<{_VERDICT}}{about}"]
+    found = [f"{document['verdict'].upper():<{VERDICT}}{about}"]
     if quiet:
         return found
     found += [f"  {line}" for line in searches_of(document)]
@@ -32,7 +32,7 @@ def screen_of(document: Mapping[str, Any], *, width: int, quiet: bool = False) -
     for alike in _alike([case for case in cases if case["verdict"] != "pass"]):
         found += _failure(alike, width, said)
     if any(line.endswith(CUT) for line in found):
-        found.append(f'{"more":<{_VERDICT}}all of "{CUT}": --html FILE')
+        found.append(f'{"more":<{VERDICT}}all of "{CUT}": --html FILE')
     return found
 
 
@@ -42,13 +42,10 @@ def _alike(cases: Sequence[Entry]) -> list[list[Entry]]:
     for case in cases:
         causes = sorted({one["cause"] for one in case["diagnosis"]})
         known = causes and "unexplained" not in causes
-        key = (case["strategy"], case["verdict"], *(causes if known else [_headline(case)]))
+        same = causes if known else [finding_of(case).headline]
+        key = (case["strategy"], case["verdict"], *same)
         together.setdefault(key, []).append(case)
     return [*together.values()]
-
-
-def _headline(case: Entry) -> str:
-    return finding_of(case).headline
 
 
 def _failure(cases: Sequence[Entry], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
@@ -57,8 +54,8 @@ def _failure(cases: Sequence[Entry], width: int, said: set[tuple[str, str]]) -> 
     finding = finding_of(case)
     causes = ", ".join(dict.fromkeys(one["cause"] for one in case["diagnosis"]))
     what = f"{case['strategy']}, {name_of(case)}: {causes or finding.headline}"
-    head = f"  {case['verdict'].upper():<{_VERDICT}}"
-    yield from fitting(what, width, first=head, indent=2 + _VERDICT, most=4)
+    head = f"  {case['verdict'].upper():<{VERDICT}}"
+    yield from fitting(what, width, first=head, indent=2 + VERDICT, most=4)
     for label, text in _lines(finding, [one["evidence"] for one in case["diagnosis"]]):
         yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=3)
     for text in dict.fromkeys(finding.suggestions[:_MOST_CAUSES]):

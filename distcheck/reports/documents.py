@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UnsetType
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts
+from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts, ranks_failed
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
@@ -41,7 +41,7 @@ _SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workloa
 _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
 _MASKED = "<$"  # how a value that looks like a secret begins
 _MAY_BE_LEFT_OUT = "lattice"  # by a dtype or an accepted deviation that it does not have
-_OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
+OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -76,12 +76,6 @@ def code_of(document: Document) -> ExitCode:
 def _verdict_of(document: Document) -> VerdictName:
     searched = [one.verdict for one in document.explored if one.verdict != "not run"]
     return merge_verdicts([*(case.verdict for case in document.cases), *searched])
-
-
-def ranks_failed(case: CaseEntry) -> bool:
-    """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
-    own = any(check.check == _OUTCOME and check.defect for check in case.checks)
-    return not own and any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
 
 
 def _contradictions(document: Document) -> Iterator[str]:
@@ -243,7 +237,7 @@ def _unlike_plan(document: Document, plan: RunPlan) -> Iterator[str]:
         yield "the plan holds a case twice"
     for case in document.cases:
         cell = planned.get(case.id)
-        for name in () if cell is None else _OF_A_CELL:
+        for name in () if cell is None else OF_A_CELL:
             if getattr(case, name) != getattr(cell, name):
                 yield (
                     f"case {case.id!r} has the {name} {getattr(case, name)!r}, but "

@@ -60,7 +60,9 @@ def finding_of(case: Entry) -> CaseGist:
     failed = [(f"rank {o['rank']} {o['outcome']}", o["detail"]) for o in case["outcomes"]
               if o["outcome"] != RankEnd.FINISHED]  # fmt: skip
     check = _earliest(case)
-    first = "" if check is None else f"{_label(check)}: {check['reason'] or check['verdict']}"
+    first = ""
+    if check is not None:
+        first = f"{named(check['check'], check['layer'])}: {check['reason'] or check['verdict']}"
     headline = (
         failed[0][0] if ranks_failed(case) else first or "; ".join(case["notes"]) or case["verdict"]
     )
@@ -108,7 +110,3 @@ def _earliest(case: Entry) -> Entry | None:
         if found:
             return min(found, key=lambda c: c["first"]["step"] if c.get("first") else math.inf)
     return None
-
-
-def _label(check: Entry) -> str:
-    return named(check["check"], check["layer"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from distcheck.records import VerdictName
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, layer_name
-from distcheck.reports.document import ScaleEntry
+from distcheck.reports.document import ScaleEntry, made_from
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -91,18 +91,12 @@ def curves(cases: Sequence[dict[str, Any]]) -> list[Curve]:
 def as_rows(cases: Sequence[dict[str, Any]]) -> list[ScaleEntry]:
     """The curves for `--json`: a row for each world and order."""
     return [
-        ScaleEntry(
-            strategy=curve.strategy,
-            workload=curve.workload,
-            dtype=curve.dtype,
-            order=curve.order,
-            world=point.world,
-            verdict=point.verdict,
-            layer=curve.layer,
+        made_from(
+            ScaleEntry,
+            point,
+            curve,
             error=_number(point.error),
             bound=_number(point.bound),
-            where=point.where,
-            cause=point.cause,
             reason=point.reason if point.verdict == "unknown" else "",
         )
         for curve in curves(cases)

@@ -10,8 +10,8 @@ from rich.text import Text
 from distcheck.errors.shown_text import shown
 from distcheck.records import Report
 from distcheck.reports import brief, scale, terminal
+from distcheck.reports.failures import Said
 from distcheck.reports.json_report import as_document
-from distcheck.reports.said import Said
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
 _RANKS = re.compile(r" \(rank [\d, ]+\)")  # of many ranks, a list of them hides what is said

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import IO, cast
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -20,8 +21,7 @@ from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import print_failure
-from distcheck.reports.said import Said
+from distcheck.reports.failures import Said, print_failure
 from distcheck.reports.wording import (
     STYLE,
     count,
@@ -32,9 +32,8 @@ from distcheck.reports.wording import (
     describe_worst,
     most_telling_first,
 )
-from distcheck.reports.wrapping import hanging, print_hanging, print_trimmed
+from distcheck.reports.wrapping import VERDICT, print_hanging, print_trimmed, print_verdict
 
-_VERDICT = 8  # columns
 _MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
     (98, ("tensors", "ranks", "steps", "elements")),
@@ -92,7 +91,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """
     report = shown(report)
     judged = [case for case in report.cases if not case.unfinished]
-    groups = [list(group) for _, group in groupby(judged, key=_group_key)]
+    groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.siblings)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
     said = Said()
@@ -111,17 +110,13 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         _print_end(report, console, verbose=verbose, judged=bool(judged), cut=said.cut)
 
 
-def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
-    return case.case.siblings
-
-
 def _interruption(report: Report) -> Text:
     """What an interruption left to be judged, in one line."""
     left = [case.case for case in report.cases if case.unfinished]
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])
     of += f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    text = Text(f"{'UNKNOWN':<{_VERDICT}}", style=STYLE["unknown"])
+    text = Text(f"{'UNKNOWN':<{VERDICT}}", style=STYLE["unknown"])
     count_ = f"{len(left)} of {len(report.cases)} cases"
     return text.append(f"interrupted: {count_} were not judged: {of}", style="default")
 
@@ -156,12 +151,7 @@ def _print_headline(
     if report.environment.get("backend") not in (None, case.backend):
         of += f" on {case.backend}"
     sentence = f"{of}: {names}; batch {case.batch}, {steps}seed {case.seed}"
-    lines = hanging(sentence, console.width, first=verdict.upper(), indent=_VERDICT)
-    first = Text(lines[0])
-    first.stylize(STYLE[verdict], 0, _VERDICT)
-    first.stylize("bold", _VERDICT, _VERDICT + len(of))
-    for text in (first, *map(Text, lines[1:])):
-        console.print(text, soft_wrap=True)
+    print_verdict(sentence, verdict, console, bold=of)
     for one in dict.fromkeys(one for c in cases for one in c.remarks):
         said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
         print_hanging(said, console, indent=2, style=STYLE["unknown"])
@@ -216,7 +206,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
             found.setdefault((result.check, result.layer), []).append(result)
     order = {check: place for place, check in enumerate(dict.fromkeys(c for c, _ in found))}
     rows = []
-    for (check, _), results in sorted(found.items(), key=lambda item: order[item[0][0]]):
+    for _, results in sorted(found.items(), key=lambda item: order[item[0][0]]):
         merged = merge_results(results)
         total = Compared(
             tensors=sum(r.compared.tensors for r in results),
@@ -224,17 +214,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
             ranks=merged.compared.ranks,
             steps=max(r.compared.steps for r in results),
         )
-        rows.append(
-            CheckResult(
-                check=check,
-                layer=merged.layer,
-                verdict=merged.verdict,
-                compared=total,
-                worst=merged.worst,
-                first=merged.first,
-                reason=merged.reason,
-            )
-        )
+        rows.append(msgspec.structs.replace(merged, compared=total))
     return rows
 
 

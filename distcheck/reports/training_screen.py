@@ -11,10 +11,8 @@ from distcheck.errors.shown_text import one_line, shown
 from distcheck.records import Case, Outcome
 from distcheck.reports.brief import Lines
 from distcheck.reports.failures import ends_of_ranks
-from distcheck.reports.wording import STYLE
-from distcheck.reports.wrapping import hanging
+from distcheck.reports.wrapping import VERDICT, hanging, print_verdict
 
-_VERDICT = 8  # columns
 _MOST_TRACEBACK = 4  # lines of a rank's
 
 
@@ -26,7 +24,7 @@ def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
         f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
         f"{case.dtype}, 1 thread a rank, torch {torch}"
     )
-    yield from hanging(one_line(text), width, first="train", indent=_VERDICT)
+    yield from hanging(one_line(text), width, first="train", indent=VERDICT)
 
 
 def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
@@ -48,9 +46,8 @@ def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> 
     """Whose ranks failed, how, and the command that names the cause."""
     case = shown(case)
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
-    headline = Text(f"{'FAIL':<{_VERDICT}}{case.strategy or case.workload}   {ranks}")
-    headline.stylize(STYLE["fail"], 0, _VERDICT)
-    console.print(headline, soft_wrap=True)
+    name = case.strategy or case.workload
+    print_verdict(f"{name}   {ranks}", "fail", console, bold="")
     lines = Lines(console)
     for label, text in ends_of_ranks(shown(list(outcomes)), lines=_MOST_TRACEBACK, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK)

@@ -23,8 +23,7 @@ STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow",
 
 def describe_place(difference: Difference) -> str:
     """Where and by how much: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
-    index = f"[{','.join(map(str, difference.index))}]" if difference.index else ""
-    where = f"step {difference.step}, {difference.parameter}{index}, rank {difference.rank}"
+    where = difference.place
     if difference.unit == "":
         if difference.actual == "" and difference.expected == "":
             return where

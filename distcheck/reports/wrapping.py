@@ -9,6 +9,10 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from distcheck.records import VerdictName
+from distcheck.reports.wording import STYLE
+
+VERDICT = 8  # columns of a verdict, with a blank
 CUT = "..."  # ends a text of which there is more elsewhere
 _GLUE = "\u00a0"  # a blank that `textwrap` does not break at; shown as an ordinary one
 _NAMED = re.compile(
@@ -80,6 +84,16 @@ def print_hanging(
     """Prints a text in such lines."""
     for line in hanging(text, console.width, first=first, indent=indent):
         console.print(Text(line, style=style), soft_wrap=True)
+
+
+def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: str) -> None:
+    """Prints a verdict, and what it is of, which begins with the `bold` part."""
+    head, *rest = hanging(text, console.width, first=verdict.upper(), indent=VERDICT)
+    first = Text(head)
+    first.stylize(STYLE[verdict], 0, VERDICT)
+    first.stylize("bold", VERDICT, VERDICT + len(bold))
+    for line in (first, *map(Text, rest)):
+        console.print(line, soft_wrap=True)
 
 
 def print_trimmed(what: RenderableType, console: Console) -> None:

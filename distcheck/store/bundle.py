@@ -28,7 +28,7 @@ from distcheck.plan.provenance import Provenance, code_digest
 from distcheck.plan.source_files import NO_DIGEST, modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.sources import read_source
 from distcheck.reports.document import CaseEntry, check_shape
 from distcheck.reports.json_report import read_document
@@ -178,11 +178,8 @@ class _Order(msgspec.Struct):
 
 def _order_of(report: Path) -> dict[str, int]:
     """The place of each case in a run's report; empty where it cannot be read."""
-    try:
-        cases = decode_json(read_bounded(report), _Order).cases
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return {case.id: place for place, case in enumerate(cases)}
+    found = read_if_whole(report, _Order)
+    return {} if found is None else {case.id: place for place, case in enumerate(found.cases)}
 
 
 def open_bundle(path: Path) -> Replay:
@@ -216,14 +213,11 @@ def _case(path: Path, file: Path) -> Case:
 
 
 def _digest_of(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()[:16]
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:

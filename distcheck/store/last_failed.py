@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.records import Case
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import read_if_whole
 
 _MOST_RUNS = 50  # so that a run costs little to plan, whatever is kept
 
@@ -34,11 +34,8 @@ def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     """
     last: dict[tuple[object, ...], str] = {}
     for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
-        try:
-            earlier = decode_json(read_bounded(path), _Report)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        for judged in earlier.cases:
+        earlier = read_if_whole(path, _Report)
+        for judged in earlier.cases if earlier is not None else ():
             if judged.verdict in ("pass", "fail"):
                 last.setdefault(msgspec.structs.astuple(judged)[1:], judged.verdict)
     of = _Judged.__struct_fields__[1:]

@@ -13,7 +13,7 @@ import msgspec
 
 from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, SinceGreen
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import read_if_whole
 
 _Code = dict[tuple[str, str], str]  # by "strategy" or "workload", and its name
 
@@ -46,11 +46,10 @@ def since_last_green(
     """
     asked = {case.strategy for case in cases}
     for path in sorted(runs.glob("*/report.json"), reverse=True):
-        try:
-            earlier = decode_json(read_bounded(path), _EarlierReport)
-        except (OSError, msgspec.MsgspecError):
+        earlier = read_if_whole(path, _EarlierReport)
+        if earlier is None or earlier.verdict != "pass":
             continue
-        if earlier.verdict == "pass" and asked <= {case.strategy for case in earlier.cases}:
+        if asked <= {case.strategy for case in earlier.cases}:
             code = _code_of(path.parent)
             found = [
                 change
@@ -66,15 +65,12 @@ def _code_of(run: Path) -> _Code:
     """The digests of all code that a run's saved cases name."""
     found: _Code = {}
     for file in sorted(run.glob("cases/*.json")):
-        try:
-            case = decode_json(read_bounded(file), _EarlierCase)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        digests = {} if case.made is None else case.made.digests
+        case = read_if_whole(file, _EarlierCase)
+        digests = {} if case is None or case.made is None else case.made.digests
         found |= {
             (what, spec): digests[what]
-            for what, spec in (("strategy", case.strategy), ("workload", case.workload))
-            if what in digests
+            for what in ("strategy", "workload")
+            if what in digests and (spec := getattr(case, what))
         }
     return found
 

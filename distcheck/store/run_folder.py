@@ -38,7 +38,7 @@ from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.moving import SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
@@ -157,11 +157,10 @@ class Store:
         """The reports, by case, of what an earlier start of this run has finished."""
         found = {}
         for case in cases if self._run else ():
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                file = self.folder / "finished" / f"{case.id}.json"
-                report = decode_json(read_bounded(file), CaseReport)
-                if report.case == case:
-                    found[case.id] = report
+            file = self.folder / "finished" / f"{case.id}.json"
+            report = read_if_whole(file, CaseReport)
+            if report is not None and report.case == case:
+                found[case.id] = report
         return found
 
     def write_finished(self, report: CaseReport) -> None:
@@ -274,10 +273,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
     """Whether a folder was made by an earlier start of the same run. torchrun calls every run
     "none" that was given no name, so that only its count of restarts can tell.
     """
-    try:
-        made_by = decode_json(read_bounded(folder / "launch.json"), dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        return False
+    made_by = read_if_whole(folder / "launch.json", dict[str, Any])
     same = bool(launch.run) and made_by == {"run": launch.run}
     return same and (launch.restarts > 0 or launch.run != "none")
 
@@ -340,7 +336,5 @@ def _check_job(case: Case, *, allowed: bool) -> Case:
 
 def read_provenance(path: Path) -> Provenance | None:
     """Where the case of a file was run when it was saved; None where it did not come to that."""
-    try:
-        return decode_json(read_bounded(path, _MOST_CASE_BYTES), _Made).made
-    except (OSError, msgspec.MsgspecError):
-        return None
+    found = read_if_whole(path, _Made, _MOST_CASE_BYTES)
+    return None if found is None else found.made

@@ -111,7 +111,8 @@ def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) 
     except BaseException as error:
         for fd in fds:
             os.close(fd)
-        if isinstance(error, OverflowError):  # JSON has numbers of any size, a message of 64 bits
-            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+        cause = error.__cause__
+        if isinstance(cause, OverflowError):  # JSON has numbers of any size, a message of 64 bits
+            raise UsageError(f"the trace in {folder} is damaged: {cause}") from error
         raise
     return fds

@@ -42,7 +42,7 @@ from distcheck.workloads.cells import place_of
 
 # Ours that is meant to be run as a case: other functions of distcheck write and remove files.
 _OWN = ("distcheck_strategies", "distcheck_mutants")
-_OWN_WORKLOADS = "distcheck.workloads"
+_OWN_WORKLOADS = "distcheck.workloads."
 NOTHING: Mapping[str, str] = {}
 UNRECORDED: Mapping[str, Provenance] = {}
 
@@ -287,7 +287,8 @@ def _is_known(
     found = provenance.file_of(place)
     if found is None:
         return False
-    if place.partition(".")[0] in _OWN or (what == "workload" and _is_below(place, _OWN_WORKLOADS)):
+    is_workload = what == "workload" and f"{place}.".startswith(_OWN_WORKLOADS)
+    if place.partition(".")[0] in _OWN or is_workload:
         return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
     return _is_of(checkout, found, attribute, code_digest(what, spec), recorded)
 
@@ -295,10 +296,6 @@ def _is_known(
 def _is_built_in(workload: str, words: str) -> bool:
     """`mlp:other` is not: it is in another module `mlp`, wherever that is found."""
     return workload in loading.workload_names() and (not words or workload in loading.DESCRIBED)
-
-
-def _is_below(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")
 
 
 def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded: str) -> bool:

@@ -21,6 +21,12 @@ from distcheck.verification.gaps import with_remarks
 from distcheck.verification.progress import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
+# What a case that is kept and one on its way both have, as it is.
+_SAVED = (
+    "case", "facts", "planned", "layout", "outcomes", "rerun_outcomes", "rerun_in", "surroundings",
+    "separation", "notes",
+)  # fmt: skip
+
 
 class Book:
     """Enters cases as they finish: their report, and what is kept of them."""
@@ -136,17 +142,8 @@ class Book:
 
     def _saved(self, run: CaseRun) -> SavedCase:
         return SavedCase(
-            case=run.case,
-            facts=run.facts,
-            planned=run.planned,
-            layout=run.layout,
-            outcomes=run.outcomes,
-            rerun_outcomes=run.rerun_outcomes,
-            rerun_in=run.rerun_in,
-            surroundings=run.surroundings,
-            separation=run.separation,
+            **{name: getattr(run, name) for name in _SAVED},
             defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
-            notes=run.notes,
             environment=self._environment,
             digests=self._made[run.case.id].digests,
         )
@@ -235,16 +232,7 @@ def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
     it closes.
     """
     return CaseRun(
-        case=saved.case,
-        facts=saved.facts,
-        planned=saved.planned,
-        layout=saved.layout,
-        notes=saved.notes,
+        **{name: getattr(saved, name) for name in _SAVED},
         traces=dict(zip(("world", "rerun"), fds, strict=False)),
-        outcomes=saved.outcomes,
-        rerun_outcomes=saved.rerun_outcomes,
-        surroundings=saved.surroundings,
-        rerun_in=saved.rerun_in,
-        separation=saved.separation,
         defect=InternalError(*saved.defect) if saved.defect[0] else None,
     )

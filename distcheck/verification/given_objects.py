@@ -1,13 +1,203 @@
-"""Strategies that are given as objects: the names that ranks import them by."""
+"""Strategies that are given as objects: the names that ranks import them by.
 
+Ranks import what they judge. No module holds a notebook, and a script that calls `distcheck.verify`
+outside of `if __name__ == "__main__":` would call it again in every rank. So a definition there is
+copied into a file by its source, and with it what its code names: imports, constants, and other
+definitions of `__main__`. What has another kind of value cannot be written into a file, and is
+refused.
+"""
+
+import __future__
+
+import ast
 import functools
+import inspect
+import linecache
+import math
 import os
+import symtable
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
-from distcheck.errors import UsageError
-from distcheck.verification.copied_source import copied, is_running_unguarded
+import xxhash
+
+from distcheck import private
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.store.run_folder import own_folder
+
+_HEADER = '"""Copied by distcheck: {name} of a notebook or a running script, and what it names."""'
+_PLAIN = (int, str, bytes, bool, type(None))
+
+
+def copied(name: str) -> str:
+    """The path of a file with the definition of `name` in `__main__`. Raises UsageError where the
+    source is not known or names what cannot be copied, CannotRunError where it cannot be written.
+    """
+    text = _Copy(vars(sys.modules["__main__"]), name).text()
+    digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
+    path = own_folder("cells") / f"{name}-{digest}.py"
+    try:
+        private.write(path, text)  # also over one that was edited since
+    except OSError as error:
+        raise CannotRunError(
+            f"{path} cannot be written: {error.strerror}; work in a writable folder"
+        ) from error
+    return str(path)
+
+
+def is_running_unguarded(script: ModuleType) -> bool:
+    """Whether the code of a script runs now, outside of an `if` that asks for `__name__`."""
+    frame = inspect.currentframe()
+    while frame is not None and not (
+        frame.f_globals is vars(script) and frame.f_code.co_name == "<module>"
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    line, tree = frame.f_lineno, _tree(frame.f_code.co_filename, vars(script))
+    here = [n for n in tree.body if n.lineno <= line <= (n.end_lineno or n.lineno)]
+    guards = [n for n in here if isinstance(n, ast.If) and "__name__" in ast.dump(n.test)]
+    return bool(here) and not guards
+
+
+class _Copy:
+    """What is put together; dependencies come before what needs them where a module begins."""
+
+    def __init__(self, names: dict[str, Any], name: str) -> None:
+        self._names, self._root = names, name
+        self._imports: dict[str, None] = {}
+        self._definitions: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._add(name)
+
+    def text(self) -> str:
+        imports = sorted(self._imports, key=lambda line: "__future__" not in line)
+        top = "\n".join([_HEADER.format(name=self._root), "", *imports])
+        return "\n\n\n".join([top, *self._definitions.values()]) + "\n"
+
+    def _add(self, name: str) -> None:
+        if name in self._seen or name not in self._names or name.startswith("__"):
+            return  # a builtin, or what would be missing in the notebook as well
+        self._seen.add(name)
+        value = self._names[name]
+        if isinstance(value, ModuleType):
+            self._imports[_import(value.__name__, name)] = None
+        elif getattr(value, "__module__", None) == "__main__" and hasattr(value, "__qualname__"):
+            self._define(name, value)
+        elif _is_plain(value):
+            self._definitions[name] = f"{name} = {value!r}"
+        elif line := _importing(name, value):
+            self._imports[line] = None
+        else:
+            kind = type(value).__name__
+            raise UsageError(
+                f"{self._root} uses {name}, a {kind}, which cannot be copied from here for ranks "
+                "to import; make it within the function, or put the code into a file and give "
+                f'"path/to/file.py:{self._root}"'
+            )
+
+    def _define(self, name: str, value: Any) -> None:
+        found = next(
+            (place for code in _codes(value) for place in [self._place(value, code)] if place), None
+        )
+        if found is None or value.__qualname__ != name:
+            raise UsageError(
+                f"the source of {name} is not known here, and ranks have to import it; put it "
+                f'into a file, and give "path/to/file.py:{self._root}"'
+            )
+        node, source, future = found
+        if future:
+            self._imports["from __future__ import annotations"] = None
+        for used in sorted(_globals(symtable.symtable(source, name, "exec"))):
+            self._add(used)
+        for line in _submodules(node, self._names):
+            self._imports[line] = None
+        self._definitions[name] = source
+
+    def _place(self, value: Any, code: CodeType) -> "tuple[ast.AST, str, bool] | None":
+        """The definition around a line of code, its source, and whether annotations are texts."""
+        lines = linecache.getlines(code.co_filename, self._names)
+        for node in ast.walk(_tree(code.co_filename, self._names)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == value.__name__:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                last = node.end_lineno or node.lineno
+                if first <= code.co_firstlineno <= last:
+                    source = textwrap.dedent("".join(lines[first - 1 : last])).rstrip()
+                    future = bool(code.co_flags & __future__.annotations.compiler_flag)
+                    return node, source, future
+        return None
+
+
+def _tree(filename: str, names: dict[str, Any]) -> ast.Module:
+    """A cell or file, as it was run; empty where it is not known."""
+    try:
+        return ast.parse("".join(linecache.getlines(filename, names)))
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    """The code of a function; of a class, of its own methods."""
+    members = vars(value).values() if isinstance(value, type) else (value,)
+    for member in members:
+        member = member.fget if isinstance(member, property) else member
+        function: Any = getattr(member, "__func__", member)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if isinstance(code, CodeType):
+            yield code
+
+
+def _globals(table: symtable.SymbolTable, *, top: bool = True) -> set[str]:
+    """Names that the code takes from its module, while it is defined and when it runs."""
+    symbols = [one for one in table.get_symbols() if one.is_referenced()]
+    own = {one.get_name() for one in symbols if top or one.is_global()}
+    return own.union(*(_globals(inner, top=False) for inner in table.get_children()))
+
+
+def _submodules(node: ast.AST, names: dict[str, Any]) -> Iterator[str]:
+    """Imports of `a.b` for code that says `a.b.c`, which another cell may have imported."""
+    for one in ast.walk(node):
+        parts: list[str] = []
+        while isinstance(one, ast.Attribute):
+            parts, one = [one.attr, *parts], one.value
+        value = names.get(one.id) if isinstance(one, ast.Name) else None
+        for part in parts if isinstance(value, ModuleType) else ():
+            value = getattr(value, part, None)
+            if not isinstance(value, ModuleType):
+                break
+            yield f"import {value.__name__}"
+
+
+def _import(module: str, name: str) -> str:
+    return f"import {module}" if module == name else f"import {module} as {name}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `repr` writes a value that Python reads again as it is."""
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return type(value) in _PLAIN or (type(value) is float and math.isfinite(value))
+
+
+def _importing(name: str, value: Any) -> str:
+    """The import by which a module that is loaded gives this very object; empty where none does."""
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "layout"):
+        return f"import torch\n{name} = {value!r}"
+    loaded = {
+        key: vars(module)
+        for key, module in sys.modules.items()
+        if key != "__main__" and isinstance(module, ModuleType)
+    }
+    home, own = str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))
+    if loaded.get(home, {}).get(own) is value:
+        return f"from {home} import {own}" + (f" as {name}" if own != name else "")
+    homes = [key for key, module in loaded.items() if module.get(name) is value]
+    return f"from {min(homes, key=len)} import {name}" if homes else ""
 
 
 def names_of(

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
@@ -89,7 +89,8 @@ def trial_of(run: CaseRun) -> Trial:
     """A trial from how its run ended."""
     way = run.case.adaptation
     if run.refused is not None:
-        return Trial(way=way, seen=f"it is refused ({_first_sentence(run.refused)})")
+        why = str(run.refused).partition(". ")[0].partition("\n")[0]
+        return Trial(way=way, seen=f"it is refused ({why})")
     if run.like is not None:
         return replace(trial_of(run.like), way=way)
     report = verdicts.report_of(run, replay="")
@@ -115,10 +116,6 @@ def _is_of_update(report: CaseReport) -> bool:
     """Whether a case failed although all of its gradients are right."""
     gradients = {result.verdict for result in report.checks if result.check == "gradients"}
     return report.verdict == "fail" and gradients == {"pass"}
-
-
-def _first_sentence(error: DistcheckError | None) -> str:
-    return str(error).partition(". ")[0].partition("\n")[0]
 
 
 @dataclass(eq=False)
@@ -193,7 +190,11 @@ class Guess:
         for tier in ([small.adaptation], *ways):
             if any(trial.passed for trial in tried):
                 break
-            cases = [_named(small, way, len(tried) + n) for n, way in enumerate(tier)]
+            names = (as_file_name(f"{small.id}-way-{len(tried) + n}") for n in range(len(tier)))
+            cases = [
+                msgspec.structs.replace(small, adaptation=way, id=name)
+                for way, name in zip(tier, names, strict=True)
+            ]
             session.run(_planned(pool, cases, data), on_finished=take)
         first = next((one for one in tried if one.way == small.adaptation), None)
         if first is None:
@@ -232,7 +233,7 @@ class Guesses:
             return False
         verdict = "fail" if report is None else report.verdict
         guess.right |= verdict == "pass"
-        # The gradients of a step do not depend on which rank keeps the optimizer's state.
+        # The gradients of a step are the same, whichever rank keeps the optimizer's state.
         known = guess.right and not (report is not None and _is_of_update(report))
         if not guess.failed and (known or verdict == "pass"):
             return False
@@ -281,10 +282,6 @@ def _smallest(case: Case) -> Case:
     return msgspec.structs.replace(
         small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=about("mlp").steps
     )
-
-
-def _named(case: Case, way: Adaptation, number: int) -> Case:
-    return msgspec.structs.replace(case, adaptation=way, id=as_file_name(f"{case.id}-way-{number}"))
 
 
 def note_on(taken: Trial) -> str:

@@ -2,7 +2,6 @@
 
 import ast
 import platform
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
+from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.records.run_facts import Use
@@ -36,21 +36,85 @@ from distcheck.training.building import (
     updates_again,
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
+from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
-from distcheck.verification.conflicts import (
-    check_global_sum,
-    check_loss,
-    check_mesh,
-    check_without_data,
-    takes_loss,
-)
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
-_IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+
+def check_loss(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for a loss contract beside a strategy that has its own."""
+    promised = strategy.contract.loss
+    if promised and strategy.backward is not None:
+        raise UsageError(
+            f"strategy {case.strategy} promises loss={promised!r} and has its own backward(); the "
+            "promise says what the training loop's backward gets; remove one of the two"
+        )
+    if promised and case.loss not in ("mean", promised):
+        raise UsageError(
+            f"--loss {case.loss} contradicts the promise loss={promised!r} of {case.strategy}; "
+            "remove --loss"
+        )
+    if case.loss in ("mean", promised):
+        return
+    if not takes_loss(strategy):
+        raise UsageError(
+            f"--loss {case.loss} is for code without promises; {case.strategy} promises how it "
+            "weights and scales, or has its own backward(); leave --loss at mean"
+        )
+
+
+def check_global_sum(case: Case, facts: CaseFacts) -> None:
+    """Raises UsageError for a loss that needs the tokens of all ranks before backward."""
+    if case.loss == "sum/global" and facts.by_tokens:
+        raise UsageError(
+            f"--loss sum/global counts samples, and workload {case.workload} counts tokens; give "
+            "--loss tokens, for code that divides by the tokens of all ranks itself"
+        )
+
+
+def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for ranks without data beside a promise of what every rank gives."""
+    if not case.adaptation.without_data:
+        return
+    if strategy.backward is not None or not strategy.contract.is_bare:
+        raise UsageError(
+            "--without-data is for code without promises that is called after backward; "
+            f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "
+            "backward(); remove --without-data, or the promise"
+        )
+
+
+def check_mesh(case: Case, contract: Contract) -> None:
+    """Raises UsageError for a mesh that does not fit the world, and what does not go with one."""
+    try:
+        mesh = contract.mesh(case.world)
+    except ValueError as error:
+        raise UsageError(
+            f"strategy {case.strategy}: {error}; give another --world, or another parallel="
+        ) from None
+    if mesh is None:
+        return
+    for option, given in (
+        ("--accept", case.accept),
+        ("--without-data", case.adaptation.without_data),
+        ("--loss", case.loss != "mean"),
+    ):
+        if given:
+            raise UsageError(
+                f"{option} is for code in which every rank has the whole model; {case.strategy} "
+                f"promises the mesh {mesh}; remove {option}"
+            )
+
+
+def takes_loss(strategy: LoadedStrategy) -> bool:
+    """Whether `--loss` says what backward gets: it promises nothing of that."""
+    return strategy.backward is None and strategy.contract.observes_loss
+
+
 _SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
 _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
 
@@ -62,7 +126,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         raise CannotRunError(why)
     seeds.pin_determinism()
     enter_world_of_one()
-    if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
+    if any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
     facts, looked_at = [], dict[str, tuple[bool, bool, tuple[Use, ...]]]()
@@ -118,24 +182,9 @@ def list_ways(
     seeds.pin_determinism()
     enter_world_of_one()
     (case,) = job.cases
-    if case.backend == "mpi" or _mentions_mpi(case.strategy):
+    if case.backend == "mpi" or mentions("mpi4py", case.strategy):
         stand_alone()
     return other_ways(case.strategy, case.adaptation)
-
-
-def _mentions_mpi(spec: str) -> bool:
-    """Whether a file of a strategy, or one beside it that it imports, mentions mpi4py."""
-    file = Path(spec.partition(":")[0])
-    text = _text_of(file)
-    beside = (file.with_name(f"{name}.py") for name in dict.fromkeys(_IMPORTED.findall(text)))
-    return "mpi4py" in text or any("mpi4py" in _text_of(path) for path in beside)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _syncs_statistics(file: str) -> bool:

@@ -17,21 +17,17 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.records.searches import Explored
-from distcheck.reports.document import SCHEMA
+from distcheck.reports.document import SCHEMA, CaseEntry, Document
 from distcheck.reports.document_screen import screen_of
-from distcheck.reports.documents import check_document
+from distcheck.reports.documents import OF_A_CELL, check_document, code_of
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import ranks_failed
 from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
-_OF_THE_MOMENT = (
-    "timings_s",
-    "replay",
-    "strategy_file",
-)  # may differ where the same case ran twice
+# Of these, two runs of the same case may have different ones.
+_OF_THE_MOMENT = ("timings_s", "replay", "strategy_file")
 _VERSIONS = ("distcheck", "torch", "python", "cpu")
 
 
@@ -114,11 +110,10 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]
     searched = [one["verdict"] for one in explored if one["verdict"] != "not run"]
     verdicts = [*(case["verdict"] for case in found), *searched]
-    verdict = merge_verdicts([cast("VerdictName", each) for each in verdicts])
-    return {
+    whole = {
         "schema": SCHEMA,
-        "verdict": verdict,
-        "exit_code": int(_exit_code(found, verdict, parts)),
+        "verdict": merge_verdicts([cast("VerdictName", each) for each in verdicts]),
+        "exit_code": 0,
         "totals": totals_of([case["verdict"] for case in found], left_out),
         "made": _made(parts),
         "environment": parts[0].document["environment"],
@@ -138,6 +133,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
             for part in parts
         ],
     }
+    return whole | {"exit_code": int(_exit_code(whole, parts))}
 
 
 def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
@@ -223,39 +219,21 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
     """Placeholder for a planned case that is in no part, with the keys that every case has."""
     where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
     why = f": {lost[entry['shard']]}" if entry["shard"] in lost else ""
-    known = {name: entry[name] for name in entry if name != "shard"}
-    empty = {
-        "strategy_file": "", "strategy_line": 0, "data": "", "data_dir": None, "batch": 0,
-        "steps": 0, "as": None, "arguments": {}, "variables": {}, "finish": None, "reset": None,
-        "without_data": [], "accept": None, "accepted": None,
-        "loss": "mean", "outcomes": [], "checks": [], "diagnosis": [], "timings_s": {},
-        "contents": None, "separate": True,
-    }  # fmt: skip
-    return {
-        **known,
-        **empty,
-        "verdict": "unknown",
-        "replay": "",
-        "command": "",
-        "notes": [f"planned{where}, but in no report{why}"],
-    }
+    missing = CaseEntry(
+        **{name: entry[name] for name in ("id", *OF_A_CELL)},
+        strategy_file="", verdict="unknown", outcomes=[], checks=[], diagnosis=[], timings_s={},
+        replay="", notes=[f"planned{where}, but in no report{why}"],
+    )  # fmt: skip
+    found: dict[str, Any] = msgspec.to_builtins(missing)
+    return found
 
 
-def _exit_code(
-    cases: Sequence[Mapping[str, Any]], verdict: VerdictName, parts: Sequence[Part]
-) -> ExitCode:
-    """As for one run: a mismatch outweighs a rank that failed in another case."""
-    failed = [case for case in cases if case["verdict"] == "fail"]
-    if any(not ranks_failed(case) for case in failed):
-        return ExitCode.MISMATCH
-    if failed:
-        return ExitCode.RANK_FAILED
-    codes = [part.document["exit_code"] for part in parts]
-    if ExitCode.CANNOT_RUN in codes:
-        return ExitCode.CANNOT_RUN
-    if ExitCode.INTERNAL in codes:
-        return ExitCode.INTERNAL
-    return ExitCode.PASS if verdict == "pass" else ExitCode.UNKNOWN
+def _exit_code(whole: Mapping[str, Any], parts: Sequence[Part]) -> ExitCode:
+    """As for one run; it could not be saved where a part could not."""
+    code = code_of(msgspec.convert(whole, Document))
+    unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
+    stands = code in (ExitCode.MISMATCH, ExitCode.RANK_FAILED)
+    return ExitCode.CANNOT_RUN if unsaved and not stands else code
 
 
 def _differences(parts: Sequence[Part]) -> list[str]:

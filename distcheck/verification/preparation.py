@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import re
+import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -11,11 +14,10 @@ import xxhash
 
 from distcheck.backends import backend_names, name_of
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
-from distcheck.errors import CannotRunError, LeftOutError, RankLostError
+from distcheck.errors import CannotRunError, DistcheckError, LeftOutError, RankLostError, UsageError
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
-from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.lines import room_for_lines
@@ -31,7 +33,7 @@ from distcheck.training.jobs import (
     Facts,
     InspectionRequest,
 )
-from distcheck.verification import limits, loading_ends
+from distcheck.verification import limits
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
@@ -46,9 +48,48 @@ from distcheck.worlds.launch import (
     start_job,
     start_world,
 )
+from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.helper_process import child_environment
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.world import World
+
+_OWN = str(Path(__file__).parents[1])
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+_BY_THE_KERNEL = "the kernel does that where memory is short, and so does kill -9"
+
+
+def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
+    """Why a world of one process that is over has neither an answer nor an error; None where it
+    has one of these.
+    """
+    child = world.children[0]
+    if child.done is not None or child.raised is not None or child.spawn_error or child.lost:
+        return None
+    loaded = child.progress.phase if child.progress is not None else "the strategy"
+    killed = child.exit_signal == signal.SIGKILL
+    if child.stopped:
+        how = "was stopped (state T), as SIGSTOP does"
+    elif world.hung:
+        how = f"hung: it did nothing for {deadline_s:g} s{_where(child)}"
+    elif child.exit_signal is not None:
+        how = f"was killed by {signal.Signals(child.exit_signal).name}{_where(child)}"
+    else:
+        how = f"left with exit code {child.exit_code}{_where(child)}"
+    said = f"the process that loads {loaded} {how}"
+    if killed and not world.hung:
+        return CannotRunError(f"{said}: {_BY_THE_KERNEL}")
+    return UsageError(f"{said}; loading must end and leave the process as it is")
+
+
+def _where(child: Child) -> str:
+    """The innermost place that it was at, as far as it could say."""
+    text = child.stacks.text if child.stacks is not None else ""
+    crashed = child.low_level_stacks.rpartition("Current thread")[2]
+    low = [one for one in _PLACE.findall(crashed) if not one[0].startswith(_OWN)]
+    places = _PLACE.findall(text)[-1:] or low[:1]  # innermost last, and first
+    return f" at {places[0][0]}:{places[0][1]}" if places else ""
+
 
 _DEFAULT_DATA_DIR = "data"
 _WITH_TORCH = ("gloo", "simulated")  # backends that are there wherever torch and distcheck are
@@ -106,7 +147,7 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
     world = start_job(pool, INSPECT, request, fds, deadline_s=deadline_s)
     run_until_over(pool, world)
     try:
-        if reason := loading_ends.why_not_loaded(world, deadline_s=deadline_s):
+        if reason := why_not_loaded(world, deadline_s=deadline_s):
             raise reason
         return INSPECT.decode(job_result(world))
     finally:
@@ -217,7 +258,7 @@ def _notes(
     if why := remarks.why_no_full_batch(case, about, sizes):
         yield why
     if about.contract.parallel and about.model.buffers:
-        yield layout_remarks.BUFFERS
+        yield remarks.BUFFERS
     if about.makes_groups and about.contract.one_group:
         yield remarks.ONE_GROUP
     if not about.updates_again:

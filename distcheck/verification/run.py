@@ -4,16 +4,15 @@
 2  prepare    data files are read once, into shared memory         preparation.py
 3  inspect    strategies, workloads and the machine are looked at  inspection.py
 4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
-5  run        worlds train and record; judges compare              session.py, judgings.py
+5  run        worlds train and record; judges compare              session.py
 6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
 """
 
 import atexit
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 
@@ -28,16 +27,8 @@ from distcheck.errors import (
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside, SearchBeside
-from distcheck.records import (
-    Case,
-    CaseReport,
-    Origin,
-    Report,
-    RunPlan,
-    show_reports_as,
-)
-from distcheck.records.searches import Explored
+from distcheck.plan.thorough import NOTHING_BESIDE, Beside
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
 from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
@@ -71,23 +62,6 @@ show_reports_as(
 )
 
 
-class Explorer(Protocol):
-    """Runs searches, one after the other; what each comes to goes to `enter`."""
-
-    def __call__(
-        self,
-        pool: Pool,
-        searches: Sequence[SearchBeside],
-        reports: Sequence[CaseReport],
-        left_out: Collection[str],
-        *,
-        keep: bool,
-        show: Callable[[str], None],
-        enter: Callable[[Explored, Sequence[CaseReport]], None],
-    ) -> None:
-        """As `distcheck.explore.beside.explore_beside`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How cases are run, and what is done with them.
@@ -99,7 +73,8 @@ class RunOptions:
     follow_up  whether what fails for a reason that `followups` knows is run again, or does not
                count
     left_out   cases of that plan that are not run, each with the reason
-    beside     searches, which `explore` runs last, and what may be left out
+    beside     searches, and what may be left out
+    explore    runs the searches last, as `distcheck.explore.beside.explore_beside` does
     """
 
     keep: Store | None = None
@@ -110,7 +85,7 @@ class RunOptions:
     follow_up: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     beside: Beside = NOTHING_BESIDE
-    explore: Explorer | None = None
+    explore: Callable[..., None] | None = None
 
 
 _USUAL = RunOptions()
@@ -168,7 +143,9 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
     with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
-        environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
+        # PYTHONHASHSEED of the first world, and of the interpreters of the rerun.
+        hash_seeds = [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
+        environment = {"hash_seeds": hash_seeds, **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
         _write_cases(keep, cases, here)
         earlier = {} if keep is None else keep.finished(cases)
@@ -300,11 +277,6 @@ def _follow_up(
         listener.progress(each.case, "once more, after a failure")
         session.run([run], on_finished=enter)
     book.take_in(done)
-
-
-def _hash_seeds(cases: Sequence[Case]) -> list[int]:
-    """PYTHONHASHSEED of the first world, and of the interpreters of the rerun."""
-    return [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
 
 
 def _since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:

@@ -33,9 +33,8 @@ def searched(
     """The report with the check `schedules`. Raises CannotRunError where they cannot be run."""
     case = report.case
     found = _search(pool, case, description, data_fd, show)
-    result, causes = schedules.judged(
-        found, ranks=case.world, digests=_digests, replay=_replay(case)
-    )
+    replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
+    result, causes = schedules.judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
     checks = (*report.checks, result)
     if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
@@ -60,10 +59,6 @@ def _with_contents(report: CaseReport, found: Searched) -> CaseReport:
 def _digests(result: bytes) -> tuple[str, ...]:
     found: tuple[str, ...] = DIGEST.decode(result)
     return found
-
-
-def _replay(case: Case) -> str:
-    return msgspec.structs.replace(case, schedules=0, switches=0).command_line
 
 
 def _search(

@@ -9,12 +9,19 @@ ready, and first worlds of other cases go before it; where it differs, further w
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
-from distcheck.errors import CannotRunError
+from distcheck.errors import CannotRunError, DistcheckError, InternalError
+from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
+from distcheck.judge.checks.merging import earliest_failure
+from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
@@ -22,27 +29,180 @@ from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
 from distcheck.records import Case, CheckResult, Outcome
+from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_defects
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
-from distcheck.verification.closer_looks import CloserLooks
-from distcheck.verification.judgings import (
-    Judging,
-    groups_of_checks,
-    start_judging,
-    steps_of_judges,
-    what_was_judged,
-    what_was_seen,
-)
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import blame
-from distcheck.worlds.launch import Ranks, end_now, refusal_of, start_world
+from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
+
+_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
+_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
+_JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
+
+
+@dataclass(frozen=True)
+class Judging:
+    """`what` is judged: the first world; the rerun, in its place; a further world's bits. `of_run`
+    is what is judged of the whole run beside some of its steps.
+    """
+
+    run: CaseRun
+    steps: tuple[int, ...]
+    planned: tuple[tuple[str, str], ...]
+    whole_run: bool
+    closer_look: bool = False
+    what: WorldName = "world"
+    of_run: tuple[tuple[str, str], ...] = ()
+
+
+def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
+    """The steps of each judge, of at most so many. The lattice trains on from its own beginning,
+    and what must happen in a run may take several steps, so these are not shared; nor are those
+    that a GPU judges, on which a step takes less than a process takes to begin. A short world is
+    judged beside its rerun, in time, by fewer: to start one takes the cores from those ranks.
+    """
+    if steps == 0:
+        return []
+    is_whole = "lattice" in run.case.layers or run.facts.must_happen
+    if is_whole or run.case.judged_on != "cpu":
+        return [tuple(range(steps))]
+    judges = min(steps, most)
+    if "world" in run.timings_s:
+        busy_s = run.timings_s["world"] * min(run.case.world, cores)
+        judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
+    bounds = [steps * k // judges for k in range(judges + 1)]
+    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
+    """The checks of its steps that each judge makes. After a long world the two references, of like
+    cost, are apart, the longer part (it also runs the batch without ghosts) first, so that the
+    cores finish together.
+    """
+    planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+    if run.timings_s.get("world", 0.0) <= _LONG_WORLD_S:
+        return [planned]
+    whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
+    return [group for group in (whole, [p for p in planned if p not in whole]) if group]
+
+
+def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
+    """Starts the process that judges; `description` and `data_fd` are of the data set."""
+    run = judging.run
+    start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
+    fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
+    about: dict[str, Any] = {
+        "case": run.case,
+        "contract": run.contract,
+        "layout": run.layout,
+        "description": description,
+        "draws_random_numbers": run.facts.draws_random_numbers,
+    }
+    if judging.closer_look:
+        look = ObserveRequest(
+            **about,
+            steps=diagnosis.steps_to_look_at(run.results),
+            failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
+            takes_loss=run.facts.takes_loss,
+            update_step=diagnosis.step_of_update(run.results),
+        )
+        return start(OBSERVE, look, fds)
+    other: WorldName = "further" if judging.what == "further" else "rerun"
+    if (judging.whole_run or judging.what == "rerun") and other in run.traces:
+        fds["rerun"] = run.traces[other]
+    request = JudgeRequest(
+        **about,
+        steps=judging.steps,
+        planned=judging.planned,
+        of_rerun=judging.what == "rerun",
+        of_run=judging.of_run,
+    )
+    return start(JUDGE, request, fds)
+
+
+def what_was_seen(world: World, run: CaseRun) -> Facts:
+    """What a closer look has measured; why it could not, where it failed."""
+    try:
+        return OBSERVE.decode(job_result(world))
+    except DistcheckError as error:
+        return Facts(world=run.case.world, trouble=str(error))
+
+
+def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
+    """A judge's results; unknown, where it failed."""
+    try:
+        return JUDGE.decode(job_result(world))
+    except DistcheckError as raised:
+        error = raised
+    reason = f"the check itself failed: {error}"
+    defect = masked(error.traceback) if isinstance(error, InternalError) else ""
+    return [
+        CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
+        for check, layer in (*judging.planned, *judging.of_run)
+    ]
+
+
+class CloserLooks:
+    """Which failed cases are looked at: one of those that fail in the same way.
+
+    A closer look costs as much as a case. Once one case of a strategy is explained, another in
+    which the same check fails first, at the same step, is taken for the same failure, and its
+    report says so. While one is looked at, the others wait for what that shows.
+    """
+
+    def __init__(self) -> None:
+        self._looking: dict[object, CaseRun] = {}  # by code
+        self._waiting: list[CaseRun] = []
+        self._explained: list[CaseRun] = []
+
+    def explained(self, run: CaseRun) -> bool:
+        """Whether a case fails as one that is explained, which becomes its `like`."""
+        alike = (r for r in self._explained if (_code(r), _way(r)) == (_code(run), _way(run)))
+        run.like = next(alike, None)
+        return run.like is not None
+
+    def waits(self, run: CaseRun) -> bool:
+        """Whether a case waits, as another of its code is looked at; if not, it is looked at."""
+        if self._looking.setdefault(_code(run), run) is run:
+            return False
+        self._waiting.append(run)
+        return True
+
+    def taken_up(self, run: CaseRun) -> Iterator[CaseRun]:
+        """Takes a case that was looked at; the cases that waited for it."""
+        self._looking.pop(_code(run), None)
+        found = diagnosis.diagnose((), run.results, run.seen, accept=run.case.accept)
+        if all(one.cause != "unexplained" for one in found):
+            self._explained.append(run)
+        freed = [other for other in self._waiting if _code(other) == _code(run)]
+        self._waiting = [other for other in self._waiting if other not in freed]
+        yield from freed
+
+
+def _code(run: CaseRun) -> object:
+    """What cases share that may fail for one reason: the code, how it is called, its world, and
+    whether its shards are equal.
+    """
+    case = run.case
+    unequal = bool(case.batch % len(case.with_data))
+    return case.siblings, case.adaptation, case.loss, case.accept, unequal
+
+
+def _way(run: CaseRun) -> object:
+    """How a case fails: which check first, at which step, and whether replicas differ."""
+    failed = [r for r in run.results if r.verdict == "fail" and r.check not in ("rerun", "outcome")]
+    first = earliest_failure(failed)
+    at = None if first is None or first.first is None else (first.check, first.first.step)
+    return at, any(r.check == "agreement" for r in failed)
+
 
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there

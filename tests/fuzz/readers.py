@@ -34,7 +34,7 @@ from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
 from distcheck.recordings.jobs import reading
-from distcheck.recordings.jobs.ops import OpCall, Ops
+from distcheck.recordings.jobs.records import OpCall, Ops
 from distcheck.recordings.traces import files
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.training_runs import (

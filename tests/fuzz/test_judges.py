@@ -16,8 +16,8 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.jobs import JUDGE, OBSERVE
 from distcheck.machine.numerics import real_parts
 from distcheck.records import CheckResult
-from distcheck.records.bounded import MOST
-from distcheck.verification import judgings
+from distcheck.records.decoding import MOST
+from distcheck.verification import session
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -100,13 +100,13 @@ def test_an_answer_that_cannot_be_read_makes_only_its_case_unknown(answer: bytes
     world: Any = SimpleNamespace(children=[child], succeeded=True, results=[answer])
     planned = (("gradients", "X"), ("loss", "R"))
     judging: Any = SimpleNamespace(planned=planned, of_run=(("purpose", "-"),))
-    results = judgings.what_was_judged(world, judging)
+    results = session.what_was_judged(world, judging)
     assert [(r.check, r.layer, r.verdict) for r in results] == [
         ("gradients", "X", "unknown"), ("loss", "R", "unknown"), ("purpose", "-", "unknown"),
     ]  # fmt: skip
     assert "the check itself failed: the answer of" in results[0].reason
     run: Any = SimpleNamespace(case=SimpleNamespace(world=2))
-    assert "cannot be read" in judgings.what_was_seen(world, run).trouble
+    assert "cannot be read" in session.what_was_seen(world, run).trouble
     for job in (JUDGE, OBSERVE):
         with pytest.raises(AnswerError):
             job.decode(answer)

@@ -14,13 +14,13 @@ from distcheck.job.inside.step_file import StepFile
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import Replayed, ReplayedStep
 from distcheck.recordings.jobs import reading, records
-from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
     Clip,
     Iteration,
     LoadedBatch,
     LossCall,
+    Ops,
     Pass,
     RankRecord,
 )

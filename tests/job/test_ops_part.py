@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.judge.parting.jobs import first_op, parted, walk_jobs
-from distcheck.recordings.jobs.ops import COMPILED, OpCall, Ops
+from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops
 from tests.job.test_modules_watched import COMPILED as PARTS
 from tests.job.test_modules_watched import LOOP, MODELS, TELL, TELL_COUNTS
 from tests.job.worlds import record

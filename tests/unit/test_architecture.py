@@ -179,7 +179,6 @@ MANY_PARAMETERS_FOR_A_REASON = {
     "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
     "distcheck.explore.space.cases": "public: a strategy of Hypothesis for property tests",
     "distcheck.backend_probe.command.backends_command": "the options of a command",
-    "distcheck.cli.training_run.train_command": "the options of a command",
     "distcheck.judge.checks.matching.match_ranks": "a tensor's place, and what is expected there",
 }
 

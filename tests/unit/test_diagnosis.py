@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distcheck.judge.diagnosis import diagnose, gradients
 from distcheck.judge.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.gradients import explain_step
-from distcheck.judge.diagnosis.matching import permuted
+from distcheck.judge.diagnosis.measuring import permuted
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import gamma
 from distcheck.records import CheckResult, Difference, Outcome

@@ -12,10 +12,9 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from distcheck.compare import page as compare_page
 from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.compare.screen import headline, render
+from distcheck.compare.screen import headline, render, render_page
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.records.parting import Moment, TraceComparison
@@ -142,7 +141,7 @@ def test_the_page_has_old_and_new_side_by_side() -> None:
         for bits, of in (("same", TraceComparison()), ("changed", found))
     )  # fmt: skip
     comparison = RunsComparison(then="golden", now="later", cases=(same, changed))
-    page = compare_page.render(comparison, command="distcheck compare golden").replace("<wbr>", "")
+    page = render_page(comparison, command="distcheck compare golden").replace("<wbr>", "")
     assert "<b>" not in page
     assert "1 of 2 cases changed" in page
     words = ("old: golden", "new: later", "2.11.0", "2.15.0", "b&gt;changed",

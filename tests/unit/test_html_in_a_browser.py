@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.compare import page as compare_page
+from distcheck.compare.screen import render_page
 from distcheck.reports import html_report, training_report
 from distcheck.reports.json_report import as_document
 from tests import documents
@@ -40,7 +40,7 @@ DOCUMENTS = {
 }  # fmt: skip
 REPORTS = {name: html_report.render(document) for name, document in DOCUMENTS.items()}
 REPORTS["job"] = html_report.render(as_document(SCREENS["job"]))
-REPORTS["comparison"] = compare_page.render(
+REPORTS["comparison"] = render_page(
     compared(("fail", "changed", 3), ("pass", "same", 0)), command="distcheck compare before"
 )
 PICTURED = {*DOCUMENTS, "training"}

@@ -18,8 +18,8 @@ from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.records.by_module import ByModule, ModuleSeen
 from distcheck.reports import html_report, json_report
-from distcheck.reports.aggregated import as_entries
 from distcheck.reports.html_report import breakable
+from distcheck.reports.json_report import as_entries
 from distcheck.reports.pictures import histogram, losses
 from tests import documents
 

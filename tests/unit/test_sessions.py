@@ -16,9 +16,8 @@ from distcheck.training.jobs import Calibration
 from distcheck.verification import preparation
 from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.judgings import steps_of_judges
 from distcheck.verification.progress import Silent
-from distcheck.verification.session import Session
+from distcheck.verification.session import Session, steps_of_judges
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of

@@ -19,7 +19,7 @@ from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import expected_events as events
 from distcheck.training.building import with_tokens
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.verification.conflicts import check_global_sum, check_loss
+from distcheck.verification.inspection import check_global_sum, check_loss
 from distcheck.workloads.tokens import IGNORED, LENGTH, PADDING, workload
 from tests.unit.test_diagnosis import measured
 

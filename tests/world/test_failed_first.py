@@ -22,7 +22,7 @@ def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None
     judged = verdicts(tmp_path / "first.json")
     assert judged[0] == "bad.py:no_sync fail"
     assert judged[-1] == "bad.py:good unknown", "what had begun may have been judged"
-    why = r"not judged: --fail-fast, and mlp:small float32 of bad.py:no_sync with \d ranks has failed"
+    why = r"not judged: --fail-fast, and mlp:small float32 of bad.py:no_sync with \d ranks has fail"
     assert re.search(why, " ".join(first.stdout.split()))
 
     again = ("verify", "--strategy", "bad.py:good", "--strategy", "bad.py:no_sync", *QUICK)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import distcheck
 from distcheck.errors import CannotRunError, ExitCode, UsageError, VerdictError
 from distcheck.records import Report
-from distcheck.verification import judgings, session
+from distcheck.verification import session
 from distcheck.worlds.pool import Pool
 
 SMALL = "tests.mutants.small:Small"
@@ -234,8 +234,8 @@ def test_a_verdict_is_that_of_one_judge_or_many(
 
     start = session.start_judging  # type: ignore[attr-defined]
     monkeypatch.setattr(session, "start_judging", started)
-    monkeypatch.setattr(judgings, "_JUDGE_PER_RANK_S", per_judge_s)
-    monkeypatch.setattr(judgings, "_LONG_WORLD_S", 1e9)  # however crowded it is
+    monkeypatch.setattr(session, "_JUDGE_PER_RANK_S", per_judge_s)
+    monkeypatch.setattr(session, "_LONG_WORLD_S", 1e9)  # however crowded it is
     report = distcheck.verify(
         "allreduce", world=2, workload="tests.mutants.workloads:FreezesLater", dtype="float32"
     )

@@ -4,12 +4,11 @@ from typing import Any
 
 import click
 
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import SECONDS, json_option, setting_option
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("backends", cls=Command)
+@click.command("backends", cls=OnceCommand)
 @setting_option(
     "backend",
     multiple=True,
@@ -51,8 +50,6 @@ def command(**asked: Any) -> int:
     distcheck backends --backend gloo
     distcheck backends --backend my_pkg.my_backend:register --op all_reduce -v
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.backend_probe.command import backends_command
 
     return backends_command(**asked)

@@ -3,11 +3,10 @@
 import click
 
 from distcheck.cli import completion
-from distcheck.cli.group import Command
-from distcheck.worlds.launchers import is_elsewhere
+from distcheck.cli.group import OnceCommand
 
 
-@click.command("bundle", cls=Command)
+@click.command("bundle", cls=OnceCommand)
 @click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **completion.RUNS)
 @click.option(
     "-o",
@@ -26,8 +25,6 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     the like are masked, and passwords in addresses. Source files are packed as they are: a secret
     that is written in one is in the bundle.
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     import shlex
     from pathlib import Path
 

@@ -4,13 +4,12 @@ from typing import Any
 
 import click
 
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import trust_option
 from distcheck.reports.files import errors_annotated, output_options, taken_from
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("compare", cls=Command)
+@click.command("compare", cls=OnceCommand)
 @click.argument("then", metavar="DIR", type=click.Path())
 @click.argument("now", metavar="[DIR]", required=False, type=click.Path())
 @click.option("--bits", is_flag=True, help="Fail on every changed bit, even within its bound.")
@@ -30,8 +29,6 @@ def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **
     distcheck compare before after        # two folders of distcheck job --save
     distcheck compare golden --junit compare.xml --github
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.compare.command import compare_command
 
     files = taken_from(asked)

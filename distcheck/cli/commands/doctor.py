@@ -2,15 +2,12 @@
 
 import click
 
-from distcheck.cli.group import Command
-from distcheck.worlds.launchers import is_elsewhere
+from distcheck.cli.group import OnceCommand
 
 
-@click.command("doctor", cls=Command)
+@click.command("doctor", cls=OnceCommand)
 def command() -> int:
     """Versions, machine, calibration and what can run here; made to be pasted."""
-    if is_elsewhere():
-        return 0
     from distcheck.cli.doctor import doctor_command
 
     return doctor_command()

@@ -2,15 +2,12 @@
 
 import click
 
-from distcheck.cli.group import Command
-from distcheck.worlds.launchers import is_elsewhere
+from distcheck.cli.group import OnceCommand
 
 
-@click.command("list", cls=Command)
+@click.command("list", cls=OnceCommand)
 def command() -> None:
     """Strategies, workloads, data sets and checks, one line each."""
-    if is_elsewhere():
-        return
     from distcheck.cli.catalogue import catalogue
 
     for heading, entries in catalogue():

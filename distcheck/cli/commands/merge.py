@@ -4,12 +4,11 @@ from typing import Any
 
 import click
 
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.reports.files import errors_annotated, output_options, taken_from
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("merge", cls=Command)
+@click.command("merge", cls=OnceCommand)
 @click.argument("parts", metavar="PART.json...", nargs=-1, required=True, type=click.Path())
 @output_options
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict line.")
@@ -19,8 +18,6 @@ def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
     \b
     distcheck merge part-*.json --json whole.json --junit whole.xml
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.verification.merging import merge_command
 
     files = taken_from(asked)

@@ -3,11 +3,10 @@
 import click
 
 from distcheck.cli import completion
-from distcheck.cli.group import Command
-from distcheck.worlds.launchers import is_elsewhere
+from distcheck.cli.group import OnceCommand
 
 
-@click.command("open", cls=Command)
+@click.command("open", cls=OnceCommand)
 @click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **completion.RUNS)
 def command(run: str | None) -> int:
     """Show the HTML report of a kept run, the last by default, in a browser.
@@ -15,8 +14,6 @@ def command(run: str | None) -> int:
     It is made from the run's JSON, and stays beside it as report.html. Where no browser can be
     started, its address is printed.
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.cli.kept_runs import open_command
 
     return open_command(run)

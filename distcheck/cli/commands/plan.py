@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.commands import verify
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import given_options, json_option
 from distcheck.reports.files import output_names
 
@@ -23,15 +23,12 @@ def command(json_file: str | None, **asked: Any) -> int:
     """  # fmt: skip
     from distcheck.cli.asking import plan_asked
     from distcheck.cli.forecast import plan_command
-    from distcheck.worlds.launchers import is_elsewhere
 
-    if is_elsewhere():
-        return 0
     _, plan = plan_asked(asked, given_options())
     return plan_command(plan(), json_file=json_file)
 
 
-command = click.command("plan", cls=Command)(command)
+command = click.command("plan", cls=OnceCommand)(command)
 command.params = [
     *(option for option in verify.command.params if option.name not in _NOT_OF_A_PLAN),
     *command.params,

@@ -5,13 +5,12 @@ from typing import Any
 import click
 
 from distcheck.cli import completion
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import trust_option
 from distcheck.reports.files import output_options, taken_from
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("recheck", cls=Command)
+@click.command("recheck", cls=OnceCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
 @output_options
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
@@ -24,8 +23,6 @@ def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) 
     files that git does not track here or that have changed, run after a yes on a terminal, or with
     --trust.
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.cli.show_and_keep import Showing, recheck_command
 
     showing = Showing(files=taken_from(asked), verbose=verbose, quiet=quiet)

@@ -5,13 +5,12 @@ from typing import Any
 import click
 
 from distcheck.cli import completion
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.errors import UsageError
 from distcheck.reports.files import output_options, taken_from
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("report", cls=Command)
+@click.command("report", cls=OnceCommand)
 @click.argument("run", metavar="RUN.json", type=click.Path(), required=False, **completion.RUNS)
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of reports, and nothing else.")
 @output_options
@@ -24,8 +23,6 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     distcheck report --schema > report.schema.json
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.cli.rendering import report_command, schema_command
 
     files = taken_from(asked)

@@ -5,12 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.cli.options import (
-    CALL_OPTIONS,
-    json_option,
-    setting_option,
-    setting_options,
-)
+from distcheck.cli.options import CALL_OPTIONS, json_option, setting_option, setting_options
 from distcheck.plan.settings import with_adaptation
 
 

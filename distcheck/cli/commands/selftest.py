@@ -4,12 +4,11 @@ from typing import Any
 
 import click
 
-from distcheck.cli.group import Command
+from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import json_option, setting_option, setting_options
-from distcheck.worlds.launchers import is_elsewhere
 
 
-@click.command("selftest", cls=Command)
+@click.command("selftest", cls=OnceCommand)
 @click.option(
     "--quick", is_flag=True, help=("Run one mutant per check and layer, and two strategies.")
 )
@@ -33,8 +32,6 @@ def command(**asked: Any) -> int:
     distcheck selftest --backend simulated
     distcheck selftest -k scale -k ddp
     """  # fmt: skip
-    if is_elsewhere():
-        return 0
     from distcheck.selftest.command import selftest_command
 
     return selftest_command(**asked)

@@ -76,7 +76,7 @@ def command(**asked: Any) -> int:
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
-        not_its = ("json_file", "html_file", "beside")
+        not_its = ("json_file", "html_file", "beside", "download")
         own = {name: asked[name] for name in asked if name not in not_its}
         return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
     return train_command(**asked, launch=launch)

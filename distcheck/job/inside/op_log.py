@@ -20,7 +20,7 @@ from distcheck.machine.compat import (
     written_arguments,
 )
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.ops import COMPILED, MOST_OPS, OpCall, Ops
+from distcheck.recordings.jobs.records import COMPILED, MOST_OPS, OpCall, Ops
 
 # These write over the tensor that they are called on, whatever it holds.
 _FILLS = {

@@ -12,8 +12,7 @@ from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
-from distcheck.recordings.jobs.ops import Ops
-from distcheck.recordings.jobs.records import Part, StepRecord
+from distcheck.recordings.jobs.records import Ops, Part, StepRecord
 from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
 
 _STATE = ("before/", "buffer/")

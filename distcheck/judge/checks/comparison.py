@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from distcheck.machine.numerics import real_parts
-from distcheck.records.bounded import MOST
+from distcheck.records.decoding import MOST
 from distcheck.records.picture_sums import NONFINITE
 
 _SHOWN = 4  # of the elements of one tensor that fail

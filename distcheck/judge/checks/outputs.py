@@ -13,7 +13,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.layout import OUTPUTS
-from distcheck.records import TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
 
 
@@ -40,9 +39,11 @@ def _compare_shard(
         entry = trace.entry(rank, Kind.OUTPUT, step, 0)
         has_outputs = has_outputs or entry.state.is_there
         if entry.state is EntryState.MALFORMED:
+            spec = trace.layout.outputs[0]
+            row = f"{' x '.join(map(str, spec.shape[1:]))} {spec.dtype}"
             tally.missing(
                 f"at step {step}, rank {rank} computed its loss of outputs that have not the shape "
-                f"and dtype of one row for each of its samples ({_shape(trace.layout.outputs[0])})"
+                f"and dtype of one row for each of its samples ({row})"
             )
         if entry.state is not EntryState.STORED:
             continue
@@ -53,7 +54,3 @@ def _compare_shard(
         tally.add(known[entry.digest], parameter=OUTPUTS, rank=rank, step=step)
     if not has_outputs:
         tally.remark(NO_OUTPUTS)
-
-
-def _shape(spec: TensorSpec) -> str:
-    return f"{' x '.join(map(str, spec.shape[1:]))} {spec.dtype}"

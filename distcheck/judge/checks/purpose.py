@@ -12,7 +12,7 @@ from typing import Any
 
 from distcheck.judge.checks import happened
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.recording import RunOfEvents
+from distcheck.judge.checks.happened import RunOfEvents
 from distcheck.judge.checks.tally import Tally
 from distcheck.records.expected_events import Happening
 

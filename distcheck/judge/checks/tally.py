@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from distcheck.judge.checks.comparison import Comparison, Place
 from distcheck.judge.checks.merging import share_of_bound
@@ -91,17 +92,18 @@ def _element(parameter: str, step: int, place: Place, ranks: list[int]) -> Eleme
     return Element(
         parameter=parameter,
         step=step,
-        index=place.index,
         ranks=tuple(ranks),
-        actual=number(place.actual),
-        expected=number(place.expected),
-        actual_bits=place.actual_bits,
-        expected_bits=place.expected_bits,
-        error=number(place.error),
-        bound=number(place.bound),
-        ulp=place.ulp,
         share=number(_share(place)),
+        **_as_data(place),
     )
+
+
+def _as_data(place: Place) -> dict[str, Any]:
+    """What an `Element` and a `Difference` have of a place."""
+    numbers = ("actual", "expected", "error", "bound")
+    others = ("index", "ulp", "actual_bits", "expected_bits")
+    found = {name: number(getattr(place, name)) for name in numbers}
+    return found | {name: getattr(place, name) for name in others}
 
 
 class _Counts:
@@ -248,17 +250,5 @@ class Tally:
 
 
 def _difference(place: Place, parameter: str, rank: int, step: int) -> Difference:
-    return Difference(
-        parameter=parameter,
-        rank=rank,
-        step=step,
-        index=place.index,
-        actual=number(place.actual),
-        expected=number(place.expected),
-        error=number(place.error),
-        bound=number(place.bound),
-        ulp=place.ulp,
-        unit=place.unit,
-        actual_bits=place.actual_bits,
-        expected_bits=place.expected_bits,
-    )
+    about = _as_data(place)
+    return Difference(parameter=parameter, rank=rank, step=step, unit=place.unit, **about)

@@ -8,7 +8,7 @@ optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `l
 model-parallel worlds), and `gradients`, which asks `weights`, `parts` and
 `precision`. They see plain numbers (`facts`), which `observation` has measured in a process of its
 own, and only for cases that failed: `measuring` and `layout_measuring` a step, `measured` what they
-ask of it, `combinations`, `matching`, `tokens`, `backward`, `updates` what else it is,
+ask of it, `combinations`, `tokens`, `backward`, `updates` what else it is,
 `ways` the line that it is about.
 """
 
@@ -17,14 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis import (
-    exchanging,
-    gradients,
-    layouts,
-    other_causes,
-    outcomes,
-    state,
-)
+from distcheck.judge.diagnosis import exchanging, gradients, layouts, other_causes, outcomes, state
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.ways import culprit as culprit
 from distcheck.judge.diagnosis.wording import Failures, where

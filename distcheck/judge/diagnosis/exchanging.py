@@ -9,9 +9,10 @@ from math import prod
 import msgspec
 
 from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
-from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, some_of, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
+from distcheck.records.odd_ranks import ranks_in_words
 
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
@@ -65,7 +66,7 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
 
 def _of_factor(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis | None:
     if found.absent:
-        evidence = f"there is no gradient on {ranks_text(found.absent)}"
+        evidence = f"there is no gradient on {ranks_in_words(found.absent)}"
         return name_cause("missing-gradient", evidence)
     if found.factor is None:
         return None
@@ -98,7 +99,7 @@ def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
         evidence = f"{place} gives the mean of the ranks' results, each of which counts alike"
         return name_cause("unweighted-mean", evidence, "metric")
     if len(found.wrong) < world:
-        evidence = f"{place} gives another result on {ranks_text(found.wrong)} alone"
+        evidence = f"{place} gives another result on {ranks_in_words(found.wrong)} alone"
         return name_cause("wrong-output", evidence, "metric")
     if found.factor is not None:
         times = f"{place} gives {number_text(found.factor)} times the result of one process"

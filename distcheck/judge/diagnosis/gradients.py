@@ -19,11 +19,11 @@ from distcheck.judge.diagnosis.wording import (
     number_text,
     parameters_text,
     positions_text,
-    ranks_text,
     some_of,
 )
 from distcheck.records import Diagnosis
 from distcheck.records.causes import APART, name_cause
+from distcheck.records.odd_ranks import ranks_in_words
 
 FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
 
@@ -44,7 +44,7 @@ def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
     ranks = facts.steps[0].ranks
     if len(ranks) in (0, facts.world):
         return found
-    among = f" (of {ranks_text(ranks)}, which {'have' if len(ranks) > 1 else 'has'} data)"
+    among = f" (of {ranks_in_words(ranks)}, which {'have' if len(ranks) > 1 else 'has'} data)"
     return _extended(found, after=among)
 
 

@@ -5,12 +5,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 import torch
 
-from distcheck.judge.diagnosis.facts import (
-    LayoutFacts,
-    LayoutParameter,
-    Region,
-    WrongOutputs,
-)
+from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter, Region, WrongOutputs
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import whole_batch
 from distcheck.judge.oracles.references import AtStep

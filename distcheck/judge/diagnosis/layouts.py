@@ -10,15 +10,11 @@ from math import isclose, prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import (
-    SAME_FACTOR,
-    LayoutFacts,
-    LayoutParameter,
-    WrongOutputs,
-)
-from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, where
+from distcheck.judge.diagnosis.facts import SAME_FACTOR, LayoutFacts, LayoutParameter, WrongOutputs
+from distcheck.judge.diagnosis.wording import Failures, number_text, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
+from distcheck.records.odd_ranks import ranks_in_words
 
 # Chosen: a share of its norm by which sums in bfloat16 are off at most, and mistakes seldom.
 _OF_PRECISION = 2.0**-6
@@ -87,7 +83,9 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
 def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
     """Those of one parameter; the evidence does not name it yet."""
     if found.absent:
-        yield name_cause("missing-gradient", f"there is no gradient on {ranks_text(found.absent)}")
+        yield name_cause(
+            "missing-gradient", f"there is no gradient on {ranks_in_words(found.absent)}"
+        )
     elif found.earlier or found.added:
         what = "that of the step before" if found.earlier else "the sum of this step's and the last"
         yield name_cause(

@@ -4,10 +4,11 @@ import math
 
 from distcheck.judge.diagnosis import gradients
 from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
-from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, some_of, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
+from distcheck.records.odd_ranks import ranks_in_words
 
 _SHOWN = 4
 
@@ -182,7 +183,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
 
 def _update_text(seen: UpdateFacts, world: int) -> str:
     names = [*seen.parameters, *seen.state]
-    ranks = "every rank" if len(seen.ranks) == world else ranks_text(seen.ranks)
+    ranks = "every rank" if len(seen.ranks) == world else ranks_in_words(seen.ranks)
     text = f"wrong on {ranks} after step {seen.step}: {some_of(names, _SHOWN)}"
     if not seen.parameters:
         return f"{text}; the parameters are right"

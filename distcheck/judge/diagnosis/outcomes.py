@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distcheck.judge.diagnosis.wording import ranks_text
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.causes import name_cause
 from distcheck.records.ends import MISUSES, RankEnd
-from distcheck.records.odd_ranks import Key, calls_apart
+from distcheck.records.odd_ranks import Key, calls_apart, ranks_in_words
 
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
@@ -28,7 +27,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return [_of_mismatch(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
         lost = [o.rank for o in bad if o.outcome == RankEnd.LOST]
-        return [name_cause("unreachable", f"{ranks_text(lost)}: {cause.ended_by}")]
+        return [name_cause("unreachable", f"{ranks_in_words(lost)}: {cause.ended_by}")]
     if cause.lost_peer:
         return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
     by_zero = [o.rank for o in bad if o.error.startswith(_ZERO_BY_ZERO)]
@@ -36,8 +35,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return [
             name_cause(
                 "nonfinite",
-                f"{ranks_text(by_zero)}: where every gradient is zero, as that of a layer is which "
-                "a batch does not use, the step leaves parameters that are infinite or NaN",
+                f"{ranks_in_words(by_zero)}: where every gradient is zero, as that of a layer is "
+                "which a batch does not use, the step leaves parameters that are infinite or NaN",
                 "by-zero",
             )
         ]
@@ -90,11 +89,12 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
 
 def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """Every rank that did not finish had lost another one, which did not fail itself."""
-    victims = ranks_text([o.rank for o in lost])
+    victims = ranks_in_words([o.rank for o in lost])
     if finished:
         return name_cause(
             "collective-mismatch",
-            f"{ranks_text(finished)} finished and left, and {victims} still waited in a collective",
+            f"{ranks_in_words(finished)} finished and left, and {victims} still waited in a "
+            "collective",
         )
     evidence = f"{victims} lost their peers, and no rank is known to have failed before that"
     return name_cause("crash", evidence, "no-peer")
@@ -131,18 +131,18 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         else:
             of_its_kind = messages if call.name in _MESSAGES else calls
             of_its_kind.setdefault(call.call, []).append(outcome.rank)
-    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in (calls | messages).items()]
+    parts = [f"{ranks_in_words(ranks)} in {call}" for call, ranks in (calls | messages).items()]
     if elsewhere:
         place = next((f", at {o.place}" for o in hung if [o.rank] == elsewhere and o.place), "")
         kept = ", and kept its turn" if without_turn else ""
-        parts.append(f"{ranks_text(elsewhere)} in no collective{place}{kept}")
-    parts += [f"{ranks_text(without_turn)} waited for a turn"] if without_turn else []
-    parts += [f"{ranks_text(silent)} did not answer"] if silent else []
-    parts += [f"{ranks_text(finished)} finished"] if finished else []
+        parts.append(f"{ranks_in_words(elsewhere)} in no collective{place}{kept}")
+    parts += [f"{ranks_in_words(without_turn)} waited for a turn"] if without_turn else []
+    parts += [f"{ranks_in_words(silent)} did not answer"] if silent else []
+    parts += [f"{ranks_in_words(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
     if stopped:
-        evidence = "; ".join(filter(None, [f"{ranks_text(stopped)} was stopped", evidence]))
-        return name_cause("hang", evidence, "stopped", ranks=ranks_text(stopped))
+        evidence = "; ".join(filter(None, [f"{ranks_in_words(stopped)} was stopped", evidence]))
+        return name_cause("hang", evidence, "stopped", ranks=ranks_in_words(stopped))
     if len(calls) > 1 and (apart := calls_apart(_calls(hung))) is not None:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
@@ -152,5 +152,5 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         "hang",
         f"no progress until the deadline: {evidence}",
         "stack" if where else "silent",
-        ranks=ranks_text(where or silent),
+        ranks=ranks_in_words(where or silent),
     )

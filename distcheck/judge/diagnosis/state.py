@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from distcheck.judge.diagnosis.facts import Facts, Overlap
-from distcheck.judge.diagnosis.wording import Failures, positions_text, ranks_text, where
+from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.wording import Failures, positions_text, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
+from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.run_facts import DREW_ALIKE
 
 
@@ -122,7 +123,7 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
     """Ranks that draw alike: dropout masks that are copies of each other."""
     if not facts.same_randomness:
         return []
-    groups = "; ".join(ranks_text(group) for group in facts.same_randomness)
+    groups = "; ".join(ranks_in_words(group) for group in facts.same_randomness)
     return [
         name_cause(
             "same-randomness",
@@ -168,7 +169,8 @@ def _repeated(result: CheckResult) -> list[Diagnosis]:
 def _data(facts: Facts) -> list[Diagnosis]:
     same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
     if same:
-        evidence = f"{_pairs(same)} read the very same samples at every step"
+        ranks = ranks_in_words(sorted({rank for overlap in same for rank in overlap.ranks}))
+        evidence = f"{ranks} read the very same samples at every step"
         return [name_cause("same-data", evidence)]
     if facts.overlaps:
         most = max(facts.overlaps, key=lambda overlap: overlap.shared)
@@ -181,10 +183,6 @@ def _data(facts: Facts) -> list[Diagnosis]:
             )
         ]
     return []
-
-
-def _pairs(overlaps: list[Overlap]) -> str:
-    return ranks_text(sorted({rank for overlap in overlaps for rank in overlap.ranks}))
 
 
 def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:

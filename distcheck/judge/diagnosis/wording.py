@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from distcheck.judge.diagnosis.facts import Fit, ParameterFacts, StepFacts
 from distcheck.records import CheckResult
+from distcheck.records.odd_ranks import ranks_in_words
 
 Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
@@ -11,20 +12,12 @@ Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 def where(result: CheckResult) -> str:
     """Step, tensor and rank of the first divergence; the check's own words where it has none."""
     place = result.first or result.worst
-    if place is None:
-        return result.reason
-    index = f"[{','.join(map(str, place.index))}]" if place.index else ""
-    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0, 2`, of the world that was run."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    return result.reason if place is None else place.place
 
 
 def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
-    """The same of ranks as a step's facts number them: whatever names one of those says this."""
-    return ranks_text([step.number(position) for position in positions])
+    """`rank 1`, `ranks 0, 2`, of ranks as a step's facts number them: for whatever names those."""
+    return ranks_in_words([step.number(position) for position in positions])
 
 
 def some_of(names: Sequence[str], most: int = 6) -> str:

@@ -12,10 +12,10 @@ it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to fro
 
 What they start from:
 
-    references.py   what is built once a process; one step, as the ranks recorded it
+    references.py   what is built once a process; one step, as the ranks recorded it; the
+                    optimizer's step
     shares.py       what each rank counts for
     shards.py       each rank's own part, again, from the state that rank recorded
-    update.py       the optimizer's step
     ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
     kinks.py, own_rounding.py, between_devices.py   where rounding is beyond S32's bound
     quantum.py, low_rank.py, averaging.py   what --accept widens

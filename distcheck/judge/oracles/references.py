@@ -6,13 +6,14 @@ the first of them asks, and goes with the step. Checks are not given this: they 
 make of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
+import xxhash
 from torch import nn
 
 from distcheck.contract import Contract
@@ -21,16 +22,103 @@ from distcheck.judge.oracles.averaging import Averages
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
 from distcheck.judge.oracles.own_rounding import OwnRounding
-from distcheck.judge.oracles.shards import ShardReference, ShardResult, loss_scale
+from distcheck.judge.oracles.shards import (
+    NotRecordedError,
+    ShardReference,
+    ShardResult,
+    StepReference,
+    all_finite,
+    load_state,
+    loss_scale,
+)
 from distcheck.judge.oracles.shares import Shares
-from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine import seeds
-from distcheck.recordings.recording import Kind
+from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records.expected_events import NotFinite
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.adapters.forms import trained_with
-from distcheck.training.building import Ingredients, trainable
+from distcheck.training.building import Ingredients, state_tensors, trainable
+from distcheck.training.optimizers import implement, is_of_group, put_back
+
+
+class UpdateReference(StepReference):
+    """Steps the workload's optimizer, which meets the parameters that train as the ranks' did."""
+
+    @property
+    def world(self) -> int:
+        return self._trace.layout.world
+
+    def is_sharded(self, index: int) -> bool:
+        """Whether one rank alone holds it; numbers of an optimizer's groups are on every rank."""
+        name = self._trace.layout.model.optimizer[index].name
+        return self._contract.optimizer_state == "sharded" and not is_of_group(name)
+
+    def holders(self, slot: int, index: int) -> list[int]:
+        ranks = range(self._trace.layout.world)
+        entries = [self._trace.entry(rank, Kind.OPTIMIZER, slot, index) for rank in ranks]
+        return [rank for rank, entry in zip(ranks, entries, strict=True) if entry.state.is_there]
+
+    def _source(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """The rank to take a tensor from: its own, unless another one holds it for all."""
+        if kind is not Kind.OPTIMIZER or not self.is_sharded(index):
+            return rank
+        return next(iter(self.holders(slot, index)), rank)
+
+    def input_digest(self, rank: int, step: int) -> bytes:
+        """A digest of all that the update depends on: ranks that share it share the result."""
+        layout, digest = self._trace.layout, xxhash.xxh3_128()
+        for kind in (Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER):
+            for index in range(len(layout.specs(kind))):
+                source = self._source(rank, kind, step, index)
+                entry = self._trace.entry(source, kind, step, index)
+                digest.update(entry.digest + bytes([entry.state]))
+        return digest.digest()
+
+    def run(
+        self, rank: int, step: int, *, absent: Collection[int] = (), clip_factor: float = 1.0
+    ) -> dict[Kind, list[torch.Tensor | None]]:
+        """Parameters and optimizer state after the step, in the layout's order. Parameters whose
+        index is in `absent` have no gradient, whatever was recorded; where the loop clips, it does
+        so to `clip_factor` times the norm.
+
+        Raises NotRecordedError where the trace lacks what the update starts from.
+        """
+        trace, model = self._trace, self._model
+        load_state(model, trace, rank=rank, buffers_of=rank, step=step)
+        parameters = dict(trainable(model))
+        for index, (name, parameter) in enumerate(parameters.items()):
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
+                raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
+            gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
+            gradient = None if index in absent else gradient
+            parameter.requires_grad_(self._trains[index])
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer = self._ingredients.optimizer(
+            model.parameters(), one_group=self._contract.one_group
+        )
+        header = trace.header(rank, step)
+        implement(optimizer, header.implementation)
+        for index, spec in enumerate(trace.layout.model.optimizer):
+            source = self._source(rank, Kind.OPTIMIZER, step, index)
+            before = trace.tensor(source, Kind.OPTIMIZER, step, index)
+            if before is not None:
+                is_number = spec.name in trace.layout.model.numbers
+                put_back(optimizer, parameters, spec.name, before, is_number=is_number)
+        self._ingredients.schedule(optimizer, step)
+        training = self._ingredients.training
+        if training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm * clip_factor)
+        if training.loss_scale is None or all_finite(trace, rank, step):
+            with seeds.under(header.settings):
+                optimizer.step()
+        state = state_tensors(model, optimizer, trace.layout.model)
+        return {
+            # Copies: the next rank's update is computed in the same model.
+            Kind.PARAMETER: [p.detach().clone() for p in parameters.values()],
+            Kind.OPTIMIZER: [state.get(s.name) for s in trace.layout.model.optimizer],
+        }
+
 
 Made = TypeVar("Made")
 
@@ -40,24 +128,33 @@ def _mean(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(there).sum(0) / len(parts) if there else None
 
 
-class References:
+class _Keeping:
+    """Something of which layers keep what they have made of it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, make: Callable[[Self], Made]) -> Made:
+        """What is made when it is first asked for: of the references it is kept from step to step,
+        of a step it goes with the step.
+        """
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        made: Made = self._kept[make]
+        return made
+
+
+class References(_Keeping):
     """One of each. `whole` is the trace of all ranks; steps are those of the ranks with data, as if
     they were all that there are. In a `mesh` they are those of one rank of each data coordinate.
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
+        super().__init__()
         self.ingredients, self._promised, self.whole = ingredients, contract, whole
         self.mesh = contract.mesh(whole.layout.world)
         readers = ingredients.case.with_data if self.mesh is None else self.mesh.readers
         self.trace = whole.of_ranks(readers)
-        self._kept: dict[Any, Any] = {}
-
-    def kept(self, make: Callable[["References"], Made]) -> Made:
-        """What a layer keeps from step to step, made when it is first asked for."""
-        if make not in self._kept:
-            self._kept[make] = make(self)
-        made: Made = self._kept[make]
-        return made
 
     @cached_property
     def unpromised(self) -> bool:
@@ -152,23 +249,16 @@ class References:
         return Averages.seen_in(self.trace, accepted.amount)
 
 
-class AtStep:
+class AtStep(_Keeping):
     """What the ranks did at `step`, computed again from what they recorded before it."""
 
     def __init__(self, references: References, step: int) -> None:
+        super().__init__()
         self.references, self.step = references, step
         self.ingredients, self.contract = references.ingredients, references.contract
         self.trace = references.trace
         self.case, self.training = self.ingredients.case, self.ingredients.training
         self.specs = self.trace.layout.model.parameters
-        self._kept: dict[Any, Any] = {}
-
-    def kept(self, make: Callable[["AtStep"], Made]) -> Made:
-        """What is made once of a step, when it is first asked for, and goes with the step."""
-        if make not in self._kept:
-            self._kept[make] = make(self)
-        made: Made = self._kept[make]
-        return made
 
     @cached_property
     def shares(self) -> Shares:

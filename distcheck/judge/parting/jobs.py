@@ -38,9 +38,8 @@ from distcheck.judge.parting.yardstick import (
 )
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.differing import CHOSEN, INITIAL, Pair
-from distcheck.recordings.jobs.ops import COMPILED, OpCall, Ops
 from distcheck.recordings.jobs.reading import STEMS, JobHeader, JobRecording
-from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops, StepRecord
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records import Difference
 from distcheck.records.by_module import ByModule
@@ -247,7 +246,8 @@ class JobWalk(Walk):
             return
         failing, seen = [], set[tuple[object, ...]]()
         for pair in changed:
-            what = (pair.kind, pair.name, *(_digest(one) for one in (pair.one, pair.two)))
+            both = (getattr(one, "digest", one) for one in (pair.one, pair.two))
+            what = (pair.kind, pair.name, *both)
             if pair.kind is not None and what in seen:
                 continue  # of another rank that holds the same
             seen.add(what)
@@ -423,10 +423,6 @@ def unit_of(records: Sequence[StepRecord]) -> float:
     for record in records:
         units += [unit_roundoff(n) for n in set(record.dtypes.values()) if "float" in n]
     return max([unit_roundoff("float32") if not units else 0.0, *units])
-
-
-def _digest(entry: object) -> object:
-    return getattr(entry, "digest", entry)
 
 
 def walk_jobs(

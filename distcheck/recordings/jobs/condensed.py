@@ -22,14 +22,7 @@ from distcheck.errors import UsageError
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs import reading, records, sketches
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import (
-    SHARING,
-    Axis,
-    LossCall,
-    Part,
-    Pass,
-    rank_folder,
-)
+from distcheck.recordings.jobs.records import SHARING, Axis, LossCall, Part, Pass, rank_folder
 from distcheck.recordings.jobs.watched import SUMS
 from distcheck.records.mesh import Mesh
 

@@ -31,9 +31,33 @@ import xxhash
 from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.errors.masking import masked_words
-from distcheck.recordings.jobs.ops import Ops
 from distcheck.recordings.jobs.watched import Watched
 from distcheck.records.decoding import decode_json, read_bounded
+
+MOST_OPS = 20_000  # of one step
+COMPILED = "torch.compile"
+
+
+class OpCall(msgspec.Struct, frozen=True):
+    """A call of an operator, or of a region that torch.compile has compiled: within which `module`,
+    in which `part` of a step. `outputs` is empty where it is over later, as a collective is;
+    `draws`: whether it draws random numbers.
+    """
+
+    name: str
+    inputs: str
+    outputs: str
+    module: str = ""
+    part: str = "forward"
+    draws: bool = False
+
+
+class Ops(msgspec.Struct, frozen=True):
+    """Those of a step in their order, and how many are not there since they were too many."""
+
+    calls: tuple[OpCall, ...] = ()
+    left_out: int = 0
+
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 MOST_ROWS = 1 << 16  # digests of samples in one batch

@@ -16,6 +16,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
@@ -122,18 +123,14 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order + self.line_bytes)
 
     @cached_property
-    def _entries_before(self) -> dict[Kind, int]:
-        """Per kind, the number of table entries of one rank that come before it."""
-        before, total = {}, 0
-        for kind in Kind:
-            before[kind] = total
-            total += self.slots(kind) * len(self.specs(kind))
-        return before
+    def _entries_before(self) -> list[int]:
+        """Per kind, the number of table entries of one rank that come before it; then of all."""
+        return [0, *accumulate(self.slots(kind) * len(self.specs(kind)) for kind in Kind)]
 
     @cached_property
     def entries_per_rank(self) -> int:
         """Table entries of one rank."""
-        return sum(self.slots(kind) * len(self.specs(kind)) for kind in Kind)
+        return self._entries_before[-1]
 
     @cached_property
     def table_offset(self) -> int:
@@ -158,17 +155,14 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return offsets
 
     @cached_property
-    def _data_before(self) -> dict[Kind, int]:
-        before, total = {}, 0
-        for kind in Kind:
-            before[kind] = total
-            total += self.slots(kind) * self._tensor_offsets[kind][1]
-        return before
+    def _data_before(self) -> list[int]:
+        sizes = (self.slots(kind) * self._tensor_offsets[kind][1] for kind in Kind)
+        return [0, *accumulate(sizes)]
 
     @cached_property
     def data_bytes_per_rank(self) -> int:
         """What one rank would write if it shared nothing with the others."""
-        return sum(self.slots(kind) * self._tensor_offsets[kind][1] for kind in Kind)
+        return self._data_before[-1]
 
     @cached_property
     def total_bytes(self) -> int:
