@@ -65,11 +65,15 @@ def sync(model):
 SECRET = "hunter2-of-the-colleague"
 
 
-def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, **asked: int) -> str:
-    """A run of three ranks with equal shards, in which only the given code differs."""
+def write_code(folder: Path, *, scale: str = "/= 3", factor: float = 1.0) -> None:
     (folder / "my_lib.py").write_text(MEAN.format(scale=scale))
     (folder / "my_sync.py").write_text(SYNC)
     (folder / "my_load.py").write_text(WORKLOAD.format(factor=factor))
+
+
+def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, **asked: int) -> str:
+    """A run of three ranks with equal shards, in which only the given code differs."""
+    write_code(folder, scale=scale, factor=factor)
     distcheck.verify(
         f"{folder}/my_sync.py:sync",
         world=3,
@@ -85,11 +89,17 @@ def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, *
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run `golden` in it."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     record(folder, "golden")
     return folder
+
+
+@pytest.fixture
+def golden(recorded: Path) -> Path:
+    """A folder with the run `golden` in it, and its code as it was then."""
+    write_code(recorded)
+    return recorded
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +130,6 @@ def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = F
 def test_the_same_code_gives_the_same_bits(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(golden, str(tmp_path / "unused"))  # the files as they were
     found = compare(golden / "golden", None, tmp_path, bits=True)
     (case,) = found["cases"]
     assert (found["code"], case["verdict"], case["bits"]) == (0, "pass", "same")
