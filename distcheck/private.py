@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 FOLDER = ".distcheck"  # in the current folder, for runs and all else that is kept
+_MOST_LINKS = 40  # as Linux follows
 _NOT_OURS = "it is a link, another user's, or a folder that other users can write"
 
 
@@ -105,9 +106,19 @@ def drafted(path: Path) -> Iterator[Path]:
 
 
 def publish(path: str, text: str) -> None:
-    """Write a file that the person named, whole or not at all; a pipe or a device as it is."""
-    place = Path(os.path.realpath(path))
-    is_there = place.exists()
+    """Write a file that the person named, whole or not at all; a pipe or a device as it is. Raises
+    OSError for a link of another user, which may lead to any file of this one.
+    """
+    place, links = Path(path), 0
+    while place.is_symlink():
+        if place.lstat().st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EPERM, "it is a link of another user", path)
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        place = place.parent / place.readlink()
+    place = Path(os.path.realpath(place))
+    is_there = Path(path).exists()
     draft = place.with_name(unique(".part-"))
     if not is_there or place.is_file():
         try:
@@ -130,7 +141,7 @@ def publish(path: str, text: str) -> None:
                 return
             finally:
                 draft.unlink(missing_ok=True)
-    place.write_bytes(_encoded(text))
+    Path(path).write_bytes(_encoded(text))
 
 
 def _encoded(text: str) -> bytes:

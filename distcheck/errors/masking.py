@@ -91,10 +91,15 @@ _ASSIGNED = re.compile(
     rf"{_NAME}(?:"
     rf"\\?[\"']?\s*[:=]\s*[bru]?\\?[\"']{_NO_VALUE}(?P<a>[^\"'\\\r\n<>]{{4,}})"
     rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>()\[\]]{{4,}})"
+    r"| = (?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])(?P<e>[^\s\"'<>(),]{8,})"
+    r"|:\s+(?P<f>[^\s\"'<>(),]{6,})(?=\s*$)"
+    rf"|\s+[\"']{_NO_VALUE}(?P<g>[^\"'\r\n<>]{{4,}})[\"']"
     r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>[^\s\"'<>(),]{8,}))"
     rf"|--(?:[\w-]{1, 40}-)?(?:token|{_NAME})[ =]{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}})",
-    re.I,
+    re.I | re.M,
 )
+# As a shell and a file of settings name variables: `is_secret` says which.
+_VARIABLE = re.compile(r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})=[\"']?(?P<secret>[^\s\"'&;<>()]{4,})")
 _BEFORE = re.compile(r"[\w.-]{0,40}\Z")
 _BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
@@ -152,6 +157,8 @@ def masked_forms(text: str) -> str:
             text = pattern.sub(_masked, text)
     if "Basic " in text:
         text = _BASIC.sub(_masked_basic, text)
+    if "=" in text:
+        text = _VARIABLE.sub(lambda it: _masked(it) if is_secret(it["name"]) else it[0], text)
     return _without_assigned(text)
 
 
@@ -172,9 +179,7 @@ def _without_assigned(text: str) -> str:
     places = sorted(found.start() for word in _WORDS for found in word.finditer(low))
     for place in places:
         value = text[place : place + 24]
-        if place < done or not (
-            "=" in value or ":" in value or "--" in text[max(0, place - 24) : place]
-        ):
+        if place < done or not ({*value} & {*"=:'\""} or "--" in text[max(0, place - 24) : place]):
             continue
         before = _BEFORE.search(text, max(done, place - 40), place)
         start = place if before is None else before.start()

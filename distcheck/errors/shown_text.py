@@ -32,9 +32,10 @@ _FREE = ("environment", "arguments", "variables")  # which hold a person's own n
 _COMMANDS = ("replay", "command")
 _SHORTEST_SECRET = 6
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
-# Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
+# Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere, as Azure
+# Pipelines does "##vso[".
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
-_OLD_COMMAND = "##["
+_OLD_COMMAND = re.compile(r"##((?:vso)?)\[")
 
 
 class _Escapes(dict[int, str]):
@@ -130,10 +131,10 @@ def without_commands(text: str, *, form: str = "") -> str:
     backslash.
     """
     if form == "json":
-        return text.replace(_OLD_COMMAND, "##\\u005b")
+        return _OLD_COMMAND.sub(r"##\1\\u005b", text)
     colon, bracket = ("&#58;", "&#91;") if form == "xml" else ("\\:", "\\[")
     text = _COMMAND.sub(lambda found: f"{found[1]}{colon}:", text)
-    return text.replace(_OLD_COMMAND, f"##{bracket}")
+    return _OLD_COMMAND.sub(lambda found: f"##{found[1]}{bracket}", text)
 
 
 class Filtered:

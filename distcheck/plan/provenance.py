@@ -1,5 +1,6 @@
 """Where a run was made: what its bits may depend on besides its case. No torch."""
 
+import hmac
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any, get_args
 
 import msgspec
 
+from distcheck.errors import CannotRunError
 from distcheck.plan.source_files import NO_DIGEST, digest_of_sources, files_beside, modules_beside
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
 from distcheck.training import loading, sources_only
 from distcheck.workloads.cells import place_of
+from distcheck.worlds.remote.secret import shared_secret
 
 # What arithmetic is done on; bits of two machines that differ in one of these need not be equal.
 _MACHINE = ("cpu", "cpu_capability", "device", "gpu", "machine")
@@ -29,10 +32,13 @@ _MISSING = NO_DIGEST
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """`environment` is a report's; `digests` are of all code that a case names, see `named`."""
+    """`environment` is a report's; `digests` are of all code that a case names, see `named`; `seal`
+    is `seal_of` the case, where this user has run it.
+    """
 
     environment: dict[str, Any]
     digests: dict[str, str] = {}
+    seal: str = ""
 
 
 def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
@@ -44,6 +50,25 @@ def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
         if what in ("strategy", "workload") or digest != NO_DIGEST
     }
     return Provenance(environment=dict(environment), digests=digests)
+
+
+def seal_of(case: Case, digests: Mapping[str, str]) -> str:
+    """Return a code that only this user can make for a case that ran with code of these digests:
+    an HMAC with their secret. Return "" if no secret can be kept.
+    """
+    try:
+        secret = shared_secret()
+    except CannotRunError:
+        return ""
+    text = msgspec.json.encode([case, sorted(digests.items())])
+    return hmac.new(secret, b"case\0" + text, "sha256").hexdigest()
+
+
+def is_sealed(case: Case, made: Provenance | None) -> bool:
+    """Return True if this user has run the case, and neither it nor its digests were changed."""
+    if made is None or not made.seal:
+        return False
+    return hmac.compare_digest(made.seal.encode(), seal_of(case, made.digests).encode())
 
 
 def named(case: Case) -> Iterator[tuple[str, str]]:

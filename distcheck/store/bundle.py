@@ -24,7 +24,7 @@ from distcheck import __version__, private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
-from distcheck.plan.provenance import Provenance, code_digest
+from distcheck.plan.provenance import Provenance, code_digest, is_sealed
 from distcheck.plan.source_files import NO_DIGEST, modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
@@ -34,7 +34,7 @@ from distcheck.reports.document import CaseEntry, check_shape
 from distcheck.reports.json_report import read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
-from distcheck.store.trust import Checkout, is_own_run
+from distcheck.store.trust import Checkout
 from distcheck.training import loading
 
 SCHEMA = "distcheck.bundle/1"
@@ -269,12 +269,13 @@ def _sources(
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[BundledSource]:
-    checkout, is_own = Checkout(), is_own_run(str(run))
+    checkout, has_run = Checkout(), True
     where = {case.strategy: case.strategy_file for case in seen}
     asked: dict[tuple[str, str], str] = {}
     for case, file in zip(cases, files, strict=True):
         made = store.read_provenance(file)
         digests = {} if made is None else made.digests
+        has_run &= is_sealed(case, made)
         for what, spec in (("strategy", case.strategy), ("workload", case.workload)):
             asked.setdefault((what, spec), digests.get(what, ""))
     for (what, spec), digest in asked.items():
@@ -303,7 +304,7 @@ def _sources(
             how = f"{error.filename or path}: {error.strerror}"
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
         # The author of this run may have named a file whose content only this user knows.
-        is_known = is_own or now == digest != NO_DIGEST
+        is_known = has_run or now == digest != NO_DIGEST
         places = [path.parent / name for name in beside] if runs else []
         are_ours = all(checkout.holds(place) and not place.is_symlink() for place in places)
         if runs and not (is_known and are_ours):

@@ -33,7 +33,7 @@ from distcheck.errors.masking import masked_forms
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.provenance import Provenance
+from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.moving import SAVE, TRACES, TraceFilesRequest
@@ -68,12 +68,13 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     environment: dict[str, Any]
     digests: dict[str, str] = {}
+    seal: str = ""
     tensors: bool = True  # whether tensors are kept, or their digests alone
 
     @property
     def made(self) -> Provenance:
         """Where it was run."""
-        return Provenance(environment=self.environment, digests=self.digests)
+        return Provenance(environment=self.environment, digests=self.digests, seal=self.seal)
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -149,7 +150,9 @@ class Store:
         """
         path = self.case_file(case)
         private.folder(path.parent)
-        about = {} if made is None else {"made": made}
+        about = {}
+        if made is not None:
+            about["made"] = msgspec.structs.replace(made, seal=seal_of(case, made.digests))
         text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
         private.write(path, msgspec.json.format(text) + b"\n")
 

@@ -5,7 +5,8 @@ A case names code: strategy, workload, backend, and values that are objects (`--
 
 Code is trusted
 - under a name of distcheck's own or of an installed strategy;
-- in a run that `.distcheck` keeps, as long as its digest is the one that the run has recorded;
+- in a case that this user has run (`provenance.is_sealed`), as long as its digest is the one that
+  was recorded then;
 - in a file of this checkout (`Checkout`) that is not at or below the folder or file that was given.
   A file that came with a bundle stands for the file of the checkout that holds the same bytes.
 
@@ -28,9 +29,9 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
-from distcheck.plan.provenance import Provenance, code_digest, named
+from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
 from distcheck.plan.source_files import NO_DIGEST, digest_of, files_beside
-from distcheck.private import is_ones_own, is_private_folder
+from distcheck.private import is_ones_own
 from distcheck.records import Case
 from distcheck.records.sources import read_source
 from distcheck.store import own_objects
@@ -158,17 +159,18 @@ def unknown_code(
     each lies now, and where it was when the bundle was made. `given` is where the cases were read,
     `made` says by the id of a case where it was run.
     """
-    checkout, is_own = Checkout(given), bool(given) and is_own_run(given)
+    checkout = Checkout(given)
     found: dict[tuple[str, str], Code] = {}
     for case in cases:
         digests = made[case.id].digests if case.id in made else {}
+        has_run = is_sealed(case, made.get(case.id))
         for what, spec in named(case):
             recorded = digests.get(what, NO_DIGEST)
             if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):
                 continue
             code = _described(what, spec, unpacked)
-            if is_own and code.digest == recorded != NO_DIGEST:
-                continue  # it ran here before, and is what it was
+            if has_run and code.digest == recorded != NO_DIGEST:
+                continue
             why = "changed since it was recorded" if NO_DIGEST != recorded != code.digest else ""
             found[what, spec] = msgspec.structs.replace(code, why=why)
     return list(found.values())
@@ -191,14 +193,14 @@ def require_trust(
     case that reads a file from outside its run.
     """
     sources_only.begin()
-    is_own = is_own_run(given)
-    for case in cases:
-        if case.initial and not is_own:
+    foreign = [case for case in cases if not is_sealed(case, made.get(case.id))]
+    for case in foreign:
+        if case.initial:
             _check_within(case.initial, folder or Path(given))
     if trusted:
         return
     commands = [case.command_line for case in cases if case.job]
-    texts = [] if is_own else texts_given(cases)
+    texts = texts_given(foreign)
     handed_over = given if folder is None else ""  # what a bundle holds is not below it
     code = [] if commands else unknown_code(cases, unpacked, given=handed_over, made=made)
     listed = [one_line(shown(text)) for text in (commands or [*map(str, code), *texts])]
@@ -259,14 +261,6 @@ def _is_ours(strategy: str) -> bool:
     point = loading.strategy_names().get(strategy)
     place = strategy if point is None else point.module
     return place.partition(":")[0].partition(".")[0] in _OWN
-
-
-def is_own_run(given: str) -> bool:
-    """Whether a case or a run is where distcheck keeps what it ran in this folder."""
-    path, kept = Path(given).resolve(), store.DEFAULT_FOLDER.resolve()
-    if not is_private_folder(store.DEFAULT_FOLDER) or not is_ones_own(Path(given)):
-        return False
-    return path.is_relative_to(kept) and not path.is_relative_to(kept / "bundles")
 
 
 def _is_known(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import DistcheckError, InternalError
-from distcheck.plan.provenance import Provenance
+from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
 from distcheck.store import run_folder as store
@@ -141,11 +141,13 @@ class Book:
             self._note_failure(error)
 
     def _saved(self, run: CaseRun) -> SavedCase:
+        digests = self._made[run.case.id].digests
         return SavedCase(
             **{name: getattr(run, name) for name in _SAVED},
             defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
             environment=self._environment,
-            digests=self._made[run.case.id].digests,
+            digests=digests,
+            seal=seal_of(run.case, digests),
         )
 
     def report(

@@ -113,7 +113,6 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "reports/files.py": "appends to GitHub's summary, and tries a file before anything runs",
         "store/bundle.py": "a file without a name, which gets the one that the person gave",
         "job/in_use.py": "a lock, which must be held before the file has its name",
-        "job/inside/rank.py": "an empty file, in the private folder of a recorded job",
         "job/inside/answering.py": "a counter that is written in place",
         "job/hook/sitecustomize.py": "distcheck could not be imported, and that is noted",
         "worlds/linux.py": "the name of a thread",

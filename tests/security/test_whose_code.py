@@ -25,7 +25,7 @@ from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.store import trust
 from distcheck.store.bundle import make_bundle, open_bundle
-from distcheck.store.run_folder import Store
+from distcheck.store.run_folder import Store, read_provenance
 from distcheck.training import loading, sources_only
 from distcheck.training.building import load_initial
 from tests.security import zips
@@ -160,7 +160,6 @@ def test_a_kept_folder_that_others_control_is_not_used(
     case.parent.mkdir(parents=True)
     case.write_text(json.dumps({**zips.CASE, "id": "c"}))
     assert Store.by_default() is None
-    assert not trust.is_own_run(str(case))
     with pytest.raises(
         CannotRunError, match=r"\.distcheck cannot be written: it is a link, another user's, or"
     ):
@@ -177,7 +176,6 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
     assert victim.read_text() == "precious", "a link is not followed"
     (store.folder / "cases").mkdir()
     (store.folder / "cases/c.json").write_text("{}")
-    assert trust.is_own_run(str(store.folder / "cases/c.json"))
 
 
 @pytest.mark.parametrize("name", ["runs", "bundles", "explore"])
@@ -276,6 +274,34 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
         trust.require_trust("gift", [case], {}, **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("changed", ["nothing", "the case", "a digest", "the user"])
+def test_only_what_this_user_has_run_is_run_again(
+    changed: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `.distcheck` may come with a folder: that a case lies there says nothing."""
+    text = ("args", f"'touch {checkout}/mark'")
+    case = Case(id="c", strategy="subprocess:call", world=2, workload="mlp",
+                adaptation=Adaptation(arguments=(text,)))  # fmt: skip
+    made = provenance_of(case, {})
+    kept = Store.of_own(keep_everything=False)
+    kept.write_case(case, made)
+    recorded = read_provenance(kept.case_file(case))
+    assert recorded is not None
+    if changed == "the case":
+        case = msgspec.structs.replace(case, adaptation=Adaptation(arguments=(("args", "'ls'"),)))
+    if changed == "a digest":
+        digests = {**recorded.digests, "strategy": "0" * 32}
+        recorded = msgspec.structs.replace(recorded, digests=digests)
+    if changed == "the user":
+        monkeypatch.setenv("DISTCHECK_SECRET", "of another user's home folder")
+    given = str(kept.folder)
+    if changed == "nothing":
+        trust.require_trust(given, [case], {"c": recorded}, doing="replaying", trusted=False)
+    else:
+        with pytest.raises(UsageError, match=r"untrusted code: .*subprocess:call.*args="):
+            trust.require_trust(given, [case], {"c": recorded}, doing="replaying", trusted=False)
+
+
 SYNC = "import beside\ndef sync(model): ...\n"
 
 
@@ -360,14 +386,16 @@ def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
     elsewhere.write_text("def sync(model): ...\n")
     case = Case(id="c", strategy=f"{elsewhere}:sync", world=2, workload="mlp",
                 adaptation=Adaptation(arguments=(("x", f"@{elsewhere}:sync"),)))  # fmt: skip
-    made = {"c": provenance_of(case, {})}
+    unsealed = provenance_of(case, {})
     store = Store.by_default()
     assert store is not None
-    store.write_case(case, made["c"])
-    given = str(store.folder)
+    store.write_case(case, unsealed)
+    recorded = read_provenance(store.case_file(case))
+    assert recorded is not None
+    given, made = str(store.folder), {"c": recorded}
     assert trust.unknown_code([case], given=given, made=made) == []
     assert len(trust.unknown_code([case], given=given)) == 2, "no digest was recorded"
-    assert len(trust.unknown_code([case], given=str(tmp_path), made=made)) == 2, "not kept here"
+    assert len(trust.unknown_code([case], given=given, made={"c": unsealed})) == 2
     elsewhere.write_text("def sync(model): print()\n")
     code, _ = trust.unknown_code([case], given=given, made=made)
     assert "changed since it was recorded" in str(code)

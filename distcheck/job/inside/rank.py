@@ -87,9 +87,9 @@ def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) ->
     """
     mine = records.rank_folder(folder, rank)
     if not apart:
-        (mine / _EXCHANGED).touch()
+        private.write(mine / _EXCHANGED, b"")
         return False
-    (mine / _APART.format(step)).touch()
+    private.write(mine / _APART.format(step), b"")
     until = time.monotonic() + _WAIT_S
     others = [one for r in range(world) if (one := records.rank_folder(folder, r)).exists()]
     while time.monotonic() < until:
