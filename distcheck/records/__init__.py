@@ -26,7 +26,7 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
-from distcheck.records.decoding import Count, Int
+from distcheck.records.decoding import Count, Int, Steps, World
 from distcheck.records.ends import Collective as Collective
 from distcheck.records.ends import Outcome as Outcome
 from distcheck.records.ends import RankEnd
@@ -90,7 +90,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Count = 0
     elements: Count = 0
     ranks: Count = 0
-    steps: Count = 0
+    steps: Steps = 0
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +215,7 @@ class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     strategy: str
-    world: int
+    world: World
     backend: str
     device: str
     dtype: str

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from distcheck.records.decoding import Steps, World
 from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
 
 LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
@@ -47,7 +48,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     strategy: str
-    world: int
+    world: World
     backend: str = "gloo"
     device: str = "cpu"
     dtype: str = "float32"
@@ -55,7 +56,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     data: str = "synthetic"
     data_dir: str | None = None
     batch: int = 256
-    steps: int = 3
+    steps: Steps = 3
     seed: int = 0
     deadline_s: float = 30.0
     layers: tuple[str, ...] = (BITWISE, ROUNDING, IN_FLOAT32)

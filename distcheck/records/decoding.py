@@ -11,6 +11,9 @@ from msgspec import Meta
 MOST = 2**63 - 1
 Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
 Count = Annotated[int, Meta(ge=0, le=MOST)]
+# Lists of a world's ranks, and of its steps, are made of these. Chosen: beyond what people run.
+World = Annotated[int, Meta(ge=1, le=1 << 16)]
+Steps = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 T = TypeVar("T")
@@ -26,7 +29,7 @@ def read_bounded(path: Path, most: int | None = None) -> bytes:
     """
     most = MOST_BYTES if most is None else most
     with open(path, "rb", opener=_open_at_once) as file:
-        data = file.read(most + 1)
+        data = file.read(most + 1) or b""  # of a file of /proc that waits for its writer, nothing
     if len(data) > most:
         raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
     return data
@@ -47,7 +50,7 @@ def _open_at_once(path: str, flags: int) -> int:
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         os.close(found)
         raise msgspec.DecodeError("it is a device, not a file")
-    os.set_blocking(found, True)
+    os.set_blocking(found, stat.S_ISFIFO(mode))
     return found
 
 

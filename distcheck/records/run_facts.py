@@ -3,6 +3,8 @@
 import msgspec
 
 # How a rerun's result says where it was, and that it left other bits, which are right as well.
+from distcheck.records.decoding import Steps, World
+
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
 # How notes begin that say in which form code was called.
@@ -33,11 +35,11 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     uses      what the strategy's code uses, whatever the case had
     """
 
-    world: int
+    world: World
     backend: str
     device: str
     dtype: str
-    steps: int
+    steps: Steps
     worlds: int
     tensors: int
     most_elements: int

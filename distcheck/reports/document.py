@@ -27,7 +27,7 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.records.by_module import ByModule
-from distcheck.records.decoding import Count, Int
+from distcheck.records.decoding import Count, Int, Steps, World
 from distcheck.records.ends import RankEnd
 from distcheck.records.searches import Explored
 
@@ -143,7 +143,7 @@ class CaseEntry(msgspec.Struct, kw_only=True):
     strategy: str
     strategy_file: str
     strategy_line: Count = 0
-    world: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    world: World
     backend: str
     device: str
     dtype: str
@@ -151,7 +151,7 @@ class CaseEntry(msgspec.Struct, kw_only=True):
     data: str = ""
     data_dir: str | None = None
     batch: Count = 0
-    steps: Count = 0
+    steps: Steps = 0
     seed: Int
     form: str | None = msgspec.field(default=None, name="as")
     arguments: dict[str, str] = {}
@@ -194,7 +194,7 @@ class ScaleEntry(msgspec.Struct, kw_only=True):
     workload: str
     dtype: str
     order: str
-    world: Count
+    world: World
     verdict: VerdictName
     layer: str
     error: Number | None

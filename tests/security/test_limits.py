@@ -73,7 +73,6 @@ WITHOUT_LIMIT = {
     "machine/free_memory.py": "/sys",
     "records/causes/__init__.py": "the package's own table",
     "testing/threads.py": "code that a test has imported",
-    "verification/inspection.py": "code that is about to be imported, in a process of its own",
     "worlds/launchers/mpirun.py": "/proc",
     "worlds/linux.py": "/proc and /etc",
     "worlds/local/forks.py": "/proc",
@@ -229,3 +228,11 @@ def test_a_report_may_come_by_a_pipe(tmp_path: Path) -> None:
     os.close(theirs)
     assert decoding.read_bounded(Path(f"/dev/fd/{ours}")) == b'{"late": 1}'
     os.close(ours)
+
+
+@pytest.mark.parametrize("number", ["world", "steps"])
+def test_a_case_has_no_more_ranks_or_steps_than_lists_can_hold(number: str) -> None:
+    data = json.dumps({**zips.CASE, number: 10**9}).encode()
+    with pytest.raises(msgspec.ValidationError, match=rf"`\$\.{number}`"):
+        decoding.decode_json(data, Case)
+    assert decoding.decode_json(json.dumps({**zips.CASE, number: 9}).encode(), Case)

@@ -90,7 +90,9 @@ def test_names_in_records_are_shown_as_well() -> None:
 
 
 COMMANDS = (
-    "::error::x\n  ::stop-commands::y\n##[add-mask]z\nword ##[group] ##vso[task.complete] " + "w" * 70 + " ::debug::"
+    "::error::x\n  ::stop-commands::y\n##[add-mask]z\nword ##[group] ##vso[task.complete] "
+    + "w" * 70
+    + " ::debug::"
 )
 
 

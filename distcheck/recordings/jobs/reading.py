@@ -256,14 +256,18 @@ def _called(stem: str, record: StepRecord) -> tuple[str, ...]:
 
 def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
     """The tensors of a file, which has the checksum if one is given. Raises UsageError where it is
-    damaged.
+    damaged, or larger than memory: it may have holes, and take no disk.
     """
     try:
-        found = checksum_of(file, MOST_BYTES)
+        found = checksum_of(file, min(MOST_BYTES, available_bytes()))
         if checksum and found != checksum:
             raise ValueError("its checksum differs")
-        return load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
+        tensors = load_file(file)
+        others = {str(t.dtype) for t in tensors.values() if "float4" in str(t.dtype)}
+        if others:
+            raise ValueError(f"it holds {', '.join(others)}, which no script trains in")
+        return tensors
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
 
 

@@ -32,7 +32,7 @@ from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.errors.masking import masked_words
 from distcheck.recordings.jobs.watched import Watched
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import World, decode_json, read_bounded
 
 MOST_OPS = 20_000  # of one step
 COMPILED = "torch.compile"
@@ -265,7 +265,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     rank: int
-    world: int
+    world: World
     optimizer: str
     number: int = 0  # of the optimizer
     groups: tuple[dict[str, float], ...]
@@ -307,7 +307,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Who a rank is: how its script was started, where, and what it had trained with."""
 
     rank: int
-    world: int
+    world: World
     arguments: tuple[str, ...]
     folder: str
     backend: str
@@ -325,7 +325,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording that is kept must hold; `form` numbers how it is written."""
 
-    world: int
+    world: World
     steps: tuple[int, ...]
     form: int = 0
 

@@ -24,6 +24,7 @@ import msgspec
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES
 from distcheck.recordings.recording import OF_A_STEP, Kind
 from distcheck.records import ModelLayout, TensorSpec
+from distcheck.records.decoding import Steps, World
 
 # The dtypes that a trace holds: those whose elements torch copies and whose bytes are theirs alone.
 BYTES = {
@@ -92,8 +93,8 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     recorded; `line_bytes` the room for a step's lines, of which earlier traces have none.
     """
 
-    world: int
-    steps: int
+    world: World
+    steps: Steps
     max_shard: int
     model: ModelLayout
     outputs: tuple[TensorSpec, ...] = ()
