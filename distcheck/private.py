@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -67,7 +68,17 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
             path.chmod(0o700)
         if not is_private_folder(path, strictly=strictly):
             raise PermissionError(errno.EPERM, _NOT_OURS, str(path)) from None
+    else:
+        path.chmod(0o700)  # whatever the umask is
     return path
+
+
+def temporary_folder() -> Path | None:
+    """Return the folder for temporary files, or None if no file can be written in any."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return None
 
 
 def unique(prefix: str) -> str:

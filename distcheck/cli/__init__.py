@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from distcheck import __version__
+from distcheck import __version__, private
 from distcheck.cli import streams
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError
@@ -131,10 +131,12 @@ def _unexpected(error: Exception) -> ExitCode:
             ExitCode.CANNOT_RUN,
         )
         return ExitCode.CANNOT_RUN
-    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
-        import tempfile
-
-        where = error.filename or f"a file in {os.getcwd()} or {tempfile.gettempdir()}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        _complain(f"{error.strerror}; raise their limit (ulimit -n)", ExitCode.CANNOT_RUN)
+        return ExitCode.CANNOT_RUN
+    temporary = private.temporary_folder()
+    if isinstance(error, OSError) and (error.errno in _OF_THE_MACHINE or temporary is None):
+        where = error.filename or f"a file in {os.getcwd()} or {temporary or 'TMPDIR'}"
         _complain(
             f"{where} cannot be written: {error.strerror}; free some space, or work in another "
             "folder and set TMPDIR",

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
@@ -70,7 +69,9 @@ def save_traceback(text: str) -> str:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text[-_MOST_CHARACTERS:])
     # The working folder may be read-only, or its .distcheck another user's.
-    for place in (FOLDER, Path(tempfile.gettempdir(), private.unique("distcheck-defect-"))):
+    temporary = private.temporary_folder()
+    elsewhere = temporary and temporary / private.unique("distcheck-defect-")
+    for place in filter(None, (FOLDER, elsewhere)):
         with contextlib.suppress(OSError):
             private.write(private.folder(place) / name, content)
             return str(place / name)

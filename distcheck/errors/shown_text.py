@@ -108,20 +108,30 @@ def _text(text: str) -> str:
 
 
 def shortened(
-    text: str, most: int = MOST_CHARACTERS, *, why: str = "; the JSON report has them"
+    text: str,
+    most: int = MOST_CHARACTERS,
+    *,
+    why: str = "; the JSON report has them",
+    length: int = 0,
 ) -> str:
-    """The beginning and the end of a text of more than `most` characters."""
+    """The beginning and the end of a text of more than `most` characters; `length` is what it had
+    before it was shortened once.
+    """  # fmt: skip
     if len(text) <= most:
         return text
     head = most // 4
-    left_out = len(text) - most
+    left_out = max(length, len(text)) - most
     said = f"\n... {left_out:,} characters are left out here{why} ...\n"
     return text[:head] + said + text[len(text) - (most - head) :]
 
 
 def reported(text: str) -> str:
-    """A text as its rank sends it."""
-    return shortened(text, MOST_REPORTED, why=f"; a rank reports {MOST_REPORTED:,} of a text")
+    """A text as its rank sends it, without secrets. They are masked in twice as much as is sent, so
+    that none is cut in two.
+    """
+    why = f"; a rank reports {MOST_REPORTED:,} of a text"
+    masked = masker()(shortened(text, 2 * MOST_REPORTED))
+    return shortened(masked, MOST_REPORTED, why=why, length=len(text))
 
 
 def without_commands(text: str, *, form: str = "") -> str:

@@ -18,6 +18,7 @@ command of a whole job is always asked about.
 
 import ast
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,18 +51,19 @@ UNRECORDED: Mapping[str, Provenance] = {}
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of code that a case runs: `what` it is for, the file that it is in ("" if none is
-    found), how many files belong to it, their digest, and the reason that it is not trusted.
+    found), the digests of its files by their absolute paths, one digest of them, and the reason
+    that it is not trusted.
     """
 
     what: str
     spec: str
     file: str
-    files: int
+    files: dict[str, str]
     digest: str
     why: str = ""
 
     def __str__(self) -> str:
-        more = "" if self.files < 2 else f" and {self.files - 1} more"
+        more = "" if len(self.files) < 2 else f" and {len(self.files) - 1} more"
         where = f"{self.file}{more}, SHA-256 {self.digest}" if self.file else "not found here"
         return f"{self.what} {self.spec} ({where}{self.why and f'; {self.why}'})"
 
@@ -215,6 +217,7 @@ def require_trust(
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
+    sources_only.begin({file: digest for one in code for file, digest in one.files.items()})
 
 
 def _run_of(given: Path) -> Path:
@@ -329,5 +332,11 @@ def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
         raise UsageError(
             f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
         ) from error
-    digest = digest_of(digests) if digests else NO_DIGEST
-    return Code(what=what, spec=spec, file=str(file or ""), files=len(digests), digest=digest)
+    around = Path.cwd() if file is None else file.parent.absolute()
+    return Code(
+        what=what,
+        spec=spec,
+        file=str(file or ""),
+        files={os.path.abspath(around / name): one.hex() for name, one in digests.items()},
+        digest=digest_of(digests) if digests else NO_DIGEST,
+    )

@@ -349,7 +349,7 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
 
 
 def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
-    path = path.resolve()
+    path = sources_only.followed(path)
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     folder = path.parent
     if (levels := scripts.levels_in_package(path)) and name == path.stem:

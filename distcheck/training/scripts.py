@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distcheck.records.sources import parse_source
+from distcheck.records.sources import parse_source, read_source
+from distcheck.training import sources_only
 
 _TRAINS = {"backward", "spawn"}
 _BEGINS = {"init_process_group", "parse_args"}  # which may be guarded, and then do no harm
@@ -119,7 +120,7 @@ def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
     needs that was not run leaves its name undefined.
     """
     vars(module).update(before)
-    for node in parse_source(path).body:
+    for node in parse_source(sources_only.checked(str(path), read_source(path))).body:
         if not isinstance(node, _DEFINES) and not _is_plain(node):
             continue
         code = compile(ast.Module([node], type_ignores=[]), str(path), "exec")

@@ -72,6 +72,7 @@ WITHOUT_LIMIT = {
     "machine/devices.py": "/proc",
     "machine/free_memory.py": "/sys",
     "records/causes/__init__.py": "the package's own table",
+    "training/sources_only.py": "code that is about to be imported",
     "testing/threads.py": "code that a test has imported",
     "worlds/launchers/mpirun.py": "/proc",
     "worlds/linux.py": "/proc and /etc",

@@ -429,7 +429,7 @@ def test_the_source_that_was_read_is_the_code_that_runs(
     """A compiled copy that says of itself that it need not be checked."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
-    monkeypatch.setenv(sources_only._VARIABLE, "1")
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     for name, text in (("main_of_gift", "import next_of_gift"), ("next_of_gift", "")):
         source = tmp_path / f"{name}.py"
@@ -442,6 +442,44 @@ def test_the_source_that_was_read_is_the_code_that_runs(
         assert module.next_of_gift.sync
     finally:
         for name in ("main_of_gift", "next_of_gift"):
+            sys.modules.pop(name, None)
+        sys.path_importer_cache.clear()
+
+
+@pytest.mark.parametrize("change", ["nothing", "the file", "a link", "a module next to it"])
+def test_what_runs_is_what_was_asked_about(
+    change: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question stands for as long as the person takes, and the folder may be another user's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
+    main, beside = tmp_path / "main_of_question.py", tmp_path / "next_of_question.py"
+    main.write_text("import next_of_question\ndef sync(model): ...\n")
+    beside.write_text("")
+    case = Case(id="c", strategy=f"{main}:sync", world=2, workload="mlp")
+    (tmp_path / "evil.py").write_text("raise SystemExit('evil')")
+
+    def answers(*_: object, **__: object) -> bool:
+        if change in ("the file", "a module next to it"):
+            {"the file": main}.get(change, beside).write_text("raise SystemExit('evil')")
+        if change == "a link":
+            main.unlink()
+            main.symlink_to("evil.py")
+        return True
+
+    monkeypatch.setattr(trust.click, "confirm", answers)
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    trust.require_trust("gift", [case], {}, doing="replaying", trusted=False)
+    try:
+        if change == "nothing":
+            assert loading._resolve("strategy", case.strategy, {})[2].sync
+        else:
+            with pytest.raises(UsageError, match="has changed since you were asked about it"):
+                loading._resolve("strategy", case.strategy, {})
+    finally:
+        for name in ("main_of_question", "next_of_question"):
             sys.modules.pop(name, None)
         sys.path_importer_cache.clear()
 

@@ -22,7 +22,6 @@ import msgspec
 
 from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
-from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
 from distcheck.worlds import flight, linux, messages, postings
@@ -188,13 +187,13 @@ def as_event(error: BaseException) -> messages.Raised:
         exit_code, text, defect = int(error.exit_code), str(error), ""
     return messages.Raised(
         kind=kind,
-        message=messages.printable(reported(masked(messages.text_of(error)))),
-        traceback=messages.printable(reported(masked(text))),
+        message=messages.printable(reported(messages.text_of(error))),
+        traceback=messages.printable(reported(text)),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),
         collectives=flight.latest(),
-        defect=messages.printable(reported(masked(defect))),
+        defect=messages.printable(reported(defect)),
         within_call=postings.raised_in(error) is not None,
     )
 
