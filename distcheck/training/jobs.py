@@ -51,6 +51,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     uses: tuple[Use, ...] = ()  # by the strategy's code
     exchanges: bool = True  # whether the strategy's code names a collective
+    marks: tuple[str, ...] = ()  # attributes that it looks for, and that torch has not
     refusal: str = ""  # by the form that was chosen first, where another is tried
     guessed: bool = False  # how the strategy is called
     own_backward: bool = False

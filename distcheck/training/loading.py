@@ -23,7 +23,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
@@ -169,13 +169,25 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
-def look_at(spec: str, adaptation: Adaptation) -> tuple[bool, bool, tuple[Use, ...]]:
-    """Whether a strategy's form is guessed, its code names a collective, and what the code uses."""
+class Look(NamedTuple):
+    """Of a strategy's code: whether its form is `guessed`, whether it names a collective
+    (`exchanges`), the attributes that it looks for and torch has not (`marks`), and what it `uses`.
+    """
+
+    guessed: bool
+    exchanges: bool
+    marks: tuple[str, ...]
+    uses: tuple[Use, ...]
+
+
+def look_at(spec: str, adaptation: Adaptation) -> Look:
+    """Look at a strategy's code, without calling it."""
     from distcheck.training.adapters import hypotheses, uses
 
     target = _target_of(spec, adaptation)
     sources, declared = target.everything, hypotheses.is_declared(target)
-    return not declared, uses.names_collectives(sources), uses.uses_of(sources)
+    exchanges, marks = uses.names_collectives(sources), uses.marks_in(sources)
+    return Look(not declared, exchanges, marks, uses.uses_of(sources))
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:

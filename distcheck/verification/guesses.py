@@ -165,7 +165,8 @@ class Guess:
         known = case.adaptation.form or any(run.refused is not None for run in self.done)
         if not passed and self.done[0].facts.refusal:
             raise UsageError(self.done[0].facts.refusal)
-        if not passed and not known and (error := _not_set_up(self.done)):
+        error = _not_set_up(self.done) or _not_marked(self.done)
+        if not passed and not known and error is not None:
             raise error
         if decision.what == "ask" and (passed or not known):
             raise question(case, decision)
@@ -328,6 +329,21 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
         f"strategy {runs[0].case.strategy!r} raised {error}{at} before it exchanged anything: it "
         "needs what the training script sets up. Give it by --set NAME=VALUE or --arg, or set it "
         "up in a file beside it and give a function of that file"
+    )
+
+
+def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
+    """The error for code that exchanged nothing, and that looks for attributes which only its own
+    script sets; None for any other.
+    """
+    marks = runs[0].facts.marks
+    if not marks or any(trial_of(run).exchanged for run in runs):
+        return None
+    return UsageError(
+        f"strategy {runs[0].case.strategy!r} exchanged nothing, and looks for the attribute "
+        f"{' or '.join(marks)}, which nothing in these models has. Set it as your training script "
+        "does, in a workload of your own (--workload FILE.py:CLASS) or in a function that sets it "
+        "and calls this code"
     )
 
 

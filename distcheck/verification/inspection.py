@@ -24,7 +24,6 @@ from distcheck.machine.numerics import spacing
 from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
-from distcheck.records.run_facts import Use
 from distcheck.records.sources import parse_source
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import (
@@ -37,7 +36,7 @@ from distcheck.training.building import (
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.loading import load_strategy, other_ways
+from distcheck.training.loading import Look, load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.worlds.jobs import Descriptors
@@ -129,7 +128,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, looked_at = [], dict[str, tuple[bool, bool, tuple[Use, ...]]]()
+    facts, looked_at = [], dict[str, Look]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
@@ -148,10 +147,10 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             known[key] = look_at(ingredients)
             seeds.pin_default_dtype("float32")
         check_global_sum(case, known[key])
-        guessed, exchanges, uses = looked_at[case.strategy]
         facts.append(
             msgspec.structs.replace(
                 known[key],
+                **looked_at[case.strategy]._asdict(),
                 contract=acceptance.contract_under(case, strategy.contract),
                 strategy_file=strategy.file,
                 takes_loss=takes_loss(strategy),
@@ -160,9 +159,6 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
                 refusal=strategy.refusal,
-                guessed=guessed,
-                exchanges=exchanges,
-                uses=uses,
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
                 own_clip=strategy.clip is not None,

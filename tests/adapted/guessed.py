@@ -109,3 +109,10 @@ def needs_a_setting(model):
 
 
 settings: Any = None
+
+
+def of_marked_parameters(model):
+    for p in model.parameters():
+        if getattr(p, "is_replicated", False):
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()

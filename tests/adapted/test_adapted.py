@@ -434,6 +434,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
         ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
+        ("guessed:of_marked_parameters", {}, "for the attribute is_replicated, which nothing"),
         ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),

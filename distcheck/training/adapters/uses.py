@@ -8,6 +8,10 @@ hint that is too many costs a line on the screen.
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+import torch.distributed
+from torch import nn
+
 from distcheck.records.run_facts import Use
 from distcheck.training.adapters.source import COLLECTIVES, Source
 
@@ -71,6 +75,22 @@ def uses_of(sources: Sequence[Source]) -> tuple[Use, ...]:
 def names_collectives(sources: Sequence[Source]) -> bool:
     """Whether a collective is named in these sources."""
     return any(source.words & COLLECTIVES for source in sources)
+
+
+def marks_in(sources: Sequence[Source]) -> tuple[str, ...]:
+    """The attributes that these sources look for and that torch gives to no parameter or module: a
+    training script sets them on those that the code is for.
+    """
+    calls = (node for source in sources for node in source.nodes if isinstance(node, ast.Call))
+    names = (
+        call.args[1].value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")
+        if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+        if isinstance(call.args[0], ast.Name) and call.args[0].id != "self"
+    )
+    known = {*dir(torch.nn.Parameter), *dir(nn.Module()), *dir(torch), *dir(torch.distributed)}
+    return tuple(sorted({name for name in names if isinstance(name, str)} - known))
 
 
 class _Look:
