@@ -1,5 +1,6 @@
 """The command line: find the command, call it, exit. Commands are files in `commands/`."""
 
+import contextlib
 import errno
 import importlib
 import os
@@ -67,7 +68,15 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as click does; an option that is not distcheck's own belongs to a command."""
+        """Parses as click does; an option that is not distcheck's own belongs to a command. Reports
+        are UTF-8, and names stand in them.
+        """
+        names = [*args]
+        with contextlib.suppress(OSError):
+            names.append(os.getcwd())
+        for name in names:
+            if name.encode(errors="ignore").decode() != name:
+                raise click.UsageError(f"{name!a} is not UTF-8; rename it", ctx)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -10,14 +10,12 @@ from distcheck.job.accepting import is_rate
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
 from distcheck.job.checks.ranks import (
-    BEFORE_UNSCALE,
     averages,
     begin_apart,
     parted_before,
     written_before,
 )
 from distcheck.job.checks.reference import clips_beside, reached, rescaled
-from distcheck.job.checks.samples import ALIKE, TOGETHER
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
@@ -26,7 +24,7 @@ from distcheck.judge.diagnosis.measuring import explain
 from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
-from distcheck.records import CheckResult, Diagnosis
+from distcheck.records import CheckResult, Diagnosis, FindingKind
 from distcheck.records.causes import name_cause, suggested
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
@@ -71,7 +69,7 @@ def diagnose(
     if ("learning rate", NO_LAYER) in failed:
         found.append(_of_settings(failed))
     if "loss scaler" in checks:
-        found.append(_of_scaler(_reason(failed, "loss scaler")))
+        found.append(_of_scaler(_result(failed, "loss scaler")))
     if reference is not None:
         found += _by_reference(job, reference, failed)
     return found or [_unexplained(failed, step)]
@@ -86,9 +84,12 @@ def _alone(job: JobRecording, failed: Failed, reference: Reference | None) -> li
     return [] if reference is None else layouts.explain(job, reference, failed)
 
 
+def _result(failed: Failed, check: str) -> CheckResult:
+    return next(result for (name, _), result in failed.items() if name == check)
+
+
 def _reason(failed: Failed, check: str) -> str:
-    result = next(r for (name, _), r in failed.items() if name == check)
-    return result.reason.partition("; ")[0]
+    return _result(failed, check).first_reason
 
 
 def _step_of(result: CheckResult) -> int:
@@ -102,15 +103,17 @@ def _first_step(failed: Failed) -> int:
 def _of_data(failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
-        yield name_cause("data-differs", failed["data", IN_FLOAT32].reason.partition("; ")[0])
-    if "data" in checks and ALIKE in (reason := _reason(failed, "data")):
-        evidence = f"{reason}, so their augmentations are copies"
+        yield name_cause("data-differs", failed["data", IN_FLOAT32].first_reason)
+    data = next((result for (check, _), result in failed.items() if check == "data"), None)
+    if data is not None and data.first_kind is FindingKind.SAME_RANDOMNESS:
+        evidence = f"{data.first_reason}, so their augmentations are copies"
         yield name_cause("same-randomness", evidence, "job-data")
-    elif "data" in checks and TOGETHER in reason:
-        yield name_cause("data-differs", reason, "mesh")
-    elif ("data", NO_LAYER) in failed:
-        same = "have the same" in reason
-        yield name_cause("same-data" if same else "overlapping-data", reason, "job-sampler")
+    elif data is not None and data.first_kind is FindingKind.READ_APART:
+        yield name_cause("data-differs", data.first_reason, "mesh")
+    elif data is not None and ("data", NO_LAYER) in failed:
+        same = data.first_kind is FindingKind.SAME_SAMPLES
+        cause = "same-data" if same else "overlapping-data"
+        yield name_cause(cause, data.first_reason, "job-sampler")
     if "epoch order" in checks:
         yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:
@@ -215,9 +218,10 @@ def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diag
         )
 
 
-def _of_scaler(reason: str) -> Diagnosis:
-    clips_first = BEFORE_UNSCALE in reason
-    return name_cause("clip-before-unscale" if clips_first else "scaler-skips-differ", reason)
+def _of_scaler(result: CheckResult) -> Diagnosis:
+    clips_first = result.first_kind is FindingKind.BEFORE_UNSCALE
+    cause = "clip-before-unscale" if clips_first else "scaler-skips-differ"
+    return name_cause(cause, result.first_reason)
 
 
 def _of_settings(failed: Failed) -> Diagnosis:
@@ -469,7 +473,7 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     assert first is not None
     at_once = first.step == job.steps[0]
     by = float(first.actual) / float(first.expected) if float(first.expected or 0.0) else 0.0
-    said = result.reason.partition("; ")[0]
+    said = result.first_reason
     if not is_rate(first.parameter):
         return name_cause("settings-differ", said, "of-world")
     if at_once:

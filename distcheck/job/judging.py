@@ -11,7 +11,7 @@ from distcheck.job import accepting, causes, checks, script_changes, settings
 from distcheck.job.asked import JobOptions
 from distcheck.job.by_module import by_module, with_evidence
 from distcheck.job.checks.averaging import averaging
-from distcheck.job.checks.exchange import NOT_SEEN, needless
+from distcheck.job.checks.exchange import needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import with_reference
@@ -29,6 +29,7 @@ from distcheck.records import (
     CheckResult,
     Compared,
     Diagnosis,
+    FindingKind,
     Outcome,
     merge_verdicts,
 )
@@ -116,7 +117,7 @@ def judge(
     if job.steps:
         results += checks.without_reference(job, agreed, folded=scaled)
     if reference is not None:
-        results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
+        results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # a note says so
         results += compared
         if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]

@@ -16,21 +16,20 @@ Nothing is left out that can still be checked: what starts from recorded state (
 optimizer's step, the loss of each rank, a second run) is judged as without it. No torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from distcheck.contract import Contract, Wire
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import unit_roundoff
-from distcheck.records import Allowance, Case
+from distcheck.records import Allowance, Case, FindingKind
 
 _WIRES: dict[str, Wire] = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
     "fp32": "float32", "float32": "float32",
 }  # fmt: skip
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-COMPRESSED = "tensors were compressed"
 _RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (1, 10_000)}
 KINDS = (
     "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantised:BITS",
@@ -154,12 +153,12 @@ def keeps_lattice(text: str | None) -> bool:
     return accepted is None or accepted.family == "low-precision"
 
 
-def why_nothing_was_accepted(case: Case, reason: str) -> str:
+def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
     """Says of a run under low-rank that nothing of it was compressed, by what the check of the
-    gradients said of its steps; empty where something was.
+    gradients found; empty where something was.
     """
     accepted = read(case.accept)
-    if accepted is None or accepted.family != "low-rank" or COMPRESSED in reason:
+    if accepted is None or accepted.family != "low-rank" or FindingKind.COMPRESSED in kinds:
         return ""
     return (
         f"no tensor was compressed in any of {case.steps} steps: what --accept {case.accept} is "

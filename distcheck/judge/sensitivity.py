@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from distcheck.records import Case, CheckResult, Compared, VerdictName
+from distcheck.records import Case, CheckResult, Compared, FindingKind, VerdictName
 from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
 
 _NOTHING_COUNTS = (
@@ -54,8 +54,13 @@ def of_check(result: CheckResult) -> CheckResult:
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
     reason = f"{_NOTHING_COUNTS} ({_why(list(result.shown.values()))})"
-    reason = "; ".join(filter(None, [reason, result.reason]))
-    return msgspec.structs.replace(result, verdict="unknown", reason=reason)
+    return msgspec.structs.replace(
+        result,
+        verdict="unknown",
+        reason="; ".join(filter(None, [reason, result.reason])),
+        lead=reason,
+        kinds=(FindingKind.NOTHING_COUNTS, *result.kinds),
+    )
 
 
 def why_alone_unknown(results: Sequence[CheckResult]) -> str:
@@ -64,7 +69,7 @@ def why_alone_unknown(results: Sequence[CheckResult]) -> str:
     """
     lacking = [result for result in results if result.verdict != "pass"]
     for result in lacking:
-        insensitive = result.check == SENSITIVITY or result.reason.startswith(_NOTHING_COUNTS)
+        insensitive = result.check == SENSITIVITY or FindingKind.NOTHING_COUNTS in result.kinds
         if result.verdict != "unknown" or not insensitive:
             return ""
     return next((result.reason for result in lacking if result.check == SENSITIVITY), "")

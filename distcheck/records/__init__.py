@@ -14,6 +14,7 @@ decoding, sources     reading files of any origin, with limits
 import math
 import shlex
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -121,11 +122,29 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return f"step {self.step}, {self.parameter}{index}, rank {self.rank}"
 
 
+class FindingKind(StrEnum):
+    """What a check has found, for those who choose by it: its reason is for people alone."""
+
+    SAME_SAMPLES = "two ranks have the same samples"
+    SAME_RANDOMNESS = "two ranks draw the same random numbers"
+    READ_APART = "ranks of one model read different samples"
+    READ_AGAIN = "a rank reads samples again"
+    BEFORE_UNSCALE = "gradients are clipped before they are unscaled"
+    NO_LOCAL = "no gradient before the exchange was seen"
+    NO_OUTPUTS = "no rank gave outputs"
+    DREW_ALIKE = "ranks begin a step with the same random numbers"
+    NOTHING_COUNTS = "no tensor could have shown a mistake"
+    COMPRESSED = "tensors were compressed"
+    OTHER = "something on which nothing depends"
+
+
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one check said about one layer of expectation of one case.
 
-    `shown` says of each tensor which mistakes its comparison would have shown, where the check asks
-    that. What could show none does not count as compared, and is counted in `insensitive`.
+    `reason` is made of sentences, of which `lead` is the first where there are several. `kinds`
+    says what they are about, that of the first sentence first. `shown` says of each tensor which
+    mistakes its comparison would have shown, where the check asks that. What could show none does
+    not count as compared, and is counted in `insensitive`.
     """
 
     check: str
@@ -135,11 +154,23 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     worst: Difference | None = None
     first: Difference | None = None
     reason: str = ""
+    lead: str = ""
+    kinds: tuple[FindingKind, ...] = ()
     aggregates: Aggregates = Aggregates()
     shown: dict[str, Shown] = {}
     insensitive: Compared = Compared()
     excuse: str = ""  # why something passed, which explains nothing beside a failure
     defect: str = ""  # the traceback, where distcheck itself failed in this check
+
+    @property
+    def first_reason(self) -> str:
+        """The first sentence of the reason."""
+        return self.lead or self.reason
+
+    @property
+    def first_kind(self) -> FindingKind:
+        """What the first sentence of the reason is about."""
+        return self.kinds[0] if self.kinds else FindingKind.OTHER
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ DIFFERS = "; there the bits differ"
 # How notes begin that say in which form code was called.
 TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
 # How the check `data` says that ranks draw alike, which fails nothing.
-DREW_ALIKE = "with the same random numbers of "
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,15 @@ from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
-from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    FindingKind,
+    Outcome,
+    merge_verdicts,
+)
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
@@ -115,7 +123,7 @@ def _without_outputs(results: Sequence[CheckResult]) -> tuple[list[CheckResult],
         if result.check == OUTPUTS
         and result.verdict == "unknown"
         and not result.compared.elements
-        and NO_OUTPUTS in result.reason
+        and FindingKind.NO_OUTPUTS in result.kinds
     ]
     return [result for result in results if result not in empty], NO_OUTPUTS if empty else ""
 
@@ -235,7 +243,7 @@ def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
     """A pass of gradients that never were what is accepted shows nothing of it."""
     if (result.check, result.layer, result.verdict) != ("gradients", ROUNDING, "pass"):
         return result
-    why = acceptance.why_nothing_was_accepted(case, result.reason)
+    why = acceptance.why_nothing_was_accepted(case, result.kinds)
     return _with_note(msgspec.structs.replace(result, verdict="unknown"), why) if why else result
 
 
@@ -302,4 +310,4 @@ def _with_note(result: CheckResult, note: str) -> CheckResult:
     if not note:
         return result
     reason = "; ".join(filter(None, [note, result.reason]))
-    return msgspec.structs.replace(result, reason=reason)
+    return msgspec.structs.replace(result, reason=reason, lead=note)

@@ -276,3 +276,10 @@ def test_no_judge_reads_what_is_written_for_people() -> None:
     rooms = ("judge", "verification", "plan", "store", "job", "explore", "compare")
     readers = [path for room in rooms for path in of(room)]
     assert not [str(path) for path in readers if ".detail" in text_of(path)]
+
+
+def test_nobody_but_reports_reads_a_reason() -> None:
+    """Causes and verdicts are chosen by `CheckResult.kinds`, which says it as data."""
+    parses = re.compile(r"reason\.(partition|r?split|startswith|endswith|find)|in (\w+\.)*reason\b")
+    readers = [path for path in MODULES if "reports" not in path.parts]
+    assert not [str(path) for path in readers if parses.search(text_of(path))]

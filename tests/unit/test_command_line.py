@@ -281,6 +281,12 @@ def test_open_shows_the_last_page(
     assert kept_runs()[-1].name == "20260131-130000-3"
 
 
+def test_a_name_that_is_not_utf8_is_refused() -> None:
+    ran = CliRunner().invoke(root_command, ["verify", "--strategy", "b\udcff.py:f"])
+    assert ran.exit_code == ExitCode.USAGE
+    assert "'b\\udcff.py:f' is not UTF-8; rename it" in ran.output
+
+
 def test_too_little_memory_is_no_defect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

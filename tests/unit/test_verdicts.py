@@ -15,6 +15,7 @@ from distcheck.records import (
     CheckResult,
     Compared,
     Difference,
+    FindingKind,
     ModelLayout,
     Outcome,
 )
@@ -233,7 +234,8 @@ def test_a_low_rank_exchange_that_never_was_one_is_unknown() -> None:
     bounded = msgspec.structs.replace(GRADIENTS, layer="R")
 
     def ends(accept: str | None, reason: str) -> tuple[str, str]:
-        report = run([bounded], [result(bounded, reason=reason)], accept=accept)
+        kinds = (FindingKind.COMPRESSED,) if reason else ()
+        report = run([bounded], [result(bounded, reason=reason, kinds=kinds)], accept=accept)
         return checks(report)["gradients"]
 
     compressed = "step 1: 2 of 8 tensors were compressed, 9 to 12 % of their norm kept"
@@ -267,7 +269,9 @@ def test_outputs_that_no_rank_gave_are_a_note_and_no_row(
     compared: Compared, verdict: str, there: bool
 ) -> None:
     outputs = PlannedCheck(check="outputs", layer="S32", scope="step", required=REQUIRED)
-    made = [result(outputs, compared=compared, reason=NO_OUTPUTS), result(GRADIENTS)]
+    kinds = (FindingKind.NO_OUTPUTS,)
+    empty = result(outputs, compared=compared, reason=NO_OUTPUTS, kinds=kinds)
+    made = [empty, result(GRADIENTS)]
     report = run([OUTCOME, outputs, GRADIENTS], made)
     assert report.verdict == verdict
     assert ("outputs" in checks(report)) == there

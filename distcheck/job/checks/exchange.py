@@ -13,13 +13,12 @@ from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER, ROUNDING
 
 # Chosen: two losses in float32 and their quotient round to some 1e-7; factors that mean something
 # (an accumulation of 2, a world of 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
-NOT_SEEN = "no gradient before the exchange was seen"
 NOT_TRAINED = (
     "no parameter had a gradient when the optimizer stepped, in any step: it trains nothing, "
     "unless it keeps gradients elsewhere"
@@ -73,7 +72,11 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
             sums += _compare(view, tally, index)
     result = tally.result()
     if not result.compared.elements:
-        tally.missing(NOT_SEEN if _is_trained(job, steps) else NOT_TRAINED)
+        is_trained = _is_trained(job, steps)
+        tally.missing(
+            "no gradient before the exchange was seen" if is_trained else NOT_TRAINED,
+            FindingKind.NO_LOCAL if is_trained else FindingKind.OTHER,
+        )
     elif nothing:
         tally.missing("every gradient is exactly zero, so nothing can be compared")
     elif sums:

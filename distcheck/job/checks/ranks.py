@@ -7,10 +7,8 @@ import torch
 from distcheck.judge.checks.comparison import Comparison, Place
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
-
-BEFORE_UNSCALE = "before GradScaler.unscale_"
 
 
 def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
@@ -274,7 +272,8 @@ def scaler(job: JobRecording) -> Iterator[CheckResult]:
             if any(clip.scaled for clip in own.clips):
                 tally.fail(
                     f"step {step}: gradients are clipped while they are {own.scale or 1.0:g} times "
-                    f"as large, {BEFORE_UNSCALE}",
+                    "as large, before GradScaler.unscale_",
+                    kind=FindingKind.BEFORE_UNSCALE,
                     parameter="scale", rank=rank, step=step,
                 )  # fmt: skip
     yield tally.result()

@@ -17,11 +17,10 @@ from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import Iteration, LoadedBatch, StepRecord
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
 WITH_REPLACEMENT = "replacement"
-TOGETHER = "train one model together"
 ALIKE = "draw the same random numbers to make their samples"
 _MOST = 8  # batches of two ranks whose parts are looked at
 Place = tuple[int, int, int]
@@ -61,13 +60,13 @@ def disjoint(job: JobRecording) -> CheckResult:
         for one, two in combinations(range(job.world), 2):
             shared = (Counter(found[one]) & Counter(found[two])).total()
             if found[one] and Counter(found[one]) == Counter(found[two]):
-                said = f"have the same {len(found[one])} samples"
+                said, kind = f"have the same {len(found[one])} samples", FindingKind.SAME_SAMPLES
             elif 2 * shared > min(len(found[one]), len(found[two])) and shared > 1:
-                said = f"have {shared} samples in common"
+                said, kind = f"have {shared} samples in common", FindingKind.OTHER
             else:
                 continue
             both = f"ranks {job.called(one)} and {job.called(two)}"
-            _report(tally, trained, f"step {step}: {both} {said}", two, step)
+            _report(tally, trained, f"step {step}: {both} {said}", two, step, kind)
     result = tally.result()
     if result.verdict != "fail":
         _within_epochs(job, tally, trained)
@@ -88,8 +87,9 @@ def _shared(job: JobRecording, tally: Tally) -> None:
             other = next((r for r, own in zip(unit, ids, strict=True) if own != ids[0]), None)
             if other is not None and all(ids):
                 tally.fail(
-                    f"step {step}: ranks {unit[0]} and {other} {TOGETHER}, and read different "
-                    "samples", parameter="samples", rank=other, step=step,
+                    f"step {step}: ranks {unit[0]} and {other} train one model together, "
+                    "and read different samples",
+                    kind=FindingKind.READ_APART, parameter="samples", rank=other, step=step,
                 )  # fmt: skip
                 return
 
@@ -175,14 +175,17 @@ def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
                 _report(tally, trained, said, two, job.steps[0])
 
 
-def _report(tally: Tally, trained: _Trained, said: str, rank: int, step: int) -> None:
+def _report(
+    tally: Tally, trained: _Trained, said: str, rank: int, step: int,
+    kind: FindingKind = FindingKind.OTHER,
+) -> None:  # fmt: skip
     if trained.unclear and tally.result().verdict != "unknown":
         tally.missing(
             f"{said} by their indices, and what ranks read for these differs in every part: each "
             "has data of its own, or they augment the same; run the job once without augmentation"
         )
     elif not trained.unclear:
-        tally.fail(said, parameter="samples", rank=rank, step=step)
+        tally.fail(said, parameter="samples", rank=rank, step=step, kind=kind)
 
 
 def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
@@ -195,7 +198,7 @@ def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
                 streams = ", ".join(sorted(name for name, _ in same))
                 tally.fail(
                     f"step {step}: ranks {other} and {rank} {ALIKE} ({streams})",
-                    parameter="samples", rank=rank, step=step,
+                    kind=FindingKind.SAME_RANDOMNESS, parameter="samples", rank=rank, step=step,
                 )  # fmt: skip
 
     for one, two in combinations(sorted(job.drawn), 2):
@@ -203,7 +206,7 @@ def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
             names = ", ".join(sorted({stream.partition("-")[0] for stream in common}))
             tally.fail(
                 f"ranks {one} and {two} {ALIKE} ({names}, in the processes of their loaders)",
-                parameter="samples", rank=two, step=job.steps[0],
+                kind=FindingKind.SAME_RANDOMNESS, parameter="samples", rank=two, step=job.steps[0],
             )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
-from distcheck.records.run_facts import DREW_ALIKE
+from distcheck.records import FindingKind
 
 OVER_STEPS = True  # looks at all steps together, as they were recorded
 
@@ -82,10 +82,9 @@ def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
     if groups:
         ranks = "; ".join(", ".join(map(str, group)) for group in groups)
         tally.remark(
-            f"ranks {ranks} begin step {step} {DREW_ALIKE}{library}, which distcheck had made "
-            "different: dropout masks or noise that are drawn from it are copies. Gradients are "
-            "right all the same. If code seeds its own random numbers, give it a generator of its "
-            "own"
+            f"ranks {ranks} begin step {step} with the same random numbers of {library}, which "
+            "distcheck had made different: dropout masks or noise drawn from it are copies",
+            FindingKind.DREW_ALIKE,
         )
 
 
@@ -134,6 +133,7 @@ def _no_sample_twice(
         tally.fail(
             f"{twice} samples of rank {rank} at step {step} had been read before in the same "
             f"epoch (by rank {where[0]} at step {where[1]})",
+            kind=FindingKind.READ_AGAIN,
             parameter="sample ids",
             rank=rank,
             step=step,
@@ -149,6 +149,7 @@ def _orders_differ(tally: Tally, evidence: Evidence, per_epoch: int) -> None:
                 tally.fail(
                     f"rank {rank} read the same samples in the same order in epochs "
                     f"{before.epoch} and {now.epoch}",
+                    kind=FindingKind.READ_AGAIN,
                     parameter="sample ids",
                     rank=rank,
                     step=step,

@@ -10,7 +10,6 @@ S32, S64  per tensor, relative L2 norm against the whole batch in one process (S
 
 import torch
 
-from distcheck.judge.acceptance import COMPRESSED
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import (
@@ -24,7 +23,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import EachItsOwn, Form
 from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.recordings.recording import Kind
-from distcheck.records import TensorSpec
+from distcheck.records import FindingKind, TensorSpec
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -84,6 +83,7 @@ def _remark_on_rank(expectation: Expectation, kept: list[float], tally: Tally) -
     if compressed:
         least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))
         tally.remark(
-            f"step {expectation.step}: {len(compressed)} of {len(kept)} {COMPRESSED}, {least} to "
-            f"{most} % of their norm kept"
+            f"step {expectation.step}: {len(compressed)} of {len(kept)} tensors were compressed, "
+            f"{least} to {most} % of their norm kept",
+            FindingKind.COMPRESSED,
         )

@@ -42,6 +42,8 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         worst=worst,
         first=first.first if first else None,
         reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+        lead=next((part.first_reason for part in parts if part.reason), ""),
+        kinds=tuple(dict.fromkeys(kind for part in parts for kind in part.kinds)),
         excuse="; ".join(dict.fromkeys(part.excuse for part in parts if part.excuse)),
         defect=next((part.defect for part in parts if part.defect), ""),
     )

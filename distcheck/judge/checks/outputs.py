@@ -13,6 +13,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.layout import OUTPUTS
+from distcheck.records import FindingKind
 from distcheck.records.layers import NO_OUTPUTS
 
 
@@ -53,4 +54,4 @@ def _compare_shard(
             known[entry.digest] = compare(tensor[: len(form.expected)])
         tally.add(known[entry.digest], parameter=OUTPUTS, rank=rank, step=step)
     if not has_outputs:
-        tally.remark(NO_OUTPUTS)
+        tally.remark(NO_OUTPUTS, FindingKind.NO_OUTPUTS)

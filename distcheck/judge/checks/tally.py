@@ -6,7 +6,7 @@ from typing import Any
 
 from distcheck.judge.checks.comparison import Comparison, Place
 from distcheck.judge.checks.merging import share_of_bound
-from distcheck.records import CheckResult, Compared, Difference, number
+from distcheck.records import CheckResult, Compared, Difference, FindingKind, number
 from distcheck.records.mistakes import Shown, both
 from distcheck.records.picture_sums import MOST_ELEMENTS, Aggregates, Element, Losses, worst_first
 
@@ -146,6 +146,7 @@ class Tally:
         self._worst: Difference | None = None
         self._first: Difference | None = None
         self._reasons: list[str] = []
+        self._kinds: dict[FindingKind, None] = {}
         self._excuses: list[str] = []
         self._missing = False
         self.sums = Sums()
@@ -196,10 +197,11 @@ class Tally:
         step: int = 0,
         actual: float | str = "",
         expected: float | str = "",
+        kind: FindingKind = FindingKind.OTHER,
     ) -> None:
         """Notes a mismatch that is not one of numbers: something missing, or out of place."""
         self._failed = True
-        self._reasons.append(reason)
+        self.remark(reason, kind)
         self.sums.fail(parameter=parameter, step=step)
         difference = Difference(
             parameter=parameter,
@@ -220,14 +222,15 @@ class Tally:
         if self._worst is None or share_of_bound(difference) > share_of_bound(self._worst):
             self._worst = difference
 
-    def remark(self, reason: str) -> None:
+    def remark(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
         """Adds a sentence to the report that decides nothing."""
         self._reasons.append(reason)
+        self._kinds[kind] = None
 
-    def missing(self, reason: str) -> None:
+    def missing(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
         """Notes that something was not there to be judged: the check is unknown, or fails."""
         self._missing = True
-        self._reasons.append(reason)
+        self.remark(reason, kind)
 
     def excuse(self, reason: str) -> None:
         """Adds a sentence on why something passed. Beside a failure it would explain nothing."""
@@ -244,6 +247,8 @@ class Tally:
             worst=self._worst,
             first=self._first,
             reason="; ".join(dict.fromkeys(self._reasons)),
+            lead=self._reasons[0] if len(self._reasons) > 1 else "",
+            kinds=tuple(self._kinds),
             excuse="; ".join(dict.fromkeys(self._excuses)),
             aggregates=self.sums.result(),
         )

@@ -164,7 +164,7 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     assert first is not None
     parts = [f"{first.check} differ first: {where(first)}"]
-    reason = first.reason.partition("; ")[0]
+    reason = first.first_reason
     parts += [reason] if reason and (first.layer != ROUNDING or not facts.steps) else []
     seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
     parts.append(seen)

@@ -117,7 +117,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
                 world=world,
             )
         ]
-    reason = result.reason.partition("; ")[0]
+    reason = result.first_reason
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [where(result), reason, seen]))
     evidence = f"gradients are not what --accept {accept} allows: {evidence}"
@@ -138,7 +138,7 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
         return named
     evidence = "with the gradients that ranks held, the optimizer's step gives other parameters "
     evidence += f"or another state of its own: {where(result)}"
-    reason = result.reason.partition("; ")[0]
+    reason = result.first_reason
     if seen is None:
         evidence += f"; {reason}" if reason else ""
     else:

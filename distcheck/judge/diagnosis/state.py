@@ -6,11 +6,10 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.wording import Failures, positions_text, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.recordings.recording import Kind
-from distcheck.records import CheckResult, Diagnosis
+from distcheck.records import CheckResult, Diagnosis, FindingKind
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.odd_ranks import ranks_in_words
-from distcheck.records.run_facts import DREW_ALIKE
 
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
@@ -137,9 +136,8 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
 def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
     """The same as a remark, of a case in which no check failed for it."""
     for result in results:
-        if result.check == "data" and result.verdict == "pass" and DREW_ALIKE in result.reason:
-            seen, _, more = result.reason.partition(", which")
-            yield name_cause("same-randomness", f"{seen}, which{more.partition('. ')[0]}")
+        if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
+            yield name_cause("same-randomness", result.reason)
 
 
 def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
@@ -159,10 +157,9 @@ def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 def _repeated(result: CheckResult) -> list[Diagnosis]:
     """Samples that a rank reads again, where ranks share none."""
-    reason = result.reason.partition("; ")[0]
-    if "read before in the same epoch" not in reason and "in the same order" not in reason:
+    if result.first_kind is not FindingKind.READ_AGAIN:
         return []
-    evidence = f"ranks share no samples, and read some again: {reason}"
+    evidence = f"ranks share no samples, and read some again: {result.first_reason}"
     return [name_cause("repeated-samples", evidence)]
 
 
