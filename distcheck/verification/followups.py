@@ -77,7 +77,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
     """The cases to run after these: of equal shards at most one for a strategy and world."""
     found: dict[tuple[object, ...], FollowUp] = {}
-    for report in reports:
+    for report in (report for report in reports if not is_untrained(report)):
         for kind in _KINDS:
             if kind in _ODD:
                 case = _without(kind, report, reports)
@@ -220,7 +220,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     notes: Callable[[CaseReport], list[str]] = lambda report: [  # noqa: E731
         note for other, note in left if other.case.siblings == report.case.siblings
     ]
-    return [msgspec.structs.replace(r, notes=(*r.notes, *notes(r))) for r in kept], out
+    return [msgspec.structs.replace(r, notes=(*notes(r), *r.notes)) for r in kept], out
 
 
 def _base(case: Case) -> str:
@@ -262,11 +262,18 @@ def stands(report: CaseReport) -> bool:
 
 def is_untrained(report: CaseReport) -> bool:
     """Whether the code could not train a case that counts only if ranks finish it: it raised, or
-    waits for ever, or its calls do not match (which may make gloo kill a rank). A rank that ends in
-    another way shows nothing about it.
+    waits for ever, or its calls do not match (which may make gloo kill a rank), or it exchanged
+    nothing, as buckets that wait for every parameter. A rank that ends in another way shows nothing
+    about it.
     """
-    ended = not any(map(_is_gone, report.outcomes))
-    return report.ranks_failed and ended and counts_if_finished(report.case)
+    ended = report.ranks_failed and not any(map(_is_gone, report.outcomes))
+    return (ended or _exchanged_nothing(report)) and counts_if_finished(report.case)
+
+
+def _exchanged_nothing(report: CaseReport) -> bool:
+    """Whether every rank holds its own gradients; one rank's, in a world of two, are the same."""
+    causes = {one.cause for one in report.diagnosis}
+    return "no-sync" in causes and causes <= {"no-sync", "one-rank-only"}
 
 
 def _is_gone(outcome: Outcome) -> bool:
@@ -278,6 +285,13 @@ def _is_gone(outcome: Outcome) -> bool:
 
 def _untrained_note(report: CaseReport) -> str:
     first = next(iter(report.diagnosis), None)
+    if _exchanged_nothing(report):
+        return (
+            f"optional check {report.case.workload} skipped: where a rank does not use some layer, "
+            "no gradient of the other layers is exchanged either, and no error says so; that is "
+            "right for models in which every rank uses every layer; --workload "
+            f"{report.case.workload} requires it"
+        )
     ended = _error(report) if first is None or first.cause == "crash" else first.evidence
     name = report.case.workload
     return (

@@ -309,10 +309,15 @@ UNLIKE_SIZES = (Outcome(rank=0, outcome="killed", sizes_differ=True),)
 
 
 @pytest.mark.parametrize(
-    "ended", [CRASHED, HUNG, ABORTED, UNLIKE_SIZES], ids=["crashed", "hung", "aborted", "sizes"]
+    "said",
+    [
+        *({"outcomes": ended} for ended in (CRASHED, HUNG, ABORTED, UNLIKE_SIZES)),
+        {"diagnosis": caused("no-sync", "one-rank-only")},  # buckets that wait for every parameter
+    ],
+    ids=["crashed", "hung", "aborted", "sizes", "nothing exchanged"],
 )
-def test_a_model_that_the_code_does_not_train_does_not_count(ended: tuple[Outcome, ...]) -> None:
-    reports = [report("cnn"), absent(verdict="fail", outcomes=ended)]
+def test_a_model_that_the_code_does_not_train_does_not_count(said: dict[str, Any]) -> None:
+    reports = [report("cnn"), absent(verdict="fail", **said)]
     (kept,), out = leave_out(reports)
     assert list(out) == ["absent_on_some-float32"]
     assert [note for note in kept.notes if "--workload absent_on_some requires it" in note]
@@ -320,7 +325,9 @@ def test_a_model_that_the_code_does_not_train_does_not_count(ended: tuple[Outcom
 
 
 def test_wrong_gradients_in_it_count_and_so_does_what_was_asked_for() -> None:
-    for found in (absent(verdict="fail"), absent(verdict="unknown"), absent(rerun=True, **LOUD)):
+    wrong = absent(verdict="fail", diagnosis=caused("no-sync", "wrong-divisor"))
+    asked = absent(rerun=True, **LOUD)
+    for found in (absent(verdict="fail"), wrong, absent(verdict="unknown"), asked):
         assert leave_out([report("cnn"), found]) == ([report("cnn"), found], {})
     assert leave_out([absent(**LOUD)]) == ([absent(**LOUD)], {})  # nothing else was judged
 
