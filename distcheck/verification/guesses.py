@@ -36,7 +36,10 @@ _NOT_EXPLAINED = {
     "optimizer-not-stepped",
 }  # fmt: skip
 # What code says that finds nothing where its script has put something.
-_LACKS = re.compile(r"NoneType|has no attribute|is not defined|not (been )?initiali[sz]ed|KeyError")
+_LACKS = re.compile(
+    r"NoneType|has no attribute|is not defined|KeyError|"
+    r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
+)
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
@@ -318,7 +321,9 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
     it had exchanged anything; None for any other.
     """
     ends = [outcome for run in runs for outcome in run.outcomes if not outcome.lost_peer]
-    raised = [one for one in ends if one.outcome == RankEnd.RAISED and one.call is None]
+    # A collective without a place is torch's own, as of a DistributedDataParallel that is made.
+    silent = [one for one in ends if one.call is None or not one.call.place]
+    raised = [one for one in silent if one.outcome == RankEnd.RAISED]
     if not raised or len(raised) < len([o for o in ends if o.outcome != RankEnd.ENDED]):
         return None
     error = raised[0].error

@@ -295,6 +295,22 @@ def test_form(given: Given) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["lost-broadcast"])]
+)
+def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
+    name: str, causes: list[str]
+) -> None:
+    (case,) = distcheck.verify(
+        f"{HERE / 'guessed.py'}:{name}",
+        form="sharded-optimizer",
+        workload="adamw",
+        world=2,
+        steps=2,
+    ).cases
+    assert [found.cause for found in case.diagnosis] == causes
+
+
 def test_a_form_that_was_found_says_how_to_pin_it() -> None:
     (case,) = verify(["guessed:Switched"], world=2, steps=2).cases
     assert any("--as wrapper --finish sync_gradients --reset switch_on" in n for n in case.notes)
@@ -435,6 +451,8 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
         ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
         ("guessed:of_marked_parameters", {}, "for the attribute is_replicated, which nothing"),
+        ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before it exchanged anything"),
+        ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before it exchanged anything: it needs"),
         ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),

@@ -3,6 +3,8 @@
 Where it is derived from one of torch's optimizers, and its step() ends in that one's, gradients are
 final where that one's step begins. If the workload trains with that very class, its step is the
 update. Otherwise the step ends there: the workload's own optimizer updates with those gradients.
+Where the optimizer's state is divided, each rank has the gradients of its own parameters alone, and
+step() sends on what becomes of them: the workload's optimizer steps within, in that step's place.
 If its step() never calls that one's, as a copy of it does not, the gradients are those that it
 leaves, and what it made of the parameters is its update, or is undone in the same way.
 
@@ -38,12 +40,14 @@ def fits(target: Target) -> bool:
     )
 
 
-def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedStrategy:
     """Made of the workload's parameters; its step() is called where the optimizer's would be."""
     if not fits(target):
         raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
     base = _torchs_own(target.value)
-    return _by_its_base(target, scene, base) if base is not None else _by_its_update(target, scene)
+    if base is None:
+        return _by_its_update(target, scene)
+    return _by_its_base(target, scene, base, is_divided=is_divided)
 
 
 def parameters_name(kind: type) -> str:
@@ -64,18 +68,22 @@ def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
 
 class Watched(StandIn):
     """What the loop sees in place of an optimizer: its groups and state, and where the step of
-    torch's class begins.
+    torch's class begins, in whose place `instead` steps, if there is one.
     """
 
-    def __init__(self, made: Any, base: type, scene: Scene, *, updates: bool) -> None:
-        super().__init__(made)
-        self.optim, self._base, self._scene, self._updates = made, base, scene, updates
+    def __init__(
+        self, made: Any, base: type, scene: Scene, *, updates: bool, instead: Any = None
+    ) -> None:
+        super().__init__(instead or made)
+        self.optim = instead or made  # whose state is compared
+        self._made, self._base, self._scene = made, base, scene
+        self._updates, self._instead = updates, instead
         self._is_copy = "step" in vars(type(made)) and not Source(type(made).step).words & {"super"}
         self._begun: list[Callable[..., Any]] = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Its own."""
-        self.optim.zero_grad()
+        self._made.zero_grad()
 
     def before_update(self, begins: Callable[..., Any]) -> Any:
         """Makes `begins` called where gradients are final; returns a handle with `remove()`."""
@@ -88,9 +96,10 @@ class Watched(StandIn):
 
     def step(self) -> None:
         """Its own, with the step of torch's class watched."""
-        held = [] if self._updates else [p.detach().clone() for p in self._scene.parameters()]
+        is_undone = not (self._updates or self._instead)
+        held = [] if not is_undone else [p.detach().clone() for p in self._scene.parameters()]
         with self._watching() as began:
-            Filling(self._scene, self.optim.step, what="its step()").call()
+            Filling(self._scene, self._made.step, what="its step()").call()
         if not began and self._is_copy:
             for begins in self._begun:
                 begins()
@@ -104,11 +113,13 @@ class Watched(StandIn):
         original = base.step
 
         def watched(optimizer: Any, *handed: Any, **named: Any) -> Any:
-            if optimizer is not self.optim:
+            if optimizer is not self._made:
                 return original(optimizer, *handed, **named)
             began.append(1)
             for begins in self._begun:
                 begins()
+            if self._instead is not None:
+                return self._instead.step()
             return original(optimizer, *handed, **named) if self._updates else None
 
         watched.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
@@ -119,7 +130,9 @@ class Watched(StandIn):
             base.step = original
 
 
-def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]) -> LoadedStrategy:
+def _by_its_base(
+    target: Target, scene: Scene, base: type[torch.optim.Optimizer], *, is_divided: bool
+) -> LoadedStrategy:
     filling = _filling(target, scene)
     watched: list[Watched] = []
 
@@ -131,9 +144,10 @@ def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]
         groups = [
             dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
         ]
-        made = Watched(filling.call(groups), base, scene, updates=is_same)
+        instead = inner if is_divided and not is_same else None
+        made = Watched(filling.call(groups), base, scene, updates=is_same, instead=instead)
         watched[:] = [made]
-        return made if is_same else inner
+        return made if is_same or is_divided else inner
 
     def sync(model: nn.Module, step: Step) -> None:
         (made,) = watched

@@ -39,7 +39,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """
     name = _class_name(target) if target.is_class else ""
     if not name and own_optimizer.fits(target):
-        return _divided(own_optimizer.adapt(target, scene), gradients="owner")
+        return _divided(own_optimizer.adapt(target, scene, is_divided=True), gradients="owner")
     if not name and target.is_class and optimizer_name(target):
         return _divided(adapt_optimizer(target, scene))
     if not name:
