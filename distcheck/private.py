@@ -20,6 +20,7 @@ from typing import IO
 
 FOLDER = ".distcheck"  # in the current folder, for runs and all else that is kept
 _MOST_LINKS = 40  # as Linux follows
+_ROOT = 0
 _NOT_OURS = "it is a link, another user's, or a folder that other users can write"
 
 
@@ -116,19 +117,34 @@ def drafted(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def publish(path: str, text: str) -> None:
-    """Write a file that the person named, whole or not at all; a pipe or a device as it is. Raises
-    OSError for a link of another user, which may lead to any file of this one.
+def followed(path: str) -> Path:
+    """Return the place that a path leads to. Raises OSError for a link of another user in it, which
+    may lead to any file of this one.
     """
-    place, links = Path(path), 0
-    while place.is_symlink():
-        if place.lstat().st_uid not in (os.geteuid(), 0):
-            raise PermissionError(errno.EPERM, "it is a link of another user", path)
+    place, links = Path("/"), 0
+    ahead = [*reversed(Path(path).absolute().parts[1:])]
+    while ahead:
+        part = ahead.pop()
+        one = place.parent if part == ".." else place / part
+        if not one.is_symlink():
+            place = one
+            continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        place = place.parent / place.readlink()
-    place = Path(os.path.realpath(place))
+        if one.lstat().st_uid not in (os.geteuid(), _ROOT):
+            raise PermissionError(errno.EPERM, f"{one} is a link of another user", path)
+        target = one.readlink()
+        place = Path("/") if target.is_absolute() else place
+        ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return place
+
+
+def publish(path: str, text: str) -> None:
+    """Write a file that the person named, whole or not at all; a pipe or a device as it is. Raises
+    OSError.
+    """
+    place = followed(path)
     is_there = Path(path).exists()
     draft = place.with_name(unique(".part-"))
     if not is_there or place.is_file():

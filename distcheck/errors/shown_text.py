@@ -31,6 +31,7 @@ _KEPT = frozenset((
 _FREE = ("environment", "arguments", "variables")  # which hold a person's own names
 _COMMANDS = ("replay", "command")
 _SHORTEST_SECRET = 6
+_MOST_SECRET = 1 << 16  # characters
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
 # Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere, as Azure
 # Pipelines does "##vso[".
@@ -108,30 +109,27 @@ def _text(text: str) -> str:
 
 
 def shortened(
-    text: str,
-    most: int = MOST_CHARACTERS,
-    *,
-    why: str = "; the JSON report has them",
-    length: int = 0,
+    text: str, most: int = MOST_CHARACTERS, *, why: str = "; the JSON report has them"
 ) -> str:
-    """The beginning and the end of a text of more than `most` characters; `length` is what it had
-    before it was shortened once.
-    """  # fmt: skip
+    """The beginning and the end of a text of more than `most` characters."""
     if len(text) <= most:
         return text
     head = most // 4
-    left_out = max(length, len(text)) - most
+    left_out = len(text) - most
     said = f"\n... {left_out:,} characters are left out here{why} ...\n"
     return text[:head] + said + text[len(text) - (most - head) :]
 
 
 def reported(text: str) -> str:
-    """A text as its rank sends it, without secrets. They are masked in twice as much as is sent, so
-    that none is cut in two.
+    """A text as its rank sends it, without secrets. Of a long one they are masked at its beginning
+    and its end, and what is next to the cut is left out: it may be a part of one.
     """
-    why = f"; a rank reports {MOST_REPORTED:,} of a text"
-    masked = masker()(shortened(text, 2 * MOST_REPORTED))
-    return shortened(masked, MOST_REPORTED, why=why, length=len(text))
+    why, mask = f"; a rank reports {MOST_REPORTED:,} of a text", masker()
+    if len(text) > 2 * MOST_REPORTED:
+        head, tail = mask(text[:MOST_REPORTED]), mask(text[-MOST_REPORTED:])
+        text = f"{head[:-_MOST_SECRET]}{' ' * (len(text) - 2 * MOST_REPORTED)}{tail[_MOST_SECRET:]}"
+        return shortened(text, MOST_REPORTED, why=why)
+    return shortened(mask(text), MOST_REPORTED, why=why)
 
 
 def without_commands(text: str, *, form: str = "") -> str:

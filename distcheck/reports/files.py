@@ -148,6 +148,7 @@ def _tell_github(summary: str, document: dict[str, Any]) -> None:
         return
     try:
         there = Path(summary).stat().st_size if Path(summary).exists() else 0
+        private.followed(summary)
         with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(github.step_summary(document, room_bytes=github.MOST_SUMMARY_BYTES - there))
     except OSError as error:
@@ -162,10 +163,11 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
         return
     there = Path(path).exists()
     try:
-        with Path(path).open("a"):
-            pass
+        place = private.followed(path)
+        # A pipe that nobody reads is not waited for.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
         if not there:
-            Path(path).unlink()
+            place.unlink()
     except OSError as error:
         why = error.strerror
         if isinstance(error, FileNotFoundError):

@@ -93,6 +93,8 @@ class Checkout:
         if given:
             path = Path(given).resolve()
             run = path if self.is_git else _run_of(path)
+            if not self.is_git and self._root is not None and run.parent != self._root:
+                run = run.parent if run.parent.is_relative_to(self._root) else run
             is_around = self._root is not None and not run.is_relative_to(self._root)
             self._not_ours.append(path if is_around else run)
 
@@ -194,7 +196,8 @@ def require_trust(
     `unknown_code`; `folder` is where a bundle was unpacked. Raises UsageError otherwise, and for a
     case that reads a file from outside its run.
     """
-    sources_only.begin()
+    handed_over = given if folder is None else ""  # what a bundle holds is not below it
+    sources_only.begin(given="" if trusted else handed_over)
     foreign = [case for case in cases if not is_sealed(case, made.get(case.id))]
     for case in foreign:
         if case.initial:
@@ -203,7 +206,6 @@ def require_trust(
         return
     commands = [case.command_line for case in cases if case.job]
     texts = texts_given(foreign)
-    handed_over = given if folder is None else ""  # what a bundle holds is not below it
     code = [] if commands else unknown_code(cases, unpacked, given=handed_over, made=made)
     listed = [one_line(shown(text)) for text in (commands or [*map(str, code), *texts])]
     if not listed:
@@ -217,7 +219,8 @@ def require_trust(
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
-    sources_only.begin({file: digest for one in code for file, digest in one.files.items()})
+    agreed = {file: digest for one in code for file, digest in one.files.items()}
+    sources_only.begin(agreed, given=handed_over)
 
 
 def _run_of(given: Path) -> Path:

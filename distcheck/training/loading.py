@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import stat
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -366,8 +367,10 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     folder = path.parent
     if (levels := scripts.levels_in_package(path)) and name == path.stem:
         name, folder = _in_package(path, levels)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # so that it can import its neighbours
+    if str(folder) not in sys.path:  # so that it can import its neighbours
+        # Where every user may write, after Python's own modules, which another's must not replace.
+        is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
+        sys.path.insert(len(sys.path) if is_shared else 0, str(folder))
     if "." in name:
         importlib.import_module(name.rpartition(".")[0])
     loaded = sys.modules.get(name)

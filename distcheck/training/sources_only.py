@@ -1,8 +1,8 @@
 """Imports of sources alone, for code that a saved run names.
 
 A compiled copy in `__pycache__` may come from elsewhere as well. Python believes its header, which
-can claim any source; the person has read the source next to it. Of files that the person was asked
-about, the bytes that they were asked about are loaded, or none.
+can claim any source; the person has read the source next to it. If the person was asked about
+files, the bytes that they were asked about are loaded, and nothing else from around these files.
 """
 
 import hashlib
@@ -23,14 +23,18 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 _VARIABLE = "DISTCHECK_SOURCES_ONLY"
+_OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def begin(agreed: Mapping[str, str] = MappingProxyType({})) -> None:
+def begin(agreed: Mapping[str, str] = MappingProxyType({}), *, given: str = "") -> None:
     """Make the processes that this one starts from now on import sources alone. `agreed` has the
-    SHA-256 digests of files by their absolute paths: none is loaded that has another one then.
+    SHA-256 digests of files by their absolute paths: none is loaded that has another one then, and
+    no other file from around these, or from `given`, the folder or file that was handed over.
     """
-    os.environ[_VARIABLE] = json.dumps(dict(agreed))
+    around = [str(_root_of(Path(file))) for file in agreed]
+    around += [os.path.realpath(given)] if given else []
+    os.environ[_VARIABLE] = json.dumps({"agreed": dict(agreed), "around": around})
 
 
 def follow_environment() -> None:
@@ -47,10 +51,11 @@ def followed(path: Path) -> Path:
     """Return the place that a path leads to. What is loaded from there is held to what was agreed
     for the path: a link may have taken the place of the file.
     """
-    place = path.resolve()
-    agreed = json.loads(os.environ.get(_VARIABLE, "{}"))
-    if (digest := agreed.get(os.path.abspath(path))) is not None:
-        begin({**agreed, str(place): digest})
+    place, asked = path.resolve(), _asked()
+    if (digest := asked["agreed"].get(os.path.abspath(path))) is not None:
+        asked["agreed"][str(place)] = digest
+        asked["around"].append(str(_root_of(place)))
+        os.environ[_VARIABLE] = json.dumps(asked)
     return place
 
 
@@ -80,10 +85,28 @@ class _ExtensionLoader(ExtensionFileLoader):
 
 def checked(path: str, data: bytes) -> bytes:
     """Return the content of a file that is to run. Raises ImportError if it was not agreed to."""
-    agreed = json.loads(os.environ.get(_VARIABLE, "{}")).get(os.path.abspath(path))
-    if agreed not in (None, hashlib.sha256(data).hexdigest()):
+    asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
+    digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
+    if digests - {hashlib.sha256(data).hexdigest()}:
         raise ImportError(f"{path} has changed since you were asked about it; run this again")
+    within = (one for one in places for folder in asked["around"] if one.is_relative_to(folder))
+    if not digests and any(not any(map(one.is_relative_to, _OWN)) for one in within):
+        raise ImportError(
+            f"{path} is not among the files that you were asked about; add --trust to run it all "
+            "the same"
+        )
     return data
+
+
+def _asked() -> dict[str, Any]:
+    """What `begin` has written, or nothing."""
+    found: dict[str, Any] = json.loads(os.environ.get(_VARIABLE) or "{}")
+    return found or {"agreed": {}, "around": []}
+
+
+def _root_of(file: Path) -> Path:
+    """The folder in which the top of a file's package is."""
+    return next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
 
 
 _finder = FileFinder.path_hook((_ExtensionLoader, EXTENSION_SUFFIXES), (_Loader, SOURCE_SUFFIXES))

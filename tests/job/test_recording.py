@@ -213,7 +213,7 @@ def test_leaves_are_found_in_their_order_and_get_other_data() -> None:
 
 
 def test_a_group_of_one_rank_copies() -> None:
-    group = Alone(SimpleNamespace(group_id="0"))
+    group = Alone(SimpleNamespace(group_id="0", group_rank=0, group_size=1))
     given, room = torch.arange(4.0), torch.zeros(4)
     group.allreduce([given]).wait()
     assert given.tolist() == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ from distcheck.engines.running import Work
 from distcheck.errors import CannotRunError
 from distcheck.errors.defects import save_traceback
 from distcheck.records import Case
-from distcheck.reports.files import write_text
+from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import Store
 
 ANOTHER = 4242
@@ -167,6 +167,26 @@ def test_a_page_of_a_run_is_as_private_as_the_run(here: Path) -> None:
     run = private.folder(here / "run" / "cases").parent
     write_text(str(run / "report.html"), "<html>", option="--html")
     assert mode_of(run / "report.html") == 0o600
+
+
+@pytest.mark.parametrize("path", ["link.json", "folder/r.json", "own.json"])
+def test_a_report_goes_through_no_link_of_another_user(
+    path: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "mine").mkdir()
+    (here / "mine/r.json").write_text("precious")
+    (here / "link.json").symlink_to("mine/r.json")
+    (here / "folder").symlink_to("mine")
+    (here / "own.json").symlink_to("link.json")
+    write_text(path, "{}")
+    assert (here / "mine/r.json").read_text() == "{}"
+    (here / "mine/r.json").write_text("precious")
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)  # and the links are root's no more
+    monkeypatch.setattr(private, "_ROOT", 4343)
+    for write in (lambda: write_text(path, "{}"), lambda: check_writable(path)):
+        with pytest.raises(CannotRunError, match="is a link of another user"):
+            write()
+    assert (here / "mine/r.json").read_text() == "precious"
 
 
 def test_a_report_goes_into_a_pipe(here: Path) -> None:

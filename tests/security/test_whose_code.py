@@ -446,7 +446,9 @@ def test_the_source_that_was_read_is_the_code_that_runs(
         sys.path_importer_cache.clear()
 
 
-@pytest.mark.parametrize("change", ["nothing", "the file", "a link", "a module next to it"])
+@pytest.mark.parametrize(
+    "change", ["nothing", "the file", "a link", "a module next to it", "a new module"]
+)
 def test_what_runs_is_what_was_asked_about(
     change: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,7 +457,8 @@ def test_what_runs_is_what_was_asked_about(
     monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
     monkeypatch.setenv(sources_only._VARIABLE, "{}")
     main, beside = tmp_path / "main_of_question.py", tmp_path / "next_of_question.py"
-    main.write_text("import next_of_question\ndef sync(model): ...\n")
+    main.write_text("import colorsys, next_of_question\ndef sync(model): ...\n")
+    sys.modules.pop("colorsys", None)
     beside.write_text("")
     case = Case(id="c", strategy=f"{main}:sync", world=2, workload="mlp")
     (tmp_path / "evil.py").write_text("raise SystemExit('evil')")
@@ -466,9 +469,11 @@ def test_what_runs_is_what_was_asked_about(
         if change == "a link":
             main.unlink()
             main.symlink_to("evil.py")
+        if change == "a new module":
+            (tmp_path / "colorsys.py").write_text("raise SystemExit('evil')")
         return True
 
-    monkeypatch.setattr(trust.click, "confirm", answers)
+    monkeypatch.setattr("click.confirm", answers)
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     trust.require_trust("gift", [case], {}, doing="replaying", trusted=False)
@@ -476,12 +481,57 @@ def test_what_runs_is_what_was_asked_about(
         if change == "nothing":
             assert loading._resolve("strategy", case.strategy, {})[2].sync
         else:
-            with pytest.raises(UsageError, match="has changed since you were asked about it"):
+            with pytest.raises(UsageError, match=r"(since|that) you were asked about"):
                 loading._resolve("strategy", case.strategy, {})
     finally:
-        for name in ("main_of_question", "next_of_question"):
+        for name in ("main_of_question", "next_of_question", "colorsys"):
             sys.modules.pop(name, None)
         sys.path_importer_cache.clear()
+
+
+def test_trusted_code_imports_nothing_from_what_was_handed_over(
+    tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be called like a package that the code can do without."""
+    monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
+    tracked.write_text(
+        "try:\n    from apax import amp\nexcept ImportError:\n    amp = None\n" + SYNC
+    )
+    commit(checkout)
+    (checkout / "apax").mkdir()
+    (checkout / "apax/amp.py").write_text("raise SystemExit('evil')")
+    case = Case(id="c", strategy="sync.py:sync", world=2, workload="mlp")
+    trust.require_trust("apax", [case], {}, doing="replaying", trusted=False)
+    try:
+        assert loading._resolve("strategy", case.strategy, {})[2].amp is None
+    finally:
+        for name in ("sync", "beside", "apax", "apax.amp"):
+            sys.modules.pop(name, None)
+        sys.path_importer_cache.clear()
+
+
+def test_what_stands_next_to_a_run_was_handed_over_with_it(checkout: Path) -> None:
+    (checkout / "gift/run/cases").mkdir(parents=True)
+    (checkout / "gift/code.py").write_text("def sync(model): ...\n")
+    case = Case(id="c", strategy="gift/code.py:sync", world=2, workload="mlp")
+    made = {"c": provenance_of(case, {})}  # which its author can write as well
+    for given in ("gift/run", "gift/run/cases/c.json"):
+        assert len(trust.unknown_code([case], given=given, made=made)) == 1
+
+
+def test_a_shared_folder_does_not_come_before_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    (tmp_path / "shared/in_a_shared_folder.py").write_text("import colorsys\n")
+    (tmp_path / "shared/colorsys.py").write_text("raise SystemExit('of another user')")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("colorsys", None)
+    place = f"{tmp_path}/shared/in_a_shared_folder.py:colorsys"
+    assert loading._resolve("strategy", place, {})[2].colorsys.rgb_to_hsv
 
 
 @pytest.mark.parametrize("kind", ["a link", "outside", "someone's secret"])

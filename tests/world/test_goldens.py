@@ -204,7 +204,7 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
         ("[" * 10_000, {}, "is not a report that --json wrote"),
         ('{"schema": ' + "[" * 10_000, {}, "is not a report that --json wrote"),
         ("", {"id": "../x"}, "is of case ../x; the name of its folder"),
-        ("", {"world": -1}, "holds a case that cannot run: --world -1 is out of range"),
+        ("", {"world": -1}, r"is damaged: Expected `int` >= 1 - at `\$\.case\.world`"),
     ],
 )
 def test_a_damaged_run_is_told_before_anything_runs(

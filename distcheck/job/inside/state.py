@@ -96,8 +96,8 @@ def distance(
 def spread_of(
     gradient: torch.Tensor, moved: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
-    """How far a gradient is from the farthest of those that parameters moved by one ULP give. As
-    part of its norm, that is kept in `known`, and expected where there is none of those.
+    """The distance of a gradient from the farthest of those that parameters moved by one ULP give.
+    Its share of the norm is kept in `known`, by which it is estimated if no parameter was moved.
     """
     norm = float(gradient.double().norm())
     if not moved:
