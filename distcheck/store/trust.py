@@ -105,7 +105,7 @@ class Checkout:
         path = path.resolve()
         if self._root is None or not path.is_relative_to(self._root):
             return False
-        return not sources_only.is_installed(path) and not any(
+        return not sources_only.looks_installed(path) and not any(
             map(path.is_relative_to, self._not_ours)
         )
 

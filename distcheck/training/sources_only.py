@@ -8,7 +8,9 @@ files, the bytes that they were asked about are loaded, and nothing else from ar
 import hashlib
 import json
 import os
+import site
 import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
@@ -64,9 +66,27 @@ def loader(name: str, file: Path) -> SourceFileLoader | None:
     return _Loader(name, str(file)) if os.environ.get(_VARIABLE) else None
 
 
-def is_installed(path: Path) -> bool:
-    """Return True if a path belongs to an installed package or to the standard library."""
+def looks_installed(path: Path) -> bool:
+    """Return True if a path is called like that of an installed package, of whichever Python."""
     return bool({"site-packages", "dist-packages", _LIBRARY} & {*path.parts})
+
+
+def _places() -> frozenset[Path]:
+    """The folders of this Python's own modules, and of packages that were installed for it."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    found = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    found |= {one for one in sys.path if looks_installed(Path(one))}
+    return frozenset(place for one in found for place in (Path(one), Path(one).resolve()))
+
+
+def is_installed(path: Path) -> bool:
+    """Return True if a path belongs to an installed package or to the standard library. That a
+    folder is called site-packages says nothing: it may have been handed over.
+    """
+    return any(map(path.is_relative_to, _PLACES))
+
+
+_PLACES = _places()  # before anything of a person's is in sys.path
 
 
 class _Loader(SourceFileLoader):

@@ -512,6 +512,16 @@ def test_trusted_code_imports_nothing_from_what_was_handed_over(
         sys.path_importer_cache.clear()
 
 
+def test_a_folder_that_is_called_site_packages_is_no_library(checkout: Path) -> None:
+    place = checkout / "gift/site-packages"
+    place.mkdir(parents=True)
+    (place / "s.py").write_text("import helper_of_gift\ndef sync(model): ...\n")
+    (place / "helper_of_gift.py").write_text("")
+    case = Case(id="c", strategy=f"{place}/s.py:sync", world=2, workload="mlp")
+    (code,) = trust.unknown_code([case], given="gift")
+    assert {Path(file).name for file in code.files} == {"s.py", "helper_of_gift.py"}
+
+
 def test_what_stands_next_to_a_run_was_handed_over_with_it(checkout: Path) -> None:
     (checkout / "gift/run/cases").mkdir(parents=True)
     (checkout / "gift/code.py").write_text("def sync(model): ...\n")
