@@ -164,7 +164,7 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
     there = Path(path).exists()
     try:
         place = private.followed(path)
-        # A pipe that nobody reads is not waited for.
+        # Opening a pipe without a reader fails at once instead of blocking.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
         if not there:
             place.unlink()

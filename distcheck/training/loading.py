@@ -344,8 +344,8 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
 
 def not_installed(error: ModuleNotFoundError) -> CannotRunError | None:
     """The error for a person where what is missing is one of PACKAGES; None for any other."""
-    name = error.name or ""
-    if name not in PACKAGES:  # or a module of one, which another version of it has
+    name = (error.name or "").partition(".")[0]
+    if name not in PACKAGES:
         return None
     return CannotRunError(f"{name} is not installed here; run pip install {PACKAGES[name]}")
 
