@@ -40,7 +40,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
     (tuple(hints.split()), re.compile(pattern))
     for hints, pattern in (
         ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
-         r"[A-Za-z0-9+/=\s\\:,-]*(?:-----END [A-Z0-9 ]+-----)?"),
+         r"[A-Za-z0-9+/=\s\\:,\"'|>#-]*(?:-----END [A-Z0-9 ]+-----)?"),
         ("eyJ", r"\beyJ[\w-]{8,}(?:\.[\w-]*){1,4}"),
         ("ghp_ gho_ ghs_ ghu_ ghr_", r"\bgh[opsur]_[A-Za-z0-9]{16,}"),
         ("github_pat_", r"\bgithub_pat_\w{16,}"),
@@ -69,6 +69,13 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("ookie:", r"\b[Cc]ookie:\s*(?P<secret>[^\"'\r\n<>]*=[^\"'\r\n<>]+)"),
         ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
          r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
+        ("token=", r"[?&]token=(?P<secret>[^&\s\"'<>]{6,})"),
+        ("token", r"(?<![\w-])token[\"']?\s*[:=]\s*[\"'](?P<secret>(?=[^\"']{0,99}\d)"
+         r"(?=[^\"']{0,99}[A-Za-z])[\w.~+/=-]{16,})"),
+        ("pass=", r"(?<![\w.-])pass=(?P<secret>(?=[^\s&]{0,99}\d)(?=[^\s&]{0,99}[A-Za-z])"
+         r"[^\s\"'&;,<>()]{6,})"),
+        ("curl", r"\bcurl\b[^\r\n]{0,500}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:"
+         r"(?P<secret>[^\s\"'<>]+)"),
         ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
         ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
         ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
@@ -79,22 +86,27 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
     )
 )  # fmt: skip
 # A value after a name, from the beginning of the name. `key` and `token` alone name tensors.
-_WORDS = tuple(map(re.compile, ("passw", "passphrase", "pwd", "secret", "credential",
-                                r"(?<=[\w-])key", r"(?<=[\w-])token")))  # fmt: skip
+_WORDS = tuple(map(re.compile, (
+    "passw", "passphrase", "pwd", "secret", "credential", r"(?<=[\w-])key", r"(?<=[\w-])token",
+    r"(?<=\w[_-])pw\b",
+)))  # fmt: skip
 _NAME = (
     r"(?:--)?[\w.-]{0,40}?(?:passw(?:or)?d|passphrase|pwd|secret|credentials?|(?:api|access|account"
     r"|auth|encryption|private|secret|signing|subscription)[_-]?key|(?:access|api|app|auth|bearer"
-    r"|bot|deploy|github|gitlab|hf|hub|id|refresh|session|slack|user|wandb)[_-]?token)(?:_?\d+)?"
+    r"|bot|deploy|github|gitlab|hf|hub|id|private|refresh|session|slack|user|wandb)[_-]?token"
+    r"|(?<=\w)[_-]pw\b)(?:_?\d+)?"
 )
 _NO_VALUE = r"(?!(?:none|null|true|false|str|bytes|value)\b|\[masked|[-+.\d]+(?![\w.]))"
 _ASSIGNED = re.compile(
     rf"{_NAME}(?:"
-    rf"\\?[\"']?\s*[:=]\s*[bru]?\\?[\"']{_NO_VALUE}(?P<a>[^\"'\\\r\n<>]{{4,}})"
+    r"(?:\\?[\"']?\s*[:=]|\\?[\"'],)\s*[bru]?(?P<q>\\?[\"'])"
+    rf"{_NO_VALUE}(?P<a>(?:(?!(?P=q))(?:\\[^\r\n]|[^\\\r\n<>])){{4,}})"
+    r"|>(?P<h>[^<>\s]{4,})(?=</)|:[ \t]+[|>][-+]?\s*\n\s+(?P<i>\S{4,})"
     rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>()\[\]]{{4,}})"
-    r"| = (?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])(?P<e>[^\s\"'<>(),]{8,})"
-    r"|:\s+(?P<f>[^\s\"'<>(),]{6,})(?=\s*$)"
+    r"| = (?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])(?P<e>(?:[^\s\"'<>(),]|,(?=\S)){8,})"
+    r"|:\s+(?P<f>(?:[^\s\"'<>(),]|,(?=\S)){6,})(?=\s*$)"
     rf"|\s+[\"']{_NO_VALUE}(?P<g>[^\"'\r\n<>]{{4,}})[\"']"
-    r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>[^\s\"'<>(),]{8,}))"
+    r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>(?:[^\s\"'<>(),]|,(?=\S)){8,}))"
     rf"|--(?:[\w-]{1, 40}-)?(?:token|{_NAME})[ =]{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}})",
     re.I | re.M,
 )
@@ -179,7 +191,7 @@ def _without_assigned(text: str) -> str:
     places = sorted(found.start() for word in _WORDS for found in word.finditer(low))
     for place in places:
         value = text[place : place + 24]
-        if place < done or not ({*value} & {*"=:'\""} or "--" in text[max(0, place - 24) : place]):
+        if place < done or not ({*value} & {*"=:>'\""} or "--" in text[max(0, place - 24) : place]):
             continue
         before = _BEFORE.search(text, max(done, place - 40), place)
         start = place if before is None else before.start()

@@ -9,7 +9,13 @@ from typing import Any, get_args
 import msgspec
 
 from distcheck.errors import CannotRunError
-from distcheck.plan.source_files import NO_DIGEST, digest_of_sources, files_beside, modules_beside
+from distcheck.plan.source_files import (
+    NO_DIGEST,
+    SourceFile,
+    digest_of_sources,
+    files_of,
+    sources_of,
+)
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
 from distcheck.training import loading, sources_only
@@ -85,21 +91,23 @@ def named(case: Case) -> Iterator[tuple[str, str]]:
 def code_digest(what: str, spec: str) -> str:
     """Return a digest of the code behind a name; "none" if there is none to read."""
     try:
-        return digest_of_sources(code_of(what, spec)[1])
+        files = code_of(what, spec)[1]
+        return digest_of_sources({name: file.data for name, file in files.items()})
     except OSError:
         return NO_DIGEST
 
 
-def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, bytes]]:
-    """Return the file behind a name, and its files' contents by their paths from its folder: of an
+def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
+    """Return the file behind a name, and its files by their paths from its root (`files_of`): of an
     installed module its own file, since the files next to it are the whole library. Raises OSError.
     """
     file = file_behind(what, spec)
     if file is None or not file.is_file():
         return None, {}
     registered = what == "strategy" and ":" not in spec and not loading.is_path(spec)
-    beside = {} if registered or sources_only.is_installed(file) else files_beside(file)
-    return file, {file.name: read_source(file), **beside}
+    if registered or sources_only.is_installed(file):
+        return file, {file.name: SourceFile(file, read_source(file))}
+    return file, files_of(file)
 
 
 def file_digest(what: str, spec: str) -> str:
@@ -119,7 +127,7 @@ def code_files(what: str, spec: str) -> set[Path]:
     if file is None:
         return set()
     try:
-        return {file, *(file.parent / inside for inside in modules_beside(file))}
+        return {one.path for one in sources_of(file).values()}
     except OSError:
         return {file}
 

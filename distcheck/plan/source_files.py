@@ -8,41 +8,112 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 from distcheck.records.sources import parse_source, read_source
 from distcheck.training.loading import strategy_names
+from distcheck.training.scripts import root_of
 
 NO_DIGEST = "none"
 _OWN = "distcheck_strategies"
+_LOADED = "distcheck"  # in every process, before a person's code
 _COMPILED = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
+_IMPORTS = {"import_module", "__import__"}
 _CACHE = "__pycache__"  # not read: loading.py switches it off for code that was handed over
 _DIGITS = 32  # of SHA-256: 128 bits, so that a second file with it cannot be made
 
 
-def modules_beside(path: Path) -> dict[str, bytes]:
-    """The modules in the file's own folder that it imports, and those that they import: sources
-    by path from that folder. Nothing is imported to find out. Raises OSError.
+class SourceFile(NamedTuple):
+    """A file that a piece of code consists of: where it is, and its content."""
+
+    path: Path
+    data: bytes
+
+
+def sources_of(path: Path) -> dict[str, SourceFile]:
+    """Return the source files among `files_of`. Raises OSError."""
+    return {name: file for name, file in files_of(path).items() if file.path.suffix == ".py"}
+
+
+def files_of(path: Path) -> dict[str, SourceFile]:
+    """Return a file, and all that Python imports for it from around it: modules of its own folder,
+    of its package, of the parent packages (their `__init__` as well) and of the current folder,
+    sources and compiled ones. The file comes first. Each has its path from the folder from which
+    it is imported, `root_of` the file or the current folder. Nothing is imported to find out, so
+    the name of a module that is only computed is not known. Raises OSError.
     """
-    return {name: data for name, data in files_beside(path).items() if name.endswith(".py")}
-
-
-def files_beside(path: Path) -> dict[str, bytes]:
-    """The same with compiled modules, which Python imports as well."""
-    found: dict[str, bytes] = {}
-    ahead = [path]
+    content = read_source(path)
+    own, here = path.resolve(), Path.cwd()
+    root = root_of(own)
+    found: dict[str, SourceFile] = {}
+    seen: set[Path] = set()
+    whole: set[Path] = set()
+    ahead = [own, *_initializers(own, root)]
     while ahead:
-        for name in sorted(_imported(ahead.pop())):
-            module, package = path.parent / name, path.parent / name / "__init__"
-            files = [Path(f"{module}{end}") for end in (".py", *_COMPILED)]
-            if any(Path(f"{package}{end}").is_file() for end in (".py", *_COMPILED)):
-                files = sorted(module.rglob("*"))
-            for file in files:
-                inside = file.relative_to(path.parent).as_posix()
-                is_code = file.name.endswith((".py", *_COMPILED)) and file.parent.name != _CACHE
-                if is_code and file.is_file() and inside not in found and file != path:
-                    found[inside] = read_source(file)
-                    ahead += [file] if file.suffix == ".py" else []
+        if (file := ahead.pop(0)) in seen:
+            continue
+        seen.add(file)
+        if not (file.is_relative_to(root) or file.is_relative_to(here)):
+            continue  # a relative import that leads out of the package, which Python refuses
+        base = root if file.is_relative_to(root) else here
+        name = file.relative_to(base).as_posix()
+        one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
+        found.setdefault(name, one)
+        for level, module in sorted(_imported(file)) if file.suffix == ".py" else ():
+            if level:
+                places = [*file.parents[level - 1 : level]]
+            else:
+                places = [own.parent, root, *([] if _is_installed(module) else [here])]
+            for place in dict.fromkeys(places):
+                ahead += _files_of_module(place, module, own, whole)
     return found
+
+
+def _initializers(path: Path, root: Path) -> list[Path]:
+    """The `__init__` files of the packages that a file is in, which run before it does."""
+    above = [folder for folder in path.parents if folder.is_relative_to(root)]
+    return [file for folder in above for file in _with_any_suffix(folder / "__init__")]
+
+
+def _files_of_module(place: Path, module: str, own: Path, whole: set[Path]) -> list[Path]:
+    """The files that `import module` may run, if it is found in a folder: of a package all of its
+    files, unless `own` is one of them. `whole` gets the packages of which all are found.
+    """
+    found: list[Path] = []
+    for part in filter(None, module.split(".")):
+        package = _with_any_suffix(place / part / "__init__")
+        if package and not own.is_relative_to(place / part):
+            files = [] if place / part in whole else (place / part).rglob("*")
+            whole.add(place / part)
+            return found + sorted(file for file in files if _is_code(file))
+        found += package
+        if not package and (modules := _with_any_suffix(place / part)):
+            return found + modules
+        place /= part
+    return found + _with_any_suffix(place / "__init__")
+
+
+def _with_any_suffix(path: Path) -> list[Path]:
+    files = (path.with_name(path.name + end) for end in (".py", *_COMPILED))
+    return [file for file in files if file.is_file()]
+
+
+def _is_code(file: Path) -> bool:
+    is_module = file.name.endswith((".py", *_COMPILED)) and file.parent.name != _CACHE
+    return is_module and file.is_file()
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is found before the current folder, which is the last place."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError):
+        return False
+    origin = None if spec is None else spec.origin
+    return origin is not None and not Path(origin).is_relative_to(Path.cwd())
 
 
 def digest_of_sources(files: Mapping[str, bytes]) -> str:
@@ -65,7 +136,7 @@ def mentions(pattern: str, spec: str) -> bool:
     if path is None:
         return False
     try:
-        texts = [read_source(path), *modules_beside(path).values()]
+        texts = [file.data for file in sources_of(path).values()]
     except OSError:
         return False
     return any(re.search(pattern.encode(), text) for text in texts)
@@ -115,7 +186,10 @@ def _file_of(spec: str) -> Path | None:
     return next((module for module in modules if module.is_file()), None)
 
 
-def _imported(path: Path) -> set[str]:
+def _imported(path: Path) -> set[tuple[int, str]]:
+    """What a file imports: the number of dots, and the dotted name after them. In `from a import
+    b`, b may be a module.
+    """
     try:
         tree = parse_source(path)
     except SyntaxError:  # code that cannot be loaded has a digest as well
@@ -123,8 +197,14 @@ def _imported(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module = (node.module or "").partition(".")[0]
-            names |= {module} if module else {alias.name for alias in node.names}
-    return names
+            inside = f"{node.module}." if node.module else ""
+            names |= {(node.level, f"{inside}{alias.name}") for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args:
+            name, called = node.args[0], node.func
+            called_name = getattr(called, "attr", getattr(called, "id", ""))
+            if called_name in _IMPORTS and isinstance(name, ast.Constant):
+                text = str(name.value)
+                names.add((len(text) - len(text.lstrip(".")), text.lstrip(".")))
+    return {(level, name) for level, name in names if level or name.partition(".")[0] != _LOADED}

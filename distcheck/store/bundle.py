@@ -25,7 +25,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed
-from distcheck.plan.source_files import NO_DIGEST, modules_beside
+from distcheck.plan.source_files import NO_DIGEST, SourceFile, sources_of
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
@@ -299,22 +299,21 @@ def _sources(
             )
         folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
         try:
-            beside = {path.name: read_source(path), **(modules_beside(path) if runs else {})}
+            code = sources_of(path) if runs else {path.name: SourceFile(path, read_source(path))}
         except OSError as error:
             how = f"{error.filename or path}: {error.strerror}"
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
         # The author of this run may have named a file whose content only this user knows.
         is_known = has_run or now == digest != NO_DIGEST
-        places = [path.parent / name for name in beside] if runs else []
+        places = [one.path for one in code.values()] if runs else []
         are_ours = all(checkout.holds(place) and not place.is_symlink() for place in places)
         if runs and not (is_known and are_ours):
             raise UsageError(
                 f"the code of {what} {spec} is not packed: it is a link, outside this checkout, or "
                 "not the code that the run recorded; bundle a run of this checkout"
             )
-        for name, content in beside.items():
-            members[f"{folder}/{name}"] = content
-        yield BundledSource(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
+        members.update({f"{folder}/{name}": one.data for name, one in code.items()})
+        yield BundledSource(spec=spec, file=f"{folder}/{next(iter(code))}", digest=now, runs=runs)
 
 
 def _is_behind(spec: str, file: str) -> bool:

@@ -31,7 +31,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
-from distcheck.plan.source_files import NO_DIGEST, digest_of, files_beside
+from distcheck.plan.source_files import NO_DIGEST, digest_of, files_of
 from distcheck.private import is_ones_own
 from distcheck.records import Case
 from distcheck.records.sources import read_source
@@ -40,6 +40,7 @@ from distcheck.store import run_folder as store
 from distcheck.store.origin import run_git
 from distcheck.store.unpacking import contents
 from distcheck.training import loading, sources_only
+from distcheck.training.scripts import root_of
 from distcheck.workloads.cells import place_of
 
 # Ours that is meant to be run as a case: other functions of distcheck write and remove files.
@@ -51,13 +52,14 @@ UNRECORDED: Mapping[str, Provenance] = {}
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of code that a case runs: `what` it is for, the file that it is in ("" if none is
-    found), the digests of its files by their absolute paths, one digest of them, and the reason
-    that it is not trusted.
+    found), the folder from which that is imported, the digests of its files by their absolute
+    paths, one digest of them, and the reason that it is not trusted.
     """
 
     what: str
     spec: str
     file: str
+    root: str
     files: dict[str, str]
     digest: str
     why: str = ""
@@ -114,10 +116,10 @@ class Checkout:
         if not self.holds(path):  # the files next to a library's are all of it
             return False
         try:
-            beside = [path.parent / name for name in files_beside(path)]
+            files = [file.path for file in files_of(path).values()]
         except OSError:
             return False
-        return all(self._is_ours(file) for file in (path, *beside))
+        return all(map(self._is_ours, files))
 
     def _is_ours(self, path: Path) -> bool:
         return self.holds(path) and (not self.is_git or self._is_unmodified(path.resolve()))
@@ -197,7 +199,7 @@ def require_trust(
     case that reads a file from outside its run.
     """
     handed_over = given if folder is None else ""  # what a bundle holds is not below it
-    sources_only.begin(given="" if trusted else handed_over)
+    sources_only.begin(around=() if trusted else (handed_over,))
     foreign = [case for case in cases if not is_sealed(case, made.get(case.id))]
     for case in foreign:
         if case.initial:
@@ -220,7 +222,7 @@ def require_trust(
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
     agreed = {file: digest for one in code for file, digest in one.files.items()}
-    sources_only.begin(agreed, given=handed_over)
+    sources_only.begin(agreed, around=(handed_over, *(one.root for one in code)))
 
 
 def _run_of(given: Path) -> Path:
@@ -313,33 +315,37 @@ def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
 
 def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     """Whether every file of a bundle's source is in this checkout as it is in the bundle."""
-    if not checkout.has(place) or unpacked.name != place.name:
+    if not checkout.has(place):
         return False
     try:
-        return all(
-            digest == hashlib.sha256(read_source(place.parent / name)).digest()
-            for name, digest in contents(unpacked.parent).items()
-        )
+        root = root_of(unpacked)
+        there = {name: hashlib.sha256(one.data).digest() for name, one in files_of(place).items()}
+        here = contents(root)
     except OSError:
         return False
+    return next(iter(there)) == unpacked.relative_to(root).as_posix() and (
+        here.items() <= there.items()
+    )
 
 
 def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
     try:
         file, files = provenance.code_of(what, spec)
+        digests = {name: hashlib.sha256(one.data).digest() for name, one in files.items()}
+        places = {name: str(one.path) for name, one in files.items()}
+        root = "" if file is None else str(root_of(file.resolve()))
         if file is not None and str(file) in unpacked:
-            digests = contents(file.parent)
-        else:
-            digests = {name: hashlib.sha256(data).digest() for name, data in files.items()}
+            digests = contents(Path(root))
+            places = {name: os.path.join(root, name) for name in digests}
     except OSError as error:
         raise UsageError(
             f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
         ) from error
-    around = Path.cwd() if file is None else file.parent.absolute()
     return Code(
         what=what,
         spec=spec,
         file=str(file or ""),
-        files={os.path.abspath(around / name): one.hex() for name, one in digests.items()},
+        root=root,
+        files={os.path.abspath(places[name]): one.hex() for name, one in digests.items()},
         digest=digest_of(digests) if digests else NO_DIGEST,
     )

@@ -365,8 +365,9 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     path = sources_only.followed(path)
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     folder = path.parent
-    if (levels := scripts.levels_in_package(path)) and name == path.stem:
-        name, folder = _in_package(path, levels)
+    if scripts.levels_in_package(path) and name == path.stem:
+        folder = scripts.root_of(path)
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
     if str(folder) not in sys.path:  # so that it can import its neighbours
         # Where every user may write, after Python's own modules, which another's must not replace.
         is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
@@ -397,17 +398,6 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     scripts.define(module, path, before)
     return module
-
-
-def _in_package(path: Path, levels: int) -> tuple[str, Path]:
-    """The name of a file in a package of at least so many levels, and the folder from which it has
-    that name.
-    """
-    parts, folder = [path.stem], path.parent
-    while len(parts) <= levels or (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return ".".join(parts), folder
 
 
 def _public_names(module: ModuleType) -> list[str]:

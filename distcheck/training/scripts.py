@@ -62,6 +62,16 @@ def levels_in_package(path: Path) -> int:
     return max(found)
 
 
+def root_of(path: Path) -> Path:
+    """Return the folder from which a file is imported if its imports reach that far: the one that
+    holds its topmost package.
+    """
+    folder, levels = path.parent, levels_in_package(path)
+    while (levels > 0 or (folder / "__init__.py").is_file()) and folder != folder.parent:
+        folder, levels = folder.parent, levels - 1
+    return folder
+
+
 def _is_own(package: str, folder: Path) -> bool:
     """Whether a package is that folder, or none that is installed."""
     try:

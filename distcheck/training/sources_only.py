@@ -11,7 +11,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -29,14 +29,16 @@ _OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def begin(agreed: Mapping[str, str] = MappingProxyType({}), *, given: str = "") -> None:
+def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()) -> None:
     """Make the processes that this one starts from now on import sources alone. `agreed` has the
     SHA-256 digests of files by their absolute paths: none is loaded that has another one then, and
-    no other file from around these, or from `given`, the folder or file that was handed over.
+    no other file that lies next to these, or in one of `around`: the folders from which they are
+    imported, and the folder or file that was handed over.
     """
-    around = [str(_root_of(Path(file))) for file in agreed]
-    around += [os.path.realpath(given)] if given else []
-    os.environ[_VARIABLE] = json.dumps({"agreed": dict(agreed), "around": around})
+    places = [str(_root_of(Path(file))) for file in agreed]
+    places += [os.path.realpath(one) for one in around if one]
+    text = {"agreed": dict(agreed), "around": [*dict.fromkeys(places)]}
+    os.environ[_VARIABLE] = json.dumps(text)
 
 
 def follow_environment() -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from distcheck.judge.rerun_bisection import Separation
-from distcheck.plan.source_files import modules_beside
+from distcheck.plan.source_files import sources_of
 from distcheck.records import CallSite
-from distcheck.records.sources import parse_source, read_source
+from distcheck.records.sources import parse_source
 
 _MOST_BYTES = 1 << 20  # of a file that is read
 _MOST_LINES, _MOST_TEXT = 4, 80  # that are shown
@@ -78,10 +78,10 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
     definition at `line` leads to, or all of them. None where it cannot be read.
     """
     try:
-        contents = {path.name: read_source(path), **modules_beside(path)}
+        contents = {name: file.data for name, file in sources_of(path).items()}
     except OSError:
         return []
-    places = dict.fromkeys(contents, 0) | {path.name: line}
+    places = dict.fromkeys(contents, 0) | dict.fromkeys([*contents][:1], line)
     return [
         found for name, content in contents.items() for found in _lines(name, content, places[name])
     ]
@@ -93,17 +93,13 @@ def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
     """
     if site is None or not site.file or not site.line:
         return site
-    own, path = Path(strategy_file), Path(site.file)
+    place = Path(site.file).resolve()
     try:
-        if path == own:
-            content = read_source(own)
-        elif strategy_file and path.is_relative_to(own.parent):
-            content = modules_beside(own)[path.relative_to(own.parent).as_posix()]
-        else:
-            return site
-    except (OSError, KeyError):
+        files = sources_of(Path(strategy_file)).values() if strategy_file else ()
+    except OSError:
         return site
-    if len(content) > _MOST_BYTES:
+    content = next((file.data for file in files if file.path.resolve() == place), None)
+    if content is None or len(content) > _MOST_BYTES:
         return site
     text = shown_line(content.decode(errors="replace").splitlines(), site.line)
     return msgspec.structs.replace(site, code=text)

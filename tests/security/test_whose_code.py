@@ -379,11 +379,16 @@ def test_without_git_changed_code_is_asked_about_again(checkout: Path) -> None:
     assert trust.unknown_code([case], given="run", made=made) == [], "git vouches for it"
 
 
+@pytest.mark.parametrize("changed", ["sub/elsewhere.py", "__init__.py", "up.py"])
 def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
-    checkout: Path, tmp_path: Path
+    changed: str, checkout: Path, tmp_path: Path
 ) -> None:
-    elsewhere = tmp_path / "elsewhere.py"
-    elsewhere.write_text("def sync(model): ...\n")
+    package = tmp_path / "pkg"
+    (package / "sub").mkdir(parents=True)
+    for name in ("__init__.py", "sub/__init__.py", "up.py"):
+        (package / name).write_text("f = 1\n")
+    elsewhere = package / "sub/elsewhere.py"
+    elsewhere.write_text("from ..up import f\ndef sync(model): ...\n")
     case = Case(id="c", strategy=f"{elsewhere}:sync", world=2, workload="mlp",
                 adaptation=Adaptation(arguments=(("x", f"@{elsewhere}:sync"),)))  # fmt: skip
     unsealed = provenance_of(case, {})
@@ -396,7 +401,7 @@ def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
     assert trust.unknown_code([case], given=given, made=made) == []
     assert len(trust.unknown_code([case], given=given)) == 2, "no digest was recorded"
     assert len(trust.unknown_code([case], given=given, made={"c": unsealed})) == 2
-    elsewhere.write_text("def sync(model): print()\n")
+    (package / changed).write_text(f"{(package / changed).read_text()}print()\n")
     code, _ = trust.unknown_code([case], given=given, made=made)
     assert "changed since it was recorded" in str(code)
 
@@ -492,12 +497,15 @@ def test_what_runs_is_what_was_asked_about(
 def test_trusted_code_imports_nothing_from_what_was_handed_over(
     tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder may be called like a package that the code can do without."""
+    """A folder may be called like a package that the code can do without. What the code imports by
+    its name is asked about; a name that is computed is not known before.
+    """
     monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
     monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
     monkeypatch.setenv(sources_only._VARIABLE, "{}")
     tracked.write_text(
-        "try:\n    from apax import amp\nexcept ImportError:\n    amp = None\n" + SYNC
+        "import importlib\nname = 'apax'\ntry:\n    amp = importlib.import_module(name + '.amp')\n"
+        "except ImportError:\n    amp = None\n" + SYNC
     )
     commit(checkout)
     (checkout / "apax").mkdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.plan.source_files import mentions
+from distcheck.plan.source_files import files_of, mentions
 from distcheck.verification.run import _USES_COMPILER
 
 
@@ -33,3 +33,53 @@ def test_modules_beside_a_file_count(tmp_path: Path) -> None:
     assert not mentions(_USES_COMPILER, spec)
     (tmp_path / "beside.py").write_text("from torch.nn.parallel import DistributedDataParallel\n")
     assert mentions(_USES_COMPILER, spec)
+
+
+def written(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_all_files_that_python_imports_for_one_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each import of `sync.py` needs another rule; `other.py` is imported by none."""
+    monkeypatch.chdir(tmp_path)
+    written(
+        tmp_path,
+        {
+            "src/pkg/__init__.py": "from . import setup",
+            "src/pkg/setup.py": "",
+            "src/pkg/up.py": "",
+            "src/pkg/absolute.py": "",
+            "src/pkg/other.py": "",
+            "src/pkg/sub/__init__.py": "",
+            "src/pkg/sub/sync.py": "from ..up import f\nimport pkg.absolute\nfrom lib import h\n"
+            "import tools.deep\nimport importlib\nimport here\nimport json\n"
+            "importlib.import_module('named')\n",
+            "src/lib/h.py": "",  # a namespace package
+            "src/lib/other.py": "",
+            "src/tools/__init__.py": "",
+            "src/tools/any.py": "",
+            "src/named.py": "",
+            "here.py": "from lib_here import x",
+            "json.py": "",  # Python's own is found before the current folder's
+            "lib_here.py": "",
+        },
+    )
+    found = files_of(Path("src/pkg/sub/sync.py"))
+    assert next(iter(found)) == "pkg/sub/sync.py"
+    assert set(found) == {
+        "pkg/sub/sync.py", "pkg/sub/__init__.py", "pkg/__init__.py", "pkg/setup.py", "pkg/up.py",
+        "pkg/absolute.py", "lib/h.py", "tools/__init__.py", "tools/any.py", "named.py", "here.py",
+        "lib_here.py",
+    }  # fmt: skip
+    assert all(file.path.read_bytes() == file.data for file in found.values())
+
+
+def test_a_relative_import_that_leads_out_of_everything_is_passed_over(tmp_path: Path) -> None:
+    written(tmp_path, {"a/sync.py": f"from {'.' * 40}x import y\n", "x.py": ""})
+    assert [file.path for file in files_of(tmp_path / "a/sync.py").values()] == [
+        tmp_path / "a/sync.py"
+    ]
