@@ -122,7 +122,7 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """The file behind a strategy or workload, and the modules beside it that it imports."""
+    """The file behind a strategy or workload, and the modules of its project that it imports."""
     file = file_behind(what, spec)
     if file is None:
         return set()

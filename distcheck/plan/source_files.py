@@ -1,4 +1,4 @@
-"""The files that make up a piece of a person's code: one, and the modules next to it."""
+"""The files that make up a piece of code: its own, and what it imports from its project."""
 
 import ast
 import hashlib
