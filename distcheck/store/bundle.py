@@ -3,7 +3,8 @@
     bundle.json     what is in it, by which version, and the variables of `VARIABLES` that were set
     cases/          as in the run directory
     sources/        the files of strategies and workloads, and the modules of their project
-                    that they import; those of a package are there to be read, the installed ones are run
+                    that they import; those of an installed package are there to be read, and the
+                    installed ones are run
     report.json, traces/    as in the run directory; traces only where asked for
     README.txt      how to replay it
 
