@@ -14,6 +14,7 @@ from distcheck.job.by_module import is_worth_a_look, look_again
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.continuing import Earlier
 from distcheck.job.copying import Copy, copy_project
+from distcheck.job.inside.joining import joined
 from distcheck.job.judging import case_of_words, judge, script_of
 from distcheck.job.machines import Gathered
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -106,7 +107,7 @@ def _judged(
         )  # fmt: skip
     if not missing:
         live.phase("[2/3] replaying them as one process")
-        reference, missing = _replay(asked, job, copied, folder / "reference")
+        job, reference, missing = _replay(asked, job, copied, folder / "reference")
     live.phase("[3/3] judging")
     case = judge(asked, job, whole.ran, reference, missing)
     if reference is not None and not whole.hosts and is_worth_a_look(case):
@@ -179,23 +180,26 @@ def _why_none(asked: JobOptions) -> str:
 
 def _replay(
     asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
-) -> tuple[Reference | None, str]:
-    """The reference, or why there is none."""
+) -> tuple[JobRecording, Reference | None, str]:
+    """The job as it is compared, and the reference, or why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
-        return None, "there is nothing to compare it with"
+        return job, None, "there is nothing to compare it with"
     if any(len(unit) > 1 for unit in job.units) and any(
         one.draws and one.live for record in job.records.values() for one in record.passes
     ):
-        return None, (
+        missing = (
             "ranks that train one model draw random numbers in forward passes, each for its own "
             "part, and one process draws them for all; set dropout to 0 for this check"
         )
+        return job, None, missing
     private.folder(folder, is_new=True)
     try:
-        return replaying.replay(
+        return job, replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",
             command=asked.reference or "", deadline_s=asked.deadline_s,
             modules=asked.watches_modules,
         ), ""  # fmt: skip
     except NoReferenceError as error:
-        return None, str(error)
+        if error.joins and not job.joined:
+            return _replay(asked, joined(job), copy, folder.with_name(f"{folder.name}-joined"))
+        return job, None, str(error)

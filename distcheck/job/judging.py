@@ -395,6 +395,7 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     }.get(replayed.mode, "batches of the ranks")
     text = f"the reference is the same script as one process, with {how}"
     text += f" ({replayed.why})" if replayed.why else ""
+    text += ", the micro-batches of a step in one forward pass" if job.joined else ""
     if reference.replaced:
         text += f"; its options say one rank in place of {', '.join(reference.replaced)}"
     covered = {one.step for one in replayed.steps} & {*job.steps}

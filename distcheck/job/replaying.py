@@ -39,7 +39,13 @@ _OF_AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 class NoReferenceError(Exception):
-    """Why the reference cannot be run; its text is for the report."""
+    """Why the reference cannot be run; its text is for the report. `joins`: it may run with the
+    micro-batches of a step as one forward pass.
+    """
+
+    def __init__(self, why: str, *, joins: bool = False) -> None:
+        super().__init__(why)
+        self.joins = joins
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ def replay(
     in_processes = _is_lost_in_a_fork(first.device)
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
+        joins=bool(job.joined),
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
         spawns=job.processes if spawned and not command else 0, project=str(copy.folder),
         gpus=job.processes if spawned else 1,
@@ -178,5 +185,6 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
     if not replayed.steps:
-        raise NoReferenceError(replayed.failure or "as one process the script makes no step")
+        failure = replayed.failure or "as one process the script makes no step"
+        raise NoReferenceError(failure, joins=replayed.joins)
     return Reference(folder, replayed, replaced)

@@ -60,6 +60,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     could not go on; and why the passes of an accumulation could not be made as one. A right job has
     the gradients of one process times one of `scales`; those of the replay are times `scale`.
     `interacts`: one batch of all samples has another gradient than the mean of the ranks' batches.
+    `joins`: it may go on with the micro-batches of a step as one forward pass.
     """
 
     mode: str
@@ -71,6 +72,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     pads: bool = False
     interacts: bool = False
+    joins: bool = False
     reads: tuple[Read, ...] = ()
 
 
@@ -102,6 +104,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     ops               whether the operators that torch runs are heard
     draw              seeds the moves of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
+    joins             in a replay: whether the micro-batches of a step are one forward pass
     spawns            in a replay: how many ranks the script starts itself; 0 where it does not
     project           in a replay: the copy of the project
     in_processes      in a replay: whether copies are processes of their own, and no forks
@@ -126,6 +129,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     ops: bool = False
     draw: int = 0
     recording: str = ""
+    joins: bool = False
     in_processes: bool = False
     spawns: int = 0
     project: str = ""

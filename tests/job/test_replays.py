@@ -1,5 +1,6 @@
 """What a replay hands out, and what it makes of what its copies wrote."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,11 +22,19 @@ from distcheck.job.inside.feeding import (
     padding_value,
 )
 from distcheck.job.inside.forks import Forks
+from distcheck.job.inside.joining import can_join, joined
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.settings import Role
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.reading import JobRecording, read
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch, LossCall, Pass, RankRecord
+from distcheck.recordings.jobs.records import (
+    Iteration,
+    LoadedBatch,
+    LossCall,
+    Pass,
+    RankRecord,
+    StepRecord,
+)
 
 
 @pytest.fixture
@@ -50,6 +59,30 @@ def job(tmp_path: Path) -> JobRecording:
             iterations=(Iteration(loader=0, epoch=1, length=7, sampler="", shuffles=False),),
         )  # fmt: skip
     return read(tmp_path)
+
+
+def test_micro_batches_become_one_pass(job: JobRecording) -> None:
+    """They are refused where samples interact, or the script may count those of a batch."""
+    record = job.records[1, 0]
+    one = msgspec.structs.replace(record.passes[0], rows=("a",), batches=((0, 1, 5),))
+    several = msgspec.structs.replace(record, passes=(one, one), backwards=2)
+
+    def of(record: StepRecord) -> JobRecording:
+        return dataclasses.replace(job, records=dict.fromkeys(job.records, record))
+
+    assert can_join(of(several))
+    assert not can_join(of(record)), "there is one pass"
+    assert not can_join(of(msgspec.structs.replace(several, batchnorm=True)))
+    other = msgspec.structs.replace(one, batches=((0, 1, 6),))
+    assert not can_join(of(msgspec.structs.replace(several, passes=(one, other))))
+    found = joined(dataclasses.replace(job, records={**job.records, (1, 0): several}))
+    (single,) = found.records[1, 0].passes
+    assert (single.rows, single.loss, single.losses[0].counted) == (("a", "a"), 2.0, 6)
+    (inputs,) = Feeding(found).inputs(0, [(1, 0)])
+    target = Feeding(found).target(0, [(1, 0)], 0)
+    assert inputs is not None
+    assert target is not None
+    assert (inputs.shape, target.shape, found.joined) == ((6, 4), (6,), {0: 1})
 
 
 def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:

@@ -56,14 +56,29 @@ for x, y in loader:
 """
 MEAN = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
 STALE = f"{MEAN}; p.old, p.grad = p.grad.clone(), getattr(p, 'old', p.grad)"
+# Two micro-batches, and one as one process: the reference has both as one.
+SPLIT = f"""
+net = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+parts = min(2, dist.get_world_size())
+for x, y in loader:
+    optimizer.zero_grad()
+    for a, b in zip(x.chunk(parts), y.chunk(parts)):
+        (F.cross_entropy(net(a), b, reduction="sum") / len(%s)).backward()
+    for p in net.parameters():
+        {MEAN}
+    optimizer.step()
+"""
 SCRIPTS = {
     "a GAN that logs": (GAN, 0, set(), set()),
     "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", 0, set(), {"wrong-sign"}),
     "one step old": (BY_HAND % STALE, 0, set(), {"stale-gradient"}),
     "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", 1,
                   {"one-rank-only", "dropped-rank", "duplicated-rank"}, set()),
+    "micro-batches": (SPLIT % "y", 0, set(), set()),
+    "micro-batches, each a mean": (SPLIT % "b", 1, {"accumulation-not-scaled"}, set()),
 }  # fmt: skip
-OFTEN = ("a GAN that logs", "of rank 0")
+OFTEN = ("a GAN that logs", "of rank 0", "micro-batches")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distcheck.job.inside import state
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import interacts
+from distcheck.job.inside.joining import can_join
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
@@ -29,6 +30,7 @@ class Choice:
     why: str = ""
     failure: str = ""
     scales: tuple[float, ...] = (1.0,)
+    joins: bool = False  # it fails, and may not with the micro-batches of a step as one pass
     interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
 
 
@@ -58,8 +60,9 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
         return Choice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
         return Choice(
+            joins=int(base["passes"]) == 1 and can_join(job),
             failure=f"as one process the script makes {int(base['passes'])} forward passes before "
-            f"its first step, and {len(record.passes)} as {job.world} ranks"
+            f"its first step, and {len(record.passes)} as {job.world} ranks",
         )
     exchanges = any(call.after_backward for call in record.calls)
     if exchanges and job.world > 1 and abs(float(base["own"]) * job.world - 1) <= 1e-6:

@@ -12,6 +12,7 @@ from distcheck.recordings.jobs.records import LoadedBatch, Pass
 ALL = -1
 Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
 Leaves = list[torch.Tensor | None]  # None: the script has the right one itself
+AND = "+"  # between the names of tensors that are handed out one after the other
 
 
 class NotTogetherError(Exception):
@@ -137,6 +138,9 @@ class Feeding:
         """Tensors one after the other. The script makes them itself of batches that were padded."""
         if self.pads and len({part.shape for part in parts}) > 1:
             return None
+        return self._or_fail(parts)
+
+    def _or_fail(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if not _fit(parts):
             raise NotTogetherError("the ranks' batches do not fit into one")
         return _together(parts)
@@ -146,7 +150,8 @@ class Feeding:
         return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
-        return self._job.tensors(rank, step)[f"data/{name}"]
+        held = self._job.tensors(rank, step)
+        return self._or_fail([held[f"data/{one}"] for one in name.split(AND)])
 
     def _padding_of(self, loader: int, number: int) -> float:
         """What shorter rows of a leaf end with, in batches that the script has padded itself."""

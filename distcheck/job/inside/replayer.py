@@ -19,6 +19,7 @@ import torch
 from distcheck.job.inside import alone, choosing, ending, state, tensors, watching
 from distcheck.job.inside.copies import Copies
 from distcheck.job.inside.handing_out import HandingOut
+from distcheck.job.inside.joining import joined
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.parameters import Parameters
@@ -35,7 +36,8 @@ class Replayer(Deaf):
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
-        self._job = reading.read(Path(settings.recording))
+        job = reading.read(Path(settings.recording))
+        self._job = joined(job) if settings.joins else job
         self._hands = HandingOut(self._job, settings, self._fail)
         self._copies = Copies(self._job, self._hands, settings, folder, self._fail)
         self._parameters = Parameters()
@@ -116,6 +118,7 @@ class Replayer(Deaf):
             unfolded=copies.folding.why, pads=self._hands.feeding.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
+            joins=copies.choice.joins,
         )  # fmt: skip
         records.write_json(self._folder / "replayed.json", replayed)
 

@@ -95,6 +95,8 @@ class JobRecording:
     # read with streams that are alike, by rank, loader and index: parts, the largest first
     apart: "JobRecording | None" = None  # as its ranks wrote it, where this is put together of that
     units: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
+    joined: dict[int, int] = field(default_factory=dict)  # the micro-batches of each step that are
+    # one forward pass here
     _kept: Kept = field(default_factory=Kept)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 

@@ -1,0 +1,71 @@
+"""The micro-batches of a step as one batch, for a script that as one process makes them in one.
+
+A pipeline, or an accumulation that a script skips where there is one process, makes several forward
+passes in a step of which the reference makes one. Each step's record then has one pass: its inputs
+and targets are those of all micro-batches, one after the other, and its loss is their sum.
+"""
+
+import dataclasses
+
+import msgspec
+
+from distcheck.job.inside.feeding import AND
+from distcheck.job.inside.folding import interacts
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import LossCall, Pass, StepRecord
+
+_replace = msgspec.structs.replace
+
+
+def can_join(job: JobRecording) -> bool:
+    """Return True if the passes of each step that was trained on may be one pass: no samples
+    interact, and all passes are of the same kind.
+    """
+    return all(map(_is_alike, job.records.values())) and not interacts([*job.records.values()])
+
+
+def joined(job: JobRecording) -> JobRecording:
+    """Return the recording with one forward pass in each step."""
+    records = {place: _with_one(record) for place, record in job.records.items()}
+    counts = {step: len(job.records[0, step].trained) for step in job.steps}
+    return dataclasses.replace(job, records=records, joined=counts)
+
+
+def _is_alike(record: StepRecord) -> bool:
+    """Return True if the passes of a step have the same number of inputs and the same losses, and
+    no loader handed out several batches for them: the script may count the samples of a batch.
+    """
+    passes = record.trained
+    kinds = {(len(one.inputs), tuple(call.name for call in one.losses)) for one in passes}
+    places = {place for one in passes for place in one.batches}
+    has_one_batch = len(places) == len({loader for loader, _, _ in places})
+    return len(passes) > 1 and len(kinds) == 1 and not record.earlier and has_one_batch
+
+
+def _with_one(record: StepRecord) -> StepRecord:
+    return _replace(record, passes=(_of(record.trained),), backwards=1)
+
+
+def _of(passes: list[Pass]) -> Pass:
+    inputs = zip(*(one.inputs for one in passes), strict=True)
+    calls = zip(*(one.losses for one in passes), strict=True)
+    return _replace(
+        passes[0],
+        inputs=tuple(AND.join(names) for names in inputs),
+        rows=tuple(row for one in passes for row in one.rows),
+        batches=tuple(dict.fromkeys(place for one in passes for place in one.batches)),
+        losses=tuple(map(_of_calls, calls)),
+        loss=sum(one.loss for one in passes if one.loss is not None),
+        exchanges=passes[-1].exchanges,
+        terms=(),
+    )
+
+
+def _of_calls(calls: tuple[LossCall, ...]) -> LossCall:
+    targets = [call.target for call in calls]
+    return _replace(
+        calls[0],
+        counted=sum(call.counted for call in calls),
+        value=sum(call.value for call in calls),
+        target=AND.join(targets) if all(targets) else "",
+    )
