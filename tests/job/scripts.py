@@ -2,6 +2,7 @@
 which has torch already.
 """
 
+import gc
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
@@ -56,6 +58,7 @@ def _forked(
     child = os.fork()
     if child == 0:
         code = 1
+        gc.freeze()  # what this process holds may wait for threads that are not in a fork
         try:
             os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 1)
             os.chdir(there or Path.cwd())
@@ -90,10 +93,11 @@ def recorded_file(
     """The recording of a whole script as the only rank, as one that is kept; it runs `there`."""
     for made in (folder, there):
         made.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     settings = JobSettings(steps=steps, kept=True, draw=draw, keep_going=True)
-    _forked(script, folder, settings, arguments=arguments, there=there)
+    with patch.dict(os.environ, own):
+        _forked(script, folder, settings, arguments=arguments, there=there)
     return reading.read(folder)
 
 

@@ -4,9 +4,7 @@ Each script runs as one rank, in a fork of this process; test_two_jobs.py has wh
 """
 
 import importlib.util
-import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,16 +38,6 @@ class Bug(NamedTuple):
 BUGS = [Bug(**one) for one in tomllib.loads((FOLDER / "resuming.toml").read_text())["bug"]]
 # One of each kind of thing in every run: state, data, and what a whole step shows.
 ALWAYS = ("no optimizer",)
-
-
-@pytest.fixture(autouse=True)
-def surroundings() -> Iterator[None]:
-    """Those of a rank are left behind by no test."""
-    before = dict(os.environ)
-    yield
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    os.environ |= before
 
 
 def text_of(script: str, *edits: tuple[str, str]) -> str:

@@ -2,6 +2,7 @@
 what `distcheck job` starts as processes, for tests that look at many scripts.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -32,6 +33,7 @@ def _forked(script: Path, words: tuple[str, ...], file: Path, variables: dict[st
     if child:
         return child
     code = 1
+    gc.freeze()  # what this process holds may wait for threads that are not in a fork
     try:
         os.environ.update(variables)
         os.chdir(script.parent)
