@@ -15,12 +15,13 @@ A secret of any other form that comes from elsewhere is not found.
 import base64
 import binascii
 import functools
+import html
 import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 _NAMES = re.compile(
     r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|COOKIE|CONNECTION_?STRING|WEBHOOK|BEARER"
@@ -40,7 +41,8 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
     (tuple(hints.split()), re.compile(pattern))
     for hints, pattern in (
         ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
-         r"[A-Za-z0-9+/=\s\\:,\"'|>#-]*(?:-----END [A-Z0-9 ]+-----)?"),
+         r"(?:(?s:.{0,20000}?)-----END [A-Z0-9 ]+-----|[A-Za-z0-9+/=\s\\:,\"'|>#*\[\]-]*)"),
+        ("Private-Lines", r"Private-Lines: \d+\s+(?P<secret>(?:[A-Za-z0-9+/=]{1,64}\s*\n?)+)"),
         ("eyJ", r"\beyJ[\w-]{8,}(?:\.[\w-]*){1,4}"),
         ("ghp_ gho_ ghs_ ghu_ ghr_", r"\bgh[opsur]_[A-Za-z0-9]{16,}"),
         ("github_pat_", r"\bgithub_pat_\w{16,}"),
@@ -49,7 +51,10 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("AIza", r"\bAIza[\w-]{30,}"),
         ("ya29.", r"\bya29\.[\w-]{16,}"),
         ("GOCSPX-", r"\bGOCSPX-[\w-]{16,}"),
-        ("xox xapp-", r"\bx(?:ox[a-z]|app)-[\w-]{10,}"),
+        ("xox xapp-", r"\bx(?:ox[a-z]|app)-(?=[\w-]{0,99}\d)[\w-]{10,}"),
+        ("hvs. gsk_ nvapi- xai- r8_ shpat_ dop_v1_ tskey- ATATT3 AGE-SECRET-KEY-1 figd_ sntrys_ "
+         "PMAK- wandb_v1_", r"\b(?:hvs\.|gsk_|nvapi-|xai-|r8_|shpat_|dop_v1_|tskey-|ATATT3|figd_"
+         r"|sntrys_|AGE-SECRET-KEY-1|PMAK-|wandb_v1_)(?=[\w+/=.-]{0,99}\d)[\w+/=.-]{16,}"),
         ("sk-", r"\bsk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{20,}"),
         ("_live_ _test_", r"\b[rsp]k_(?:live|test)_\w{10,}"),
         ("whsec_", r"\bwhsec_[\w+/=]{16,}"),
@@ -63,10 +68,13 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("dapi", r"\bdapi[0-9a-f]{32}\b"),
         ("://", r"(?<=://)[^\s/:@\"'<>?#]{0,200}:(?P<secret>[^\s/\"'<>?#]{1,500})@"),
         ("://", r"(?<=://)(?P<secret>[^\s/:@\"'<>?#]{16,500})@"),
-        ("Bearer", r"\bBearer (?P<secret>(?=[\w.~+/=-]{0,99}\d)[\w.~+/=-]{8,})"),
-        ("uthorization", r"\b[Aa]uthorization[\"']?\s*[:=]\s*[\"']?(?:[A-Za-z]+\s+)?"
+        ("Bearer bearer BEARER", r"\b(?i:Bearer) (?P<secret>(?=[\w.~+/=-]{0,99}\d)[\w.~+/=-]{8,})"),
+        ("response=", r"\bDigest\b[^\r\n]{0,500}?\bresponse=\"?(?P<secret>\w{16,})"),
+        ("uthorization UTHORIZATION", r"\b(?i:authorization)[\"']?\s*[:=,]\s*b?[\"']?"
+         r"(?!None\b)(?:[A-Za-z]+\s+)?"
          r"(?P<secret>[^\s\"'<>][^\"'\r\n<>]{3,})"),
-        ("ookie:", r"\b[Cc]ookie:\s*(?P<secret>[^\"'\r\n<>]*=[^\"'\r\n<>]+)"),
+        ("ookie OOKIE", r"\b(?i:cookie)[\"']?\s*[:,]\s*b?[\"']?"
+         r"(?P<secret>[^\"'\r\n<>]*=[^\"'\r\n<>]+)"),
         ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
          r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
         ("token=", r"[?&]token=(?P<secret>[^&\s\"'<>]{6,})"),
@@ -96,22 +104,33 @@ _NAME = (
     r"|bot|deploy|github|gitlab|hf|hub|id|private|refresh|session|slack|user|wandb)[_-]?token"
     r"|(?<=\w)[_-]pw\b)(?:_?\d+)?"
 )
-_NO_VALUE = r"(?!(?:none|null|true|false|str|bytes|value)\b|\[masked|[-+.\d]+(?![\w.]))"
+_NO_VALUE = (
+    r"(?!(?:none|null|true|false|str|bytes|value)\b|\[masked"
+    r"|[-+]?(?:\d{1,6}|\d*\.\d+(?:e[-+]?\d+)?)(?![\w.]))"
+)
+_NUMBER = re.compile(r"[-+]?(?:\d+|\d*\.\d+(?:e[-+]?\d+)?)|true|false|none|null", re.I)
+_EVEN_A_NUMBER = re.compile(r"PASSW|SECRET|TOKEN")
 _ASSIGNED = re.compile(
     rf"{_NAME}(?:"
     r"(?:\\?[\"']?\s*[:=]|\\?[\"'],)\s*[bru]?(?P<q>\\?[\"'])"
     rf"{_NO_VALUE}(?P<a>(?:(?!(?P=q))(?:\\[^\r\n]|[^\\\r\n<>])){{4,}})"
     r"|>(?P<h>[^<>\s]{4,})(?=</)|:[ \t]+[|>][-+]?\s*\n\s+(?P<i>\S{4,})"
-    rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>()\[\]]{{4,}})"
+    rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>]+)"
     r"| = (?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])(?P<e>(?:[^\s\"'<>(),]|,(?=\S)){8,})"
+    r"|(?:(?<=password)|(?<=passphrase)):\s+(?P<j>[^\s\"'<>(),]{6,})"
     r"|:\s+(?P<f>(?:[^\s\"'<>(),]|,(?=\S)){6,})(?=\s*$)"
     rf"|\s+[\"']{_NO_VALUE}(?P<g>[^\"'\r\n<>]{{4,}})[\"']"
     r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>(?:[^\s\"'<>(),]|,(?=\S)){8,}))"
-    rf"|--(?:[\w-]{1, 40}-)?(?:token|{_NAME})[ =]{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}})",
+    rf"|--(?:[\w-]{{1,40}}-)?(?:token|{_NAME})(?:[ \t=]|[\"'],\s*[\"']){_NO_VALUE}"
+    r"(?P<d>[^\s\"'<>-][^\s\"'<>]{3,})",
     re.I | re.M,
 )
 # As a shell and a file of settings name variables: `is_secret` says which.
-_VARIABLE = re.compile(r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})=[\"']?(?P<secret>[^\s\"'&;<>()]{4,})")
+_VARIABLE = re.compile(
+    r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})(?:=[\"']?|[\"']\s*[:,]\s*b?[\"'])"
+    r"(?P<secret>[^\s\"'&;<>()]{4,})"
+)
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BEFORE = re.compile(r"[\w.-]{0,40}\Z")
 _BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
@@ -152,7 +171,12 @@ def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
 def _masker(environ: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
     names: dict[str, str] = {}
     for value, name in secrets_of(dict(environ)).items():
-        for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe="")):
+        spellings = (
+            value, repr(value)[1:-1], ascii(value)[1:-1], json.dumps(value)[1:-1],
+            json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value), quote(value),
+            quote(value, safe=""), quote_plus(value),
+        )  # fmt: skip
+        for spelling in spellings:
             names.setdefault(spelling, name)
     if not names:
         return functools.lru_cache(maxsize=1 << 12)(masked_forms)
@@ -169,9 +193,28 @@ def masked_forms(text: str) -> str:
             text = pattern.sub(_masked, text)
     if "Basic " in text:
         text = _BASIC.sub(_masked_basic, text)
-    if "=" in text:
-        text = _VARIABLE.sub(lambda it: _masked(it) if is_secret(it["name"]) else it[0], text)
+    if "=" in text or "'" in text or '"' in text:
+        text = _VARIABLE.sub(lambda it: _masked(it) if _is_assigned(it) else it[0], text)
     return _without_assigned(text)
+
+
+def masked_json(text: str) -> str:
+    """The same for a JSON document: each of its texts by itself, so that it stays JSON."""
+    return _JSON_TEXT.sub(lambda found: _masked_literal(found[0]), text)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _masked_literal(literal: str) -> str:
+    plain = json.loads(literal, strict=False)
+    masked = masked_forms(plain)
+    return literal if masked == plain else json.dumps(masked, ensure_ascii=False)
+
+
+def _is_assigned(found: "re.Match[str]") -> bool:
+    """Whether a variable's name says that it is secret, and its value can be one."""
+    if not is_secret(found["name"]) or found["secret"].startswith("[masked"):
+        return False
+    return not _NUMBER.fullmatch(found["secret"]) or bool(_EVEN_A_NUMBER.search(found["name"]))
 
 
 def _masked(found: "re.Match[str]") -> str:

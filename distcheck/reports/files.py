@@ -18,7 +18,7 @@ import click
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.errors.masking import masked_forms
+from distcheck.errors.masking import masked_forms, masked_json
 from distcheck.errors.shown_text import without_commands, without_secrets
 from distcheck.records import Report
 
@@ -179,7 +179,7 @@ def write_text(path: str, text: str, *, option: str = "--json") -> None:
     """Writes a file, or standard output for "-". What has the form of a secret is masked here once
     more, whatever wrote the text. Raises CannotRunError.
     """
-    text = masked_forms(text)
+    text = masked_json(text) if option == "--json" else masked_forms(text)
     if path == _STDOUT:
         form = "json" if option == "--json" else "xml"
         click.echo(without_commands(text, form=form), nl=False)

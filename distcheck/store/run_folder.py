@@ -29,7 +29,7 @@ import psutil
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.errors.masking import masked_forms
+from distcheck.errors.masking import masked_json
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
@@ -222,7 +222,7 @@ class Store:
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
-        private.write(self.folder / "report.json", masked_forms(text))
+        private.write(self.folder / "report.json", masked_json(text))
 
     def _make(self) -> None:
         try:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from distcheck.errors.masking import MASK, is_secret, masked_command, masked_forms
+from distcheck.errors.masking import MASK, is_secret, masked_command, masked_forms, masked_json
 
 A40 = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF3hJ6kL9n"
 PEM = f"-----BEGIN RSA PRIVATE KEY-----\n{A40}\n{A40}\n-----END RSA PRIVATE KEY-----"
@@ -29,6 +29,18 @@ FORMS = {
     "pair": ("('DB_PASSWORD', 'hunter2')", "hunter2"),
     "XML": ("<password>hunter2</password>", "hunter2"),
     "block of YAML": ("password: |\n  hunter2\n", "hunter2"),
+    "PEM with a rank before each line": ("[rank1]: " + PEM.replace("\n", "\n[rank1]: "), A40),
+    "PuTTY": (f"Private-Lines: 2\n{A40}\n{A40}\nPrivate-MAC: 1", A40),
+    "list of words": ("Command '['run', '--token', 'hunter2']' returned 1", "hunter2"),
+    "digits": ("password=84736251", "8473"),
+    "parentheses in it": ("password=Q7z(hunter2)", "hunter2"),
+    "word of letters": ("password: correcthorse is wrong", "horse"),
+    "header of bytes": ("(b'cookie', b'session=hunter2')", "hunter2"),
+    "header in capitals": (f"AUTHORIZATION: basic {BASIC}", BASIC),
+    "bearer": (f"bearer {A40}", A40),
+    "Digest": (f'Digest username="me", response="{A40}"', A40),
+    "variable in a dict": ("{'SENTRY_DSN': 'hunter2'}", "hunter2"),
+    "Vault": (f"hvs.{A40}", A40),
     "PGP": (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{A40}", A40),
     "JWT": (f"token eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{A40}", A40),
     "JWE": (f"eyJhbGciOiJSU0EtT0FFUCJ9.{A40}.{A40}.{A40}.{A40}", A40),
@@ -116,10 +128,21 @@ def test_a_secret_is_masked(name: str) -> None:
         "password=None, api_key=None, use_auth_token=True, secret: str, passwd=0",
         "query_key_value.weight: expected 1.5e-3, rank 1 has 2.5e-3",
         "the token 50257 of vocab; PRIVATE KEY of attention",
+        "BEST_PAT=12.5 GRAD_KEY=0.12345678 KEY_BITS=2048 AUTH=true Authorization = None",
+        "xoxo-loves-you",
     ],
 )  # fmt: skip
 def test_an_innocent_text_stays(text: str) -> None:
     assert masked_forms(text) == text
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_document_stays_one(name: str) -> None:
+    text, secret = FORMS[name]
+    around = f'the "{text}" of\n"{text}"'
+    masked = masked_json(json.dumps({"a": [around, 1], around: None}, indent=1))
+    assert secret not in masked
+    assert json.loads(masked)["a"][1] == 1
 
 
 @pytest.mark.parametrize(
