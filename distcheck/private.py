@@ -11,7 +11,9 @@ the person's umask gives it.
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -53,9 +55,10 @@ def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
 
 def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
     """Make a folder, and those around it, or find one that is private, as all from `.distcheck` on
-    must be. Raises OSError for one that is not (`strictly` as for `is_private_folder`), and with
-    `is_new` for any that is there.
+    must be. Raises OSError for one that is not (`strictly` as for `is_private_folder`), for a link
+    of another user on the way to it, and with `is_new` for any that is there.
     """
+    followed(str(path))
     if FOLDER in path.parent.parts:
         folder(path.parent, strictly=strictly)
     if not path.parent.exists():
@@ -72,6 +75,28 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
     else:
         path.chmod(0o700)  # whatever the umask is
     return path
+
+
+def check_stays(path: Path) -> None:
+    """Raise OSError if another user can put something else in the place of a folder, since a folder
+    around it is theirs, or may be written by others and has no sticky bit.
+    """
+    for around in path.resolve().parents:
+        about = around.stat()
+        others = stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        is_open = bool(about.st_mode & others) and not about.st_mode & stat.S_ISVTX
+        if is_open or about.st_uid not in (os.geteuid(), _ROOT):
+            raise PermissionError(errno.EPERM, _NOT_OURS, str(around))
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is root's, or has the name of this user, as where each has their own."""
+    try:
+        return number == _ROOT or (
+            grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+        )
+    except KeyError:
+        return False
 
 
 def temporary_folder() -> Path | None:

@@ -82,6 +82,7 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
     place = own_folder("slurm").absolute() / private.unique("jobs-")
     try:
         private.folder(place, is_new=True, strictly=True)
+        private.check_stays(place)
     except OSError as error:
         raise CannotRunError(
             f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a folder "

@@ -1,11 +1,12 @@
 """The files that make up a piece of code: its own, and what it imports from its project."""
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,9 @@ NO_DIGEST = "none"
 _OWN = "distcheck_strategies"
 _LOADED = "distcheck"  # in every process, before a person's code
 _COMPILED = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
-_IMPORTS = {"import_module", "__import__"}
+_EVERYTHING = "*"
+_DOTTED = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
+_MOST_TEXTS = 16  # in one call
 _CACHE = "__pycache__"  # not read: loading.py switches it off for code that was handed over
 _DIGITS = 32  # of SHA-256: 128 bits, so that a second file with it cannot be made
 
@@ -48,6 +51,8 @@ def files_of(path: Path) -> dict[str, SourceFile]:
     found: dict[str, SourceFile] = {}
     seen: set[Path] = set()
     whole: set[Path] = set()
+    looked: set[tuple[Path, str, bool]] = set()
+    is_installed = functools.cache(_is_installed)
     ahead = [own, *_initializers(own, root)]
     while ahead:
         if (file := ahead.pop(0)) in seen:
@@ -59,13 +64,14 @@ def files_of(path: Path) -> dict[str, SourceFile]:
         name = file.relative_to(base).as_posix()
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
         found.setdefault(name, one)
-        for level, module in sorted(_imported(file)) if file.suffix == ".py" else ():
-            if level:
-                places = [*file.parents[level - 1 : level]]
-            else:
-                places = [own.parent, root, *([] if _is_installed(module) else [here])]
+        for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
+            places = [*file.parents[level - 1 : level]] if level else [own.parent, root]
+            if not level and not is_installed(module.partition(".")[0]):
+                places.append(here)
             for place in dict.fromkeys(places):
-                ahead += _files_of_module(place, module, own, whole)
+                if (place, module, is_whole) not in looked:
+                    looked.add((place, module, is_whole))
+                    ahead += _files_of_module(place, module, own, whole if is_whole else None)
     return found
 
 
@@ -75,17 +81,18 @@ def _initializers(path: Path, root: Path) -> list[Path]:
     return [file for folder in above for file in _with_any_suffix(folder / "__init__")]
 
 
-def _files_of_module(place: Path, module: str, own: Path, whole: set[Path]) -> list[Path]:
-    """The files that `import module` may run, if it is found in a folder: of a package all of its
-    files, unless `own` is one of them. `whole` gets the packages of which all are found.
+def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | None) -> list[Path]:
+    """The files that `import module` may run, if it is found in a folder. Of a package that `own`
+    is not in, and of one of which everything is imported, these are all files, if there is a set
+    `whole` of such packages.
     """
     found: list[Path] = []
     for part in filter(None, module.split(".")):
+        if part == _EVERYTHING:
+            return found + (_all_code(place, whole) if place.is_dir() else [])
         package = _with_any_suffix(place / part / "__init__")
-        if package and not own.is_relative_to(place / part):
-            files = [] if place / part in whole else (place / part).rglob("*")
-            whole.add(place / part)
-            return found + sorted(file for file in files if _is_code(file))
+        if package and whole is not None and not own.is_relative_to(place / part):
+            return found + _all_code(place / part, whole)
         found += package
         if not package and (modules := _with_any_suffix(place / part)):
             return found + modules
@@ -98,16 +105,25 @@ def _with_any_suffix(path: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def _is_code(file: Path) -> bool:
-    is_module = file.name.endswith((".py", *_COMPILED)) and file.parent.name != _CACHE
-    return is_module and file.is_file()
+def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
+    """All modules at and below a folder, by links as well, if they were not found before."""
+    if whole is None or package in whole:
+        return []
+    whole.add(package)
+    found: list[Path] = []
+    ahead, seen = [package], {package.resolve()}
+    while ahead:
+        for one in sorted(ahead.pop().iterdir()):
+            if one.is_dir() and one.name != _CACHE:
+                ahead += [] if one.resolve() in seen else [one]
+                seen.add(one.resolve())
+            elif one.name.endswith((".py", *_COMPILED)) and one.is_file():
+                found.append(one)
+    return found
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(top: str) -> bool:
     """Whether a module is found before the current folder, which is the last place."""
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names:
-        return True
     try:
         spec = importlib.util.find_spec(top) if top else None
     except (ImportError, ValueError):
@@ -186,25 +202,37 @@ def _file_of(spec: str) -> Path | None:
     return next((module for module in modules if module.is_file()), None)
 
 
-def _imported(path: Path) -> set[tuple[int, str]]:
-    """What a file imports: the number of dots, and the dotted name after them. In `from a import
-    b`, b may be a module.
+@functools.lru_cache(maxsize=1 << 10)
+def _imported(source: bytes) -> list[tuple[int, str, bool]]:
+    """What a source imports: the number of dots, the dotted name after them, whether it stands in
+    an import statement: any text may be the name of a module as well, for `import_module`. In
+    `from a import b`, b may be a module.
     """
     try:
-        tree = parse_source(path)
+        tree = parse_source(source)
     except SyntaxError:  # code that cannot be loaded has a digest as well
-        return set()
+        return []
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {(0, alias.name) for alias in node.names}
+            names |= {(0, alias.name, True) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inside = f"{node.module}." if node.module else ""
-            names |= {(node.level, f"{inside}{alias.name}") for alias in node.names}
-        elif isinstance(node, ast.Call) and node.args:
-            name, called = node.args[0], node.func
-            called_name = getattr(called, "attr", getattr(called, "id", ""))
-            if called_name in _IMPORTS and isinstance(name, ast.Constant):
-                text = str(name.value)
-                names.add((len(text) - len(text.lstrip(".")), text.lstrip(".")))
-    return {(level, name) for level, name in names if level or name.partition(".")[0] != _LOADED}
+            names |= {(node.level, f"{inside}{alias.name}", True) for alias in node.names}
+        elif isinstance(node, ast.Call):
+            names |= {(level, name, False) for level, name in _named_in(node)}
+    return sorted(one for one in names if one[0] or one[1].partition(".")[0] != _LOADED)
+
+
+def _named_in(call: ast.Call) -> Iterator[tuple[int, str]]:
+    """The names of modules that texts in a call can be, by themselves and within one another."""
+    texts = [
+        node.value
+        for node in ast.walk(call)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ][:_MOST_TEXTS]
+    texts = [text for text in texts if _DOTTED.fullmatch(text)]
+    for text in texts:
+        name = text.lstrip(".")
+        yield len(text) - len(name), name
+        yield from ((0, f"{package}.{name}") for package in texts if not package.startswith("."))

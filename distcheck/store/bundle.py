@@ -351,8 +351,9 @@ def _json(value: Any) -> bytes:
 
 def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path]) -> None:
     """A zip that is there is whole, and one that was killed in the making leaves nothing behind."""
-    draft = target.with_name(f".{target.name}.draft")
     try:
+        target = private.followed(str(target.parent)) / target.name
+        draft = target.with_name(f".{target.name}.draft")
         draft.unlink(missing_ok=True)
         try:
             with _draft_file(draft) as file:

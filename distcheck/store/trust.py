@@ -216,13 +216,16 @@ def require_trust(
     runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
+    # What is not asked about is trusted, and may lie next to what is.
+    others = [_described(what, spec, unpacked) for case in cases for what, spec in named(case)]
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
-    agreed = {file: digest for one in code for file, digest in one.files.items()}
-    sources_only.begin(agreed, around=(handed_over, *(one.root for one in code)))
+    agreed = {file: digest for one in (*others, *code) for file, digest in one.files.items()}
+    around = (handed_over, os.getcwd(), *(one.root for one in code))
+    sources_only.begin(agreed, around=around)
 
 
 def _run_of(given: Path) -> Path:
@@ -304,7 +307,7 @@ def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded
     """Whether an object is of this checkout. Without git, nothing but the run's record says that
     its code is still the code that ran.
     """
-    is_current = checkout.is_git or recorded in (NO_DIGEST, digest)
+    is_current = checkout.is_git or recorded == digest != NO_DIGEST
     return is_current and checkout.has(file) and _defines(file, attribute, checkout)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from distcheck.cli import root_command
 from distcheck.errors import UsageError
+from distcheck.plan.provenance import provenance_of
 from distcheck.records import Case
 from distcheck.store import trust, unpacking
 from distcheck.store.bundle import open_bundle, read_replay
@@ -263,9 +264,13 @@ def test_what_is_known_and_what_is_asked(
     for wanted, cases in ((0, known), (1, asked)):
         for changes in cases:
             case = msgspec.convert(msgspec.to_builtins(case_of(**changes)), Case)
-            assert len(trust.unknown_code([case], {})) == wanted, changes
+            made = {"c": provenance_of(case, {})}
+            assert len(trust.unknown_code([case], {}, made=made)) == wanted, changes
+    mine = case_of(strategy="mine.py:f")
+    made = {"c": provenance_of(mine, {})}
+    assert len(trust.unknown_code([mine], {})) == 1, "no digest was recorded"
     monkeypatch.setenv("HOME", str(checkout))
-    assert len(trust.unknown_code([case_of(strategy="mine.py:f")], {})) == 1, "downloads lie there"
+    assert len(trust.unknown_code([mine], {}, made=made)) == 1, "downloads lie there"
 
 
 def test_a_yes_on_a_terminal_is_asked_for(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def of_another(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
 
 def asked(**changes: Any) -> int:
     case = Case(**{"id": "c", "strategy": "ddp", "world": 2, "workload": "mlp", **changes})
-    return len(trust.unknown_code([case], {}))
+    return len(trust.unknown_code([case], {}, made={"c": provenance_of(case, {})}))
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
     """`def run(command): os.system(command)` is in many a checkout, whatever it is there for."""
     case = Case(id="c", strategy=strategy, world=2, workload="mlp",
                 adaptation=Adaptation(**{where: (pair,)}))  # fmt: skip
-    given = {"doing": "replaying", "trusted": False}
+    made = {"c": provenance_of(case, {})}
     Path("gift").mkdir()
     if is_asked:
         with pytest.raises(UsageError, match=f"{pair[0]}=.* for mine.py:mean; read it, then add"):
-            trust.require_trust("gift", [case], {}, **given)  # type: ignore[arg-type]
+            trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
     else:
-        trust.require_trust("gift", [case], {}, **given)  # type: ignore[arg-type]
+        trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "the case", "a digest", "the user"])
@@ -353,8 +353,10 @@ def test_nothing_in_the_folder_that_was_given_is_trusted(tracked: Path, checkout
     own = msgspec.structs.replace(case, strategy="sync.py:sync")
     assert trust.unknown_code([own], given="colleague") == []
     shutil.rmtree(checkout / ".git")
-    assert len(trust.unknown_code([case], given="colleague/cases/c.json")) == 1
-    assert trust.unknown_code([own], given="colleague/cases/c.json") == []
+    given = "colleague/cases/c.json"
+    for one, asked in ((case, 1), (own, 0)):
+        made = {"c": provenance_of(one, {})}
+        assert len(trust.unknown_code([one], given=given, made=made)) == asked
 
 
 def test_without_git_the_folder_of_a_case_file_is_not_trusted(checkout: Path) -> None:

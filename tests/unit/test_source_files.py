@@ -57,7 +57,13 @@ def test_all_files_that_python_imports_for_one_count(
             "src/pkg/sub/__init__.py": "",
             "src/pkg/sub/sync.py": "from ..up import f\nimport pkg.absolute\nfrom lib import h\n"
             "import tools.deep\nimport importlib\nimport here\nimport json\n"
-            "importlib.import_module('named')\n",
+            "from stars import *\nimport linked\n"
+            "load = importlib.import_module\nload(name='named')\nload('.inner', 'lazy')\n",
+            "src/stars/__init__.py": "__all__ = ['star']",
+            "src/stars/star.py": "",
+            "src/linked/__init__.py": "",
+            "elsewhere/far.py": "",
+            "src/lazy/inner.py": "",
             "src/lib/h.py": "",  # a namespace package
             "src/lib/other.py": "",
             "src/tools/__init__.py": "",
@@ -68,12 +74,14 @@ def test_all_files_that_python_imports_for_one_count(
             "lib_here.py": "",
         },
     )
+    (tmp_path / "src/linked/link").symlink_to(tmp_path / "elsewhere")
     found = files_of(Path("src/pkg/sub/sync.py"))
     assert next(iter(found)) == "pkg/sub/sync.py"
     assert set(found) == {
         "pkg/sub/sync.py", "pkg/sub/__init__.py", "pkg/__init__.py", "pkg/setup.py", "pkg/up.py",
         "pkg/absolute.py", "lib/h.py", "tools/__init__.py", "tools/any.py", "named.py", "here.py",
-        "lib_here.py",
+        "lib_here.py", "stars/__init__.py", "stars/star.py", "linked/__init__.py",
+        "linked/link/far.py", "lazy/inner.py",
     }  # fmt: skip
     assert all(file.path.read_bytes() == file.data for file in found.values())
 
