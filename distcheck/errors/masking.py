@@ -207,7 +207,7 @@ def masked_json(text: str) -> str:
 def _masked_literal(literal: str) -> str:
     plain = json.loads(literal, strict=False)
     masked = masked_forms(plain)
-    return literal if masked == plain else json.dumps(masked, ensure_ascii=False)
+    return literal if masked == plain else json.dumps(masked)
 
 
 def _is_assigned(found: "re.Match[str]") -> bool:

@@ -1,6 +1,7 @@
 """The report as `distcheck.report/1`: what a gate or a dashboard reads."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -35,6 +36,8 @@ from distcheck.reports.document import (
 )
 from distcheck.reports.wording import describe_place
 
+# Characters that a terminal acts on, or that turn the order of a text around. JSON escapes others.
+_MOVES = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a map; beyond, several tensors or steps share a cell
 _MOST_POINTS = 256  # of a series over steps
 # Other checks of bits have a map only where something differs: nothing is to be seen else.
@@ -182,7 +185,8 @@ def render(document: dict[str, Any]) -> str:
         data = msgspec.json.encode(document)
     except UnicodeEncodeError:  # a name of a file that is not UTF-8
         data = msgspec.json.encode(encodable(document))
-    return msgspec.json.format(data, indent=2).decode() + "\n"
+    text = msgspec.json.format(data, indent=2).decode() + "\n"
+    return _MOVES.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def read_document(path: Path) -> dict[str, Any]:

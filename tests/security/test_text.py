@@ -3,6 +3,7 @@ command, and takes no time.
 """
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rich.console import Console
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
 from distcheck.records import Case, Report
-from distcheck.reports import github, html_report, junit
+from distcheck.reports import github, html_report, json_report, junit
 from distcheck.reports.files import write_document
 from distcheck.reports.json_report import as_document, render_json
 from distcheck.reports.live import LiveProgress
@@ -225,3 +226,11 @@ def test_a_width_that_is_none_is_the_usual_one(
 ) -> None:
     monkeypatch.setenv("COLUMNS", asked)
     assert console_for(io.StringIO()).width == width
+
+
+def test_a_document_moves_no_cursor() -> None:
+    """JSON need not escape C1 controls, nor what turns the order of a text around."""
+    text = "a\x9b2Jb\u202ec\u2066"
+    written = json_report.render({"reason": text})
+    assert written.isascii()
+    assert json.loads(written) == {"reason": text}
