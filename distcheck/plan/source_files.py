@@ -4,6 +4,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,9 @@ _OWN = "distcheck_strategies"
 _LOADED = "distcheck"  # in every process, before a person's code
 _COMPILED = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
 _EVERYTHING = "*"
-_DOTTED = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
-_MOST_TEXTS = 16  # in one call
+HERE = "./"  # before the path of a file from the current folder
+_DOTTED = re.compile(r"[^\s/\\\0]{1,200}")
+_MOST_PAIRED = 16  # texts of one call
 _CACHE = "__pycache__"  # not read: loading.py switches it off for code that was handed over
 _DIGITS = 32  # of SHA-256: 128 bits, so that a second file with it cannot be made
 
@@ -42,8 +44,9 @@ def files_of(path: Path) -> dict[str, SourceFile]:
     """Return a file, and all that Python imports for it from around it: modules of its own folder,
     of its package, of the parent packages (their `__init__` as well) and of the current folder,
     sources and compiled ones. The file comes first. Each has its path from the folder from which
-    it is imported, `root_of` the file or the current folder. Nothing is imported to find out, so
-    the name of a module that is only computed is not known. Raises OSError.
+    it is imported: `root_of` the file, or the current folder, for which it begins with "./".
+    Nothing is imported to find out, so the name of a module that is only computed is not known.
+    Raises OSError.
     """
     content = read_source(path)
     own, here = path.resolve(), Path.cwd()
@@ -52,7 +55,7 @@ def files_of(path: Path) -> dict[str, SourceFile]:
     seen: set[Path] = set()
     whole: set[Path] = set()
     looked: set[tuple[Path, str, bool]] = set()
-    is_installed = functools.cache(_is_installed)
+    is_installed, tops_in = functools.cache(_is_installed), functools.cache(_tops_in)
     ahead = [own, *_initializers(own, root)]
     while ahead:
         if (file := ahead.pop(0)) in seen:
@@ -60,19 +63,28 @@ def files_of(path: Path) -> dict[str, SourceFile]:
         seen.add(file)
         if not (file.is_relative_to(root) or file.is_relative_to(here)):
             continue  # a relative import that leads out of the package, which Python refuses
-        base = root if file.is_relative_to(root) else here
-        name = file.relative_to(base).as_posix()
+        is_here = not file.is_relative_to(root)
+        name = file.relative_to(here if is_here else root).as_posix()
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
-        found.setdefault(name, one)
+        found[f"{HERE}{name}" if is_here else name] = one
         for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
+            top = module.partition(".")[0]
             places = [*file.parents[level - 1 : level]] if level else [own.parent, root]
-            if not level and not is_installed(module.partition(".")[0]):
-                places.append(here)
+            places += [] if level or is_whole else [file.parent]  # a level may be an argument
+            places += [] if level or is_installed(top) else [here]
             for place in dict.fromkeys(places):
-                if (place, module, is_whole) not in looked:
+                if top in tops_in(place) and (place, module, is_whole) not in looked:
                     looked.add((place, module, is_whole))
                     ahead += _files_of_module(place, module, own, whole if is_whole else None)
     return found
+
+
+def by_place(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]]:
+    """Yield files with their paths from the one folder that they are put into. A name may come
+    twice, that of the current folder last: Python finds the first.
+    """
+    for name, file in sorted(files.items(), key=lambda one: one[0].startswith(HERE)):
+        yield name.removeprefix(HERE), file
 
 
 def _initializers(path: Path, root: Path) -> list[Path]:
@@ -98,6 +110,12 @@ def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | Non
             return found + modules
         place /= part
     return found + _with_any_suffix(place / "__init__")
+
+
+def _tops_in(place: Path) -> set[str]:
+    """What names of modules that are found in a folder can begin with."""
+    entries = os.listdir(place) if place.is_dir() else ()
+    return {"", _EVERYTHING, *(entry.partition(".")[0] for entry in entries)}
 
 
 def _with_any_suffix(path: Path) -> list[Path]:
@@ -230,9 +248,11 @@ def _named_in(call: ast.Call) -> Iterator[tuple[int, str]]:
         node.value
         for node in ast.walk(call)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ][:_MOST_TEXTS]
-    texts = [text for text in texts if _DOTTED.fullmatch(text)]
+    ]
+    texts = [text.partition(":")[0] for text in texts if _DOTTED.fullmatch(text)]
     for text in texts:
         name = text.lstrip(".")
         yield len(text) - len(name), name
-        yield from ((0, f"{package}.{name}") for package in texts if not package.startswith("."))
+        for package in texts[:_MOST_PAIRED]:
+            parts = package.strip(".").split(".")
+            yield from ((0, ".".join([*parts[:n], name])) for n in range(1, len(parts) + 1))

@@ -26,7 +26,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed
-from distcheck.plan.source_files import NO_DIGEST, SourceFile, sources_of
+from distcheck.plan.source_files import NO_DIGEST, SourceFile, by_place, sources_of
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
@@ -313,7 +313,8 @@ def _sources(
                 f"the code of {what} {spec} is not packed: it is a link, outside this checkout, or "
                 "not the code that the run recorded; bundle a run of this checkout"
             )
-        members.update({f"{folder}/{name}": one.data for name, one in code.items()})
+        for name, one in by_place(code):
+            members.setdefault(f"{folder}/{name}", one.data)
         yield BundledSource(spec=spec, file=f"{folder}/{next(iter(code))}", digest=now, runs=runs)
 
 

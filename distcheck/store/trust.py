@@ -31,7 +31,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
-from distcheck.plan.source_files import NO_DIGEST, digest_of, files_of
+from distcheck.plan.source_files import NO_DIGEST, by_place, digest_of, files_of
 from distcheck.private import is_ones_own
 from distcheck.records import Case
 from distcheck.records.sources import read_source
@@ -322,7 +322,9 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
         return False
     try:
         root = root_of(unpacked)
-        there = {name: hashlib.sha256(one.data).digest() for name, one in files_of(place).items()}
+        there: dict[str, bytes] = {}
+        for name, one in by_place(files_of(place)):
+            there.setdefault(name, hashlib.sha256(one.data).digest())
         here = contents(root)
     except OSError:
         return False

@@ -58,7 +58,12 @@ def test_all_files_that_python_imports_for_one_count(
             "src/pkg/sub/sync.py": "from ..up import f\nimport pkg.absolute\nfrom lib import h\n"
             "import tools.deep\nimport importlib\nimport here\nimport json\n"
             "from stars import *\nimport linked\n"
-            "load = importlib.import_module\nload(name='named')\nload('.inner', 'lazy')\n",
+            "load = importlib.import_module\nload(name='named')\nload('.inner', 'lazy')\n"
+            "load('..outer', 'lazy.sub')\nload('with-dash')\npkgutil.resolve_name('by_name:f')\n",
+            "src/lazy/outer.py": "",
+            "src/with-dash.py": "",
+            "src/by_name.py": "",
+            "by_name.py": "",
             "src/stars/__init__.py": "__all__ = ['star']",
             "src/stars/star.py": "",
             "src/linked/__init__.py": "",
@@ -79,9 +84,10 @@ def test_all_files_that_python_imports_for_one_count(
     assert next(iter(found)) == "pkg/sub/sync.py"
     assert set(found) == {
         "pkg/sub/sync.py", "pkg/sub/__init__.py", "pkg/__init__.py", "pkg/setup.py", "pkg/up.py",
-        "pkg/absolute.py", "lib/h.py", "tools/__init__.py", "tools/any.py", "named.py", "here.py",
-        "lib_here.py", "stars/__init__.py", "stars/star.py", "linked/__init__.py",
-        "linked/link/far.py", "lazy/inner.py",
+        "pkg/absolute.py", "lib/h.py", "tools/__init__.py", "tools/any.py", "named.py", "./here.py",
+        "./lib_here.py", "stars/__init__.py", "stars/star.py", "linked/__init__.py",
+        "linked/link/far.py", "lazy/inner.py", "lazy/outer.py", "with-dash.py", "by_name.py",
+        "./by_name.py",
     }  # fmt: skip
     assert all(file.path.read_bytes() == file.data for file in found.values())
 
