@@ -41,7 +41,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
     (tuple(hints.split()), re.compile(pattern))
     for hints, pattern in (
         ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
-         r"(?:(?s:.{0,20000}?)-----END [A-Z0-9 ]+-----|[A-Za-z0-9+/=\s\\:,\"'|>#*\[\]-]*)"),
+         r"(?:(?s:.{0,20000}?)-----END [A-Z0-9 ]+-----|[A-Za-z0-9+/=\s\\:,\"'|>#*.()\[\]-]*)"),
         ("Private-Lines", r"Private-Lines: \d+\s+(?P<secret>(?:[A-Za-z0-9+/=]{1,64}\s*\n?)+)"),
         ("eyJ", r"\beyJ[\w-]{8,}(?:\.[\w-]*){1,4}"),
         ("ghp_ gho_ ghs_ ghu_ ghr_", r"\bgh[opsur]_[A-Za-z0-9]{16,}"),
@@ -70,11 +70,13 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("://", r"(?<=://)(?P<secret>[^\s/:@\"'<>?#]{16,500})@"),
         ("Bearer bearer BEARER", r"\b(?i:Bearer) (?P<secret>(?=[\w.~+/=-]{0,99}\d)[\w.~+/=-]{8,})"),
         ("response=", r"\bDigest\b[^\r\n]{0,500}?\bresponse=\"?(?P<secret>\w{16,})"),
-        ("uthorization UTHORIZATION", r"\b(?i:authorization)[\"']?\s*[:=,]\s*b?[\"']?"
+        ("uthorization UTHORIZATION", r"\b(?i:authorization)[\"']?\s*[:=,]\s*\[?b?[\"']?"
          r"(?!None\b)(?:[A-Za-z]+\s+)?"
          r"(?P<secret>[^\s\"'<>][^\"'\r\n<>]{3,})"),
         ("ookie OOKIE", r"\b(?i:cookie)[\"']?\s*[:,]\s*b?[\"']?"
-         r"(?P<secret>[^\"'\r\n<>]*=[^\"'\r\n<>]+)"),
+         r"(?P<secret>[^\"'\r\n<>]*=\"?[^\"'\r\n<>]+)"),
+        ("oken: ey: OKEN: EY:", r"\b(?i:(?:x-[\w-]{0,40}|private-|api-|auth-|access-)(?:key|token))"
+         r":[ \t]+(?P<secret>[^\s\"'<>]{4,})"),
         ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
          r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
         ("token=", r"[?&]token=(?P<secret>[^&\s\"'<>]{6,})"),
@@ -87,7 +89,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
         ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
         ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
-        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/webhooks|hooks\.slack\.com"
+        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/webhooks|hooks\.slack\.com(?::\d+)?"
          r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com)"
          r"/(?P<secret>[^\s\"'<>]+)"),
         ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),
@@ -105,8 +107,9 @@ _NAME = (
     r"|(?<=\w)[_-]pw\b)(?:_?\d+)?"
 )
 _NO_VALUE = (
-    r"(?!(?:none|null|true|false|str|bytes|value)\b|\[masked"
-    r"|[-+]?(?:\d{1,6}|\d*\.\d+(?:e[-+]?\d+)?)(?![\w.]))"
+    r"(?!\[masked|(?:args|self|os|getpass|config|cfg)\.\w"
+    r"|(?:none|null|true|false|str|bytes|value|[-+]?(?:\d{1,6}|\d*\.\d+(?:e[-+]?\d+)?))"
+    r"(?![^\s\"'&;,)\]}<>]))"
 )
 _NUMBER = re.compile(r"[-+]?(?:\d+|\d*\.\d+(?:e[-+]?\d+)?)|true|false|none|null", re.I)
 _EVEN_A_NUMBER = re.compile(r"PASSW|SECRET|TOKEN")
@@ -117,18 +120,22 @@ _ASSIGNED = re.compile(
     r"|>(?P<h>[^<>\s]{4,})(?=</)|:[ \t]+[|>][-+]?\s*\n\s+(?P<i>\S{4,})"
     rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>]+)"
     r"| = (?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])(?P<e>(?:[^\s\"'<>(),]|,(?=\S)){8,})"
-    r"|(?:(?<=password)|(?<=passphrase)):\s+(?P<j>[^\s\"'<>(),]{6,})"
+    r"|(?:(?<=password)|(?<=passphrase))[ \t]*:\s*(?P<j>[^\s\"'<>(),]{5,})"
     r"|:\s+(?P<f>(?:[^\s\"'<>(),]|,(?=\S)){6,})(?=\s*$)"
     rf"|\s+[\"']{_NO_VALUE}(?P<g>[^\"'\r\n<>]{{4,}})[\"']"
     r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>(?:[^\s\"'<>(),]|,(?=\S)){8,}))"
-    rf"|--(?:[\w-]{{1,40}}-)?(?:token|{_NAME})(?:[ \t=]|[\"'],\s*[\"']){_NO_VALUE}"
-    r"(?P<d>[^\s\"'<>-][^\s\"'<>]{3,})",
+    rf"|--(?:[\w-]{{1,40}}-)?(?:token|{_NAME})(?:\s+|=|[\"'],\s*b?)(?:(?P<p>[\"'])"
+    rf"(?P<k>(?:(?!(?P=p))[^\r\n<>]){{4,}})|{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}}))",
     re.I | re.M,
 )
 # As a shell and a file of settings name variables: `is_secret` says which.
 _VARIABLE = re.compile(
-    r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})(?:=[\"']?|[\"']\s*[:,]\s*b?[\"'])"
-    r"(?P<secret>[^\s\"'&;<>()]{4,})"
+    r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})(?:(?:=|[\"']\s*[:,]\s*b?)(?P<q>[\"'])"
+    r"(?P<quoted>(?:(?!(?P=q))[^\\\r\n<>]){4,})|=(?P<plain>[^\s\"'&;,<>]{4,}))"
+)
+_NAMES_OF_NO_SECRET = re.compile(
+    r"(?:PAD|BOS|EOS|UNK|CLS|SEP|MASK|NUM|MAX|MIN|SPECIAL)_TOKENS?"
+    r"|(?:UNEXPECTED|MISSING|PRIMARY|FOREIGN|PUBLIC|CACHE|SORT)_KEYS?|KEY_PADDING_MASK"
 )
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BEFORE = re.compile(r"[\w.-]{0,40}\Z")
@@ -212,15 +219,15 @@ def _masked_literal(literal: str) -> str:
 
 def _is_assigned(found: "re.Match[str]") -> bool:
     """Whether a variable's name says that it is secret, and its value can be one."""
-    if not is_secret(found["name"]) or found["secret"].startswith("[masked"):
+    name, value = found["name"], found["quoted"] or found["plain"]
+    if not is_secret(name) or _NAMES_OF_NO_SECRET.search(name) or value.startswith("[masked"):
         return False
-    return not _NUMBER.fullmatch(found["secret"]) or bool(_EVEN_A_NUMBER.search(found["name"]))
+    return not _NUMBER.fullmatch(value) or bool(_EVEN_A_NUMBER.search(name))
 
 
 def _masked(found: "re.Match[str]") -> str:
-    if "secret" not in found.re.groupindex:
-        return MASK
-    start, end = (place - found.start() for place in found.span("secret"))
+    """The text with the last group that was found, or all of it, masked."""
+    start, end = (place - found.start() for place in found.span(found.lastindex or 0))
     return f"{found[0][:start]}{MASK}{found[0][end:]}"
 
 

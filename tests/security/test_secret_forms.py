@@ -41,6 +41,13 @@ FORMS = {
     "Digest": (f'Digest username="me", response="{A40}"', A40),
     "variable in a dict": ("{'SENTRY_DSN': 'hunter2'}", "hunter2"),
     "Vault": (f"hvs.{A40}", A40),
+    "number at its beginning": ("password=2024-hunter2", "hunter2"),
+    "word at its beginning": ("--token null-hunter2", "hunter2"),
+    "words in quotes": ('DB_PASSWORD="correct horse battery"', "battery"),
+    "no space": ("password:hunter2", "hunter2"),
+    "option in quotes": ("--token   'correct horse'", "horse"),
+    "header of a key": ("X-Api-Key: correcthorse is wrong", "horse"),
+    "list of headers": ('{"Authorization":["Bearer hunter2-of-mine"]}', "hunter2"),
     "PGP": (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{A40}", A40),
     "JWT": (f"token eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{A40}", A40),
     "JWE": (f"eyJhbGciOiJSU0EtT0FFUCJ9.{A40}.{A40}.{A40}.{A40}", A40),
@@ -129,7 +136,8 @@ def test_a_secret_is_masked(name: str) -> None:
         "query_key_value.weight: expected 1.5e-3, rank 1 has 2.5e-3",
         "the token 50257 of vocab; PRIVATE KEY of attention",
         "BEST_PAT=12.5 GRAD_KEY=0.12345678 KEY_BITS=2048 AUTH=true Authorization = None",
-        "xoxo-loves-you",
+        "xoxo-loves-you PAD_TOKEN='<pad>' BOS_TOKEN=begin_of_text UNEXPECTED_KEY=layer.0.weight",
+        "login(password=args.password, token=None)",
     ],
 )  # fmt: skip
 def test_an_innocent_text_stays(text: str) -> None:
