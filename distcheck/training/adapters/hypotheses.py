@@ -20,10 +20,16 @@ from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
 from distcheck.training.adapters.forms.own_optimizer import parameters_name
-from distcheck.training.adapters.forms.wrapper import first_phases, is_known
+from distcheck.training.adapters.forms.wrapper import begins_once, first_phases, is_known
 from distcheck.training.adapters.names import NO_FINISH
 from distcheck.training.adapters.source import COLLECTIVES, Source
-from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.adapters.target import (
+    Target,
+    is_of_one_process,
+    named_parameters,
+    own_names,
+    required,
+)
 from distcheck.training.loaded import LoadedStrategy
 
 Tiers = tuple[tuple[Adaptation, ...], ...]
@@ -36,6 +42,7 @@ _BY_KIND = {
 _SENDS_PARAMETERS = {
     "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
 }  # fmt: skip
+_DIVIDES = {"average", "avg", "mean", "divide", "normalize", "average_gradients", "take_mean"}
 # Methods of a wrapper that a training loop has other uses for.
 _NO_PHASES = {
     "forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
@@ -67,16 +74,39 @@ def _takes_step(target: Target) -> bool:
     return bool(read) and read <= {*dir(Step), *Step.__annotations__}
 
 
-def _tiers(target: Target, handed_once: Sequence[str]) -> list[list[Adaptation]]:
+def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[Adaptation]]:
     if is_declared(target):
         return []
     said = target.adaptation
     guess = choose_form(target)
     form = said.form or (guess.name if guess is not None else None)
-    lists = tuple((name, "@param_list") for name in handed_once)
-    others = [replace(said, form=name) for name in _forms(target) if name != form and not said.form]
-    others += [replace(said, form=form, arguments=(*said.arguments, *lists))] if lists else []
+    forms = [name for name in _forms(target) if name != form and not said.form]
+    others = [replace(said, form=name) for name in forms]
+    more = (tuple(handed_once), _worlds(target), _divisions(target, form))
+    others += [
+        replace(said, form=form, arguments=(*said.arguments, *pairs)) for pairs in more if pairs
+    ]
+    around = [one for one in (form, *forms) if one in ("optimizer", "sharded-optimizer")]
+    if around and target.is_class:
+        after = [] if said.finish else _methods(target.value)
+        return [others, [replace(said, form=f, finish=m) for f in around for m in after]]
     return [others, *_phases(target, form)]
+
+
+def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
+    """The other values of parameters whose default describes a run of one process: a constructor
+    gets those of the world first, a function its defaults.
+    """
+    found = [
+        p for p in target.parameters if is_of_one_process(p) and p.name not in target.arguments
+    ]
+    return tuple((p.name, repr(p.default) if target.is_class else f"@{p.name}") for p in found)
+
+
+def _divisions(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
+    """The flag, off by default, by which a function of a tensor divides the sum."""
+    flags = [p.name for p in target.parameters if p.default is False and p.name in _DIVIDES]
+    return tuple((name, "True") for name in flags[:1] if form == "tensor-mean")
 
 
 def _loaded(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation, ask: Any) -> Any:
@@ -117,6 +147,8 @@ def _of_function(target: Target) -> Iterator[str]:
     yield from (name for name in ("after-step", "steps-inside") if form_of(name).fits(target))
     if not target.source.registers_hooks:
         yield from (_BY_KIND[kind] for kind in kinds)
+    if _divisions(target, "tensor-mean"):  # its caller may divide
+        yield "tensor-sum"
 
 
 def _possible_kinds(target: Target) -> set[str]:
@@ -180,7 +212,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
     if form not in ("wrapper", "sharded-module", "autograd") or not inspect.isclass(made):
         return [], []
     finish, reset = first_phases(target)
-    methods = _methods(made)
+    methods = [name for name in _methods(made) if name != begins_once(made)]
     none = [NO_FINISH] if _exchanges_alone(made) else []
     after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
     before = [name for name in methods if name not in (finish, reset)]

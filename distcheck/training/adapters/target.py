@@ -239,6 +239,13 @@ def required(parameters: Parameters) -> Parameters:
     return [p for p in parameters if p.default is p.empty]
 
 
+def is_of_one_process(parameter: inspect.Parameter) -> bool:
+    """Return True if its default describes a run of one process, as in `world_size=1, rank=0`."""
+    name, default = parameter.name, parameter.default
+    known = names.OF_ONE_PROCESS.get(names.meaning_of(name))
+    return type(default) is int and default == known and name not in names.AMBIGUOUS
+
+
 def takes_any_name(value: Callable[..., Any]) -> bool:
     """Whether a callable has `**kwargs`."""
     signed = _signed(value)
@@ -266,6 +273,25 @@ def own_names(build: type) -> list[str]:
     ]
     functions = dict.fromkeys(name for name, value in kept if inspect.isfunction(value))
     return [n for n in functions if not n.startswith("_") and callable(getattr(build, n))]
+
+
+def sources_of(kind: type, name: str) -> list[Source]:
+    """The sources of a method, also as base classes define it, and of the methods of its class that
+    it calls.
+    """
+    classes, found = own_classes(kind), dict[str, list[Source]]()
+    waiting = [name]
+    while waiting:
+        called = waiting.pop()
+        defined = [vars(base).get(called) for base in classes]
+        found[called] = [Source(one) for one in defined if inspect.isfunction(one)]
+        used = set[str]().union(*(source.attributes_of("self") for source in found[called]))
+        waiting += [n for n in used - {*found, *waiting} if inspect.isfunction(_static(kind, n))]
+    return [source for sources in found.values() for source in sources]
+
+
+def _static(kind: type, name: str) -> Any:
+    return inspect.getattr_static(kind, name, None)
 
 
 def source_file(value: Any) -> str:

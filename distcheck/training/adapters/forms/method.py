@@ -96,8 +96,7 @@ class _Uses:
             source = Source(getattr(target.owner, name))
             used = source.attributes_of("self")
             wanted |= used
-            optimizers = [n for n in used if meaning_of(n) == "optimizer"]
-            self.steps |= any(source.calls("self", n, "step") for n in optimizers)
+            self.steps |= source.steps_its_optimizer
             waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
         wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in self._attributes}
         self._unknown = {n for n in wanted if not meaning_of(n)}

@@ -10,7 +10,7 @@ from torch import nn
 from distcheck.contract import Batch, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.answers import wait_for
+from distcheck.training.adapters.called import calling
 from distcheck.training.adapters.forms.strategy import adapt_scale_loss
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -22,6 +22,7 @@ from distcheck.training.adapters.target import (
     own_classes,
     own_names,
     required,
+    sources_of,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -70,7 +71,9 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    if not is_trained and not has_none and not hooks and not finish:
+    first = begins_once(build)
+    first = "" if first in (finish, reset) else first
+    if not is_trained and not has_none and not hooks and not finish and not first:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -83,21 +86,12 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         before = {id(p): p.shape for p in model.parameters()}
         made.append(filling.call(*([model] if supplied else [])))
         trained = _trained(target, model, made[-1]) if is_trained else model
+        if first:
+            answer = getattr(made[-1], first)()
+            trained = answer if isinstance(answer, nn.Module) and not is_trained else trained
         if not in_pieces:
             _refuse_others(target, before, trained)
         return trained
-
-    def calling(name: str) -> Callable[[nn.Module, Step], None]:
-        def call(model: nn.Module, step: Step) -> None:
-            if not name:
-                return
-            scene.step = step
-            method = getattr(made[-1], name, None)
-            if not callable(method):
-                raise UsageError(f"{what} made an object without a method {name}()")
-            wait_for(Filling(scene, method, what=f"{what}, {name}").call())
-
-        return call
 
     def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
         method = adapt_scale_loss(target.spec, made[-1].scale_loss) if scales else None
@@ -113,13 +107,14 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"no finish call among {_own_methods(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
+    begins += f", {first}() called once before training" * bool(first)
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
         f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
         wrap=wrap,
-        sync=calling(finish),
-        begun=calling(reset if reset != clears else ""),
-        zero_grad=calling(clears) if clears else None,
+        sync=calling(scene, made, finish, what),
+        begun=calling(scene, made, reset if reset != clears else "", what),
+        zero_grad=calling(scene, made, clears, what) if clears else None,
         scale_loss=scaled,
         backward=backward if runs_backward else None,
     )
@@ -156,7 +151,25 @@ def _takes_loss(build: Any) -> bool:
         or issubclass(build, torch.autograd.Function)
     ):
         return False
-    return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
+    return len(_asks_for(build, "backward")) == 1
+
+
+def begins_once(build: Any) -> str:
+    """The method that a training calls once, on an object made of the module: by its name, or as it
+    registers hooks, which the constructor does not; empty if none or several do.
+    """
+    if not inspect.isclass(build) or any(s.registers_hooks for s in sources_of(build, "__init__")):
+        return ""
+    usual = {*names.FINISH, *names.RESET, "forward", "__call__", "backward"}
+    methods = {n for n in own_names(build) if n not in usual}
+    found = [n for n in methods if any(s.registers_hooks for s in sources_of(build, n))]
+    if not _is_trained(build):
+        found = found or [name for name in names.BEGIN if name in methods]
+    return found[0] if len(found) == 1 and not _asks_for(build, found[0]) else ""
+
+
+def _asks_for(kind: type, method: str) -> list[inspect.Parameter]:
+    return required(named_parameters(getattr(kind, method), skip=1))
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
@@ -229,6 +242,7 @@ def _only_method(build: Callable[..., Any]) -> str:
     if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
         return ""
     methods = own_names(build) if inspect.isclass(build) else []
+    methods = [name for name in methods if name != begins_once(build)]
     return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
