@@ -16,7 +16,7 @@ from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
 from distcheck.training.adapters.called import adapt_row, calling
 from distcheck.training.adapters.forms import Form, choose_form, form_of
-from distcheck.training.adapters.free_names import FreeNames, StartUp, sets_up
+from distcheck.training.adapters.free_names import FreeNames, StartUp
 from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -24,6 +24,7 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Reached, function_of
 from distcheck.training.adapters.target import (
     Target,
+    begins_once,
     bound_later,
     named_parameters,
     own_names,
@@ -131,7 +132,7 @@ def _usual_method(value: Any) -> str:
         return ""
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return ""
-    begins = sets_up(kind)
+    begins = begins_once(value, takes="model")
     usual = next((name for name in FINISH if name in methods), "")
     if begins and not usual and "step" in methods:
         return "step"
@@ -234,7 +235,7 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
     later = bound_later(target.value, making.call)  # MPI is there only in the rank
-    if (first := sets_up(owner)) not in ("", target.name):
+    if (first := begins_once(owner, takes="model")) not in ("", target.name):
         start_up.make(making, first, lends=target.source.steps_its_optimizer)
         later = bound_later(target.value, start_up.ready)
     return dataclasses.replace(target, value=later, owner=None, maker=owner)

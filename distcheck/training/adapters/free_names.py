@@ -20,31 +20,11 @@ from torch import nn
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.training.adapters import names
-from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import (
-    COLLECTIVES,
-    Reached,
-    Source,
-    function_of,
-    own_globals,
-)
-from distcheck.training.adapters.target import (
-    Target,
-    named_parameters,
-    own_classes,
-    required,
-    sources_of,
-)
+from distcheck.training.adapters.source import Reached, Source, function_of, own_globals
+from distcheck.training.adapters.target import Target, named_parameters, required
 from distcheck.training.adapters.unknown import NotGiven, options, stand_in
 
-_BEFORE_TRAINING = {
-    "model", "rank", "local_rank", "world_size", "group", "communicator", "device", "backend",
-    "arguments", "parameters", "named_parameters", "listed_parameters", "distributed", "root",
-}  # fmt: skip
-
-
-_WORKS = {"grad", *COLLECTIVES} - {"broadcast", "send", "recv"}
 _FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
 # What changes as training goes on, and what of the scene has to be there for it.
 _LATER = {
@@ -187,19 +167,13 @@ class StartUp:
             names.append(f"{function.__name__}()")
         self.note = f"called once before training: {', '.join(names)}" if names else ""
         self.made: list[Any] = []  # the object under test, where a method sets it up
-        self._make: Callable[[], Any] | None = None
+        self._making: tuple[Filling, str, bool] | None = None
 
     def make(self, making: Filling, first: str, *, lends: bool) -> None:
-        """Has an object made before training, and its method `first` called. If it `lends`, the
+        """Has an object made before training and its method `first` called. If it `lends`, the
         object steps the workload's optimizer in place of its own.
         """
-
-        def make() -> Any:
-            self.made[:] = [making.call()]
-            method = getattr(self.made[0], first)
-            return Filling(self._scene, method, what=f"{first}()").call()
-
-        self._make, self._lends = make, lends
+        self._making = making, first, lends
         how = f"{first}() is called before training"
         how += ", and its optimizer is the workload's" * lends
         self.note = "; ".join(filter(None, [self.note, how]))
@@ -207,52 +181,24 @@ class StartUp:
     def ready(self) -> Any:
         """Return that object."""
         (made,) = self.made
-        held = {n for n, v in vars(made).items() if isinstance(v, torch.optim.Optimizer)}
-        for name in held if self._lends else ():
-            setattr(made, name, self._scene.value("optimizer"))
+        for name, value in list(vars(made).items()):
+            if self._making and self._making[2] and isinstance(value, torch.optim.Optimizer):
+                setattr(made, name, self._scene.value("optimizer"))
         return made
 
     def run(self, model: nn.Module) -> nn.Module:
         """Calls them, and returns the module that is trained; whether the code under test was
         called is counted without that.
         """
-        before = self._scene.calls
+        before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()
-        answer = self._make() if self._make is not None else None
+        if self._making is not None:
+            making, first, _ = self._making
+            self.made[:] = [making.call()]
+            answer = Filling(self._scene, getattr(self.made[0], first), what=f"{first}()").call()
         self._scene.calls = before
         return answer if isinstance(answer, nn.Module) else model
-
-
-def sets_up(kind: Any) -> str:
-    """The method that gives an object its model before training, by the attributes that it sets for
-    the others or by the hooks that it registers; empty if none or several do. It takes a model,
-    which the constructor does not, and neither reads gradients nor reduces by itself.
-    """
-    if not inspect.isclass(kind) or issubclass(kind, nn.Module | torch.optim.Optimizer):
-        return ""
-    names = {
-        n for base in own_classes(kind) for n, v in vars(base).items() if inspect.isfunction(v)
-    }
-    own = {name: sources_of(kind, name) for name in names}
-    uses = {n: set[str]().union(*(s.attributes_of("self") for s in own[n])) for n in names}
-    found = []
-    for name in sorted(names - {"__init__"}):
-        asked = [Source(kind).meaning_of(p.name) for p in _asked(getattr(kind, name), skip=1)]
-        given = {n for s in own[name] for n in s.attributes_of("self", assigned=True)}
-        read = set[str]().union(*(uses[other] for other in names - {"__init__", name}))
-        works = set[str]().union(*(s.words for s in own[name])) & _WORKS
-        hooked = any(source.registers_hooks for source in own[name])
-        if "model" not in asked or not _BEFORE_TRAINING.issuperset(asked) or name in read:
-            continue
-        if hooked or (given & read and not works):
-            found.append(name)
-    takes_one = "model" in {meaning_of(p.name) for p in _asked(kind)}
-    return found[0] if len(found) == 1 and len(names) > 1 and not takes_one else ""
-
-
-def _asked(value: Any, *, skip: int = 0) -> list[inspect.Parameter]:
-    return required(named_parameters(value, skip=skip))
 
 
 def _set_up(target: Target) -> list[Callable[..., Any]]:
@@ -283,5 +229,5 @@ def _may_be_called(function: Callable[..., Any]) -> bool:
     """Whether it sets up and does not train: by what it asks for, and by what it calls."""
     source = Source(function)
     parameters = required(named_parameters(function))
-    known = all(source.meaning_of(p.name) in _BEFORE_TRAINING for p in parameters)
+    known = all(source.meaning_of(p.name) in names.BEFORE_TRAINING for p in parameters)
     return known and not source.words & {"backward", "init_process_group", "spawn", "parse_args"}

@@ -20,7 +20,7 @@ from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
 from distcheck.training.adapters.forms.own_optimizer import parameters_name
-from distcheck.training.adapters.forms.wrapper import begins_once, first_phases, is_known
+from distcheck.training.adapters.forms.wrapper import first_phases, is_known
 from distcheck.training.adapters.names import NO_FINISH
 from distcheck.training.adapters.source import COLLECTIVES, Source
 from distcheck.training.adapters.target import (
@@ -87,10 +87,9 @@ def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[
         replace(said, form=form, arguments=(*said.arguments, *pairs)) for pairs in more if pairs
     ]
     around = [one for one in (form, *forms) if one in ("optimizer", "sharded-optimizer")]
-    if around and target.is_class:
-        after = [] if said.finish else _methods(target.value)
-        return [others, [replace(said, form=f, finish=m) for f in around for m in after]]
-    return [others, *_phases(target, form)]
+    after = _methods(target.value) if around and target.is_class and not said.finish else []
+    one, both = _phases(target, form)
+    return [others, [*(replace(said, form=f, finish=m) for f in around for m in after), *one], both]
 
 
 def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
@@ -212,7 +211,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
     if form not in ("wrapper", "sharded-module", "autograd") or not inspect.isclass(made):
         return [], []
     finish, reset = first_phases(target)
-    methods = [name for name in _methods(made) if name != begins_once(made)]
+    methods = _methods(made)
     none = [NO_FINISH] if _exchanges_alone(made) else []
     after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
     before = [name for name in methods if name not in (finish, reset)]

@@ -90,6 +90,11 @@ SUBJECTS |= {name for name, meaning in MEANINGS.items() if meaning.endswith("nam
 OF_ONE_PROCESS = {"world_size": 1, "rank": 0, "local_rank": 0}
 AMBIGUOUS = _names("size world gpu gpu_id device_id worker_id")
 
+BEFORE_TRAINING = _names(
+    "model rank local_rank world_size group communicator device backend arguments parameters "
+    "named_parameters listed_parameters distributed root"
+)
+
 # What a module-level name is taken for when the module does not define it; the one-letter ones and
 # the lists are too easily something else.
 FREE = {

@@ -2,7 +2,13 @@
 
 from distcheck.training.adapters.forms import form_names
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.adapters.target import (
+    Target,
+    begins_once,
+    named_parameters,
+    own_names,
+    required,
+)
 from distcheck.training.adapters.unknown import FormError
 
 # How a strategy of distcheck's own form gives what people's parameters ask for.
@@ -38,16 +44,6 @@ def refusal(target: Target, why: str) -> FormError:
     )
 
 
-def _taking_a_model(target: Target) -> list[str]:
-    """The first of a class's methods that takes a model and no more, if any: it sets up."""
-    assert target.maker is not None
-    for name in own_names(target.maker):
-        taken = named_parameters(getattr(target.maker, name), skip=1)
-        if [meaning_of(p.name) for p in taken] == ["model"]:
-            return [name]
-    return []
-
-
 def template(target: Target) -> str:
     """A strategy that calls it after backward. What a person has to fill in stands in capitals."""
     place, _, attribute = target.spec.partition(":")
@@ -75,13 +71,13 @@ def template(target: Target) -> str:
             f"{p.name}={_BEFORE_TRAINING.get(meaning_of(p.name)) or p.name.upper()}"
             for p in required(named_parameters(target.maker))
         )
-        first = [f"self.made.{name}(model)" for name in _taking_a_model(target)]
+        begins = begins_once(target.maker, takes="model")
         lines = [
             "import torch.distributed as dist",
             "class Adapted:",
             "    def wrap(self, model):",
             f"        self.made = {head}({making})",
-            *(f"        {call}" for call in first),
+            *[f"        self.made.{begins}(model)"] * bool(begins),
             "        return model",
             "    def sync(self, model, step):",
             f"        self.made.{target.name}({handed})",

@@ -243,7 +243,12 @@ class Source:
         """Whether it returns what a call made."""
         return self._returns((ast.Call,))
 
-    def _returns(self, kinds: tuple[type[ast.expr], ...]) -> bool:
+    @property
+    def returns_something(self) -> bool:
+        """Whether it returns a value."""
+        return self._returns((ast.expr,))
+
+    def _returns(self, kinds: tuple[type[Any], ...]) -> bool:
         """Whether it returns an expression of these kinds, by itself or under a name."""
         names = {
             place.id

@@ -11,10 +11,17 @@ from typing import Any
 from distcheck.contract import contract_of
 from distcheck.records import Adaptation
 from distcheck.training.adapters import names
-from distcheck.training.adapters.source import Reached, Source, decorated, function_of
+from distcheck.training.adapters.source import (
+    COLLECTIVES,
+    Reached,
+    Source,
+    decorated,
+    function_of,
+)
 from distcheck.training.loaded import LoadedStrategy
 
 Parameters = list[inspect.Parameter]
+_WORKS = {"grad", *COLLECTIVES} - {"broadcast", "send", "recv"}
 _NAMED = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -292,6 +299,37 @@ def sources_of(kind: type, name: str) -> list[Source]:
 
 def _static(kind: type, name: str) -> Any:
     return inspect.getattr_static(kind, name, None)
+
+
+def begins_once(kind: Any, *, takes: str) -> str:
+    """Return the method that a training calls once on a new object: it registers hooks, which the
+    constructor does not, or, without reducing anything, sets attributes that other methods read; or
+    it has a usual name. `takes` is what it is given: `model`, or nothing. Empty if several fit.
+    """
+    classes = own_classes(kind) if inspect.isclass(kind) else []
+    members = {n for base in classes for n, v in vars(base).items() if inspect.isfunction(v)}
+    own = {name: sources_of(kind, name) for name in members}
+    others = members - {"__init__", "__call__", "forward", "backward", *names.FINISH, *names.RESET}
+    hooked, fitting = list[str](), list[str]()
+    for name in sorted(others):
+        uses = [s for other in members - {"__init__", name} for s in own[other]]
+        read = set[str]().union(*(source.attributes_of("self") for source in uses))
+        method = Source(getattr(kind, name))
+        taken = required(named_parameters(getattr(kind, name), skip=1))
+        asked = {method.meaning_of(p.name) for p in taken}
+        is_right = takes in asked and asked <= names.BEFORE_TRAINING if takes else not taken
+        if not is_right or name in read or (not takes and name.startswith("_")):
+            continue
+        given = {n for s in own[name] for n in s.attributes_of("self", assigned=True)}
+        works = set[str]().union(*(source.words for source in own[name])) & _WORKS
+        hooked += [name] * any(source.registers_hooks for source in own[name])
+        is_set_up = name in names.BEGIN and method.returns_something
+        is_set_up |= bool(takes and given & read and not works)
+        fitting += [name] * is_set_up
+    if any(source.registers_hooks for source in own.get("__init__", ())):
+        return ""
+    found = hooked or fitting
+    return found[0] if len(found) == 1 else ""
 
 
 def source_file(value: Any) -> str:

@@ -18,11 +18,11 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
     Target,
+    begins_once,
     named_parameters,
     own_classes,
     own_names,
     required,
-    sources_of,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -71,7 +71,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    first = begins_once(build)
+    first = "" if is_trained else begins_once(build, takes="")
     first = "" if first in (finish, reset) else first
     if not is_trained and not has_none and not hooks and not finish and not first:
         raise refusal(
@@ -88,7 +88,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         trained = _trained(target, model, made[-1]) if is_trained else model
         if first:
             answer = getattr(made[-1], first)()
-            trained = answer if isinstance(answer, nn.Module) and not is_trained else trained
+            trained = answer if isinstance(answer, nn.Module) else trained
         if not in_pieces:
             _refuse_others(target, before, trained)
         return trained
@@ -151,25 +151,7 @@ def _takes_loss(build: Any) -> bool:
         or issubclass(build, torch.autograd.Function)
     ):
         return False
-    return len(_asks_for(build, "backward")) == 1
-
-
-def begins_once(build: Any) -> str:
-    """The method that a training calls once, on an object made of the module: by its name, or as it
-    registers hooks, which the constructor does not; empty if none or several do.
-    """
-    if not inspect.isclass(build) or any(s.registers_hooks for s in sources_of(build, "__init__")):
-        return ""
-    usual = {*names.FINISH, *names.RESET, "forward", "__call__", "backward"}
-    methods = {n for n in own_names(build) if n not in usual}
-    found = [n for n in methods if any(s.registers_hooks for s in sources_of(build, n))]
-    if not _is_trained(build):
-        found = found or [name for name in names.BEGIN if name in methods]
-    return found[0] if len(found) == 1 and not _asks_for(build, found[0]) else ""
-
-
-def _asks_for(kind: type, method: str) -> list[inspect.Parameter]:
-    return required(named_parameters(getattr(kind, method), skip=1))
+    return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
@@ -242,7 +224,7 @@ def _only_method(build: Callable[..., Any]) -> str:
     if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
         return ""
     methods = own_names(build) if inspect.isclass(build) else []
-    methods = [name for name in methods if name != begins_once(build)]
+    methods = [name for name in methods if name != begins_once(build, takes="")]
     return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
