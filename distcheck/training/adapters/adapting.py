@@ -94,7 +94,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         contract = msgspec.structs.replace(contract, backend="mpi")
     once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
-    if start_up.made and hasattr(target.maker, "zero_grad"):
+    if start_up.making and hasattr(target.maker, "zero_grad"):
         clears = calling(scene, start_up.made, "zero_grad", target.described)
         loaded = dataclasses.replace(loaded, zero_grad=clears)
     return _watched(loaded, scene, free, start_up, target)
@@ -237,6 +237,7 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
     later = bound_later(target.value, making.call)  # MPI is there only in the rank
     if (first := begins_once(owner, takes="model")) not in ("", target.name):
         start_up.make(making, first, lends=target.source.steps_its_optimizer)
+        scene.uses.add("model")
         later = bound_later(target.value, start_up.ready)
     return dataclasses.replace(target, value=later, owner=None, maker=owner)
 

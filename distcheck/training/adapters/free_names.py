@@ -167,13 +167,13 @@ class StartUp:
             names.append(f"{function.__name__}()")
         self.note = f"called once before training: {', '.join(names)}" if names else ""
         self.made: list[Any] = []  # the object under test, where a method sets it up
-        self._making: tuple[Filling, str, bool] | None = None
+        self.making: tuple[Filling, str, bool] | None = None
 
     def make(self, making: Filling, first: str, *, lends: bool) -> None:
         """Has an object made before training and its method `first` called. If it `lends`, the
         object steps the workload's optimizer in place of its own.
         """
-        self._making = making, first, lends
+        self.making = making, first, lends
         how = f"{first}() is called before training"
         how += ", and its optimizer is the workload's" * lends
         self.note = "; ".join(filter(None, [self.note, how]))
@@ -182,7 +182,7 @@ class StartUp:
         """Return that object."""
         (made,) = self.made
         for name, value in list(vars(made).items()):
-            if self._making and self._making[2] and isinstance(value, torch.optim.Optimizer):
+            if self.making and self.making[2] and isinstance(value, torch.optim.Optimizer):
                 setattr(made, name, self._scene.value("optimizer"))
         return made
 
@@ -193,8 +193,8 @@ class StartUp:
         before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()
-        if self._making is not None:
-            making, first, _ = self._making
+        if self.making is not None:
+            making, first, _ = self.making
             self.made[:] = [making.call()]
             answer = Filling(self._scene, getattr(self.made[0], first), what=f"{first}()").call()
         self._scene.calls = before
