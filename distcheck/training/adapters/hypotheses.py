@@ -29,6 +29,7 @@ from distcheck.training.adapters.target import (
     named_parameters,
     own_names,
     required,
+    written,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -164,7 +165,7 @@ def _of_class(kind: type) -> Iterator[str]:
     taken = required(named_parameters(kind))
     is_optimizer = issubclass(kind, torch.optim.Optimizer)
     constructor = Source(kind.__init__)  # type: ignore[misc]
-    words = set[str]().union(*(Source(getattr(kind, name)).words for name in _written(kind)))
+    words = set[str]().union(*(Source(getattr(kind, name)).words for name in written(kind)))
     first = constructor.meaning_of(taken[0].name) if taken else ""
     text = str(taken[0].annotation) if taken else ""
     first = "model" if "Module" in text else "optimizer" if "Optimizer" in text else first
@@ -187,17 +188,6 @@ def _of_class(kind: type) -> Iterator[str]:
 
 def _own(kind: type, name: str) -> Any:
     return getattr(kind, name, None) if name in own_names(kind) else None
-
-
-def _written(kind: type) -> list[str]:
-    """The functions of a class that are its author's."""
-    return [
-        name
-        for base in kind.__mro__
-        if not base.__module__.startswith(("torch", "builtins"))
-        for name, value in vars(base).items()
-        if inspect.isfunction(value)
-    ]
 
 
 def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:
@@ -227,9 +217,9 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
 
 def _exchanges_alone(kind: type) -> bool:
     """Whether its objects may exchange without a call after backward: by hooks, or in forward."""
-    written = _written(kind)
-    sources = [Source(getattr(kind, name)) for name in written]
-    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in written]
+    members = written(kind)
+    sources = [Source(getattr(kind, name)) for name in members]
+    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in members]
     words = set[str]().union(*(source.words for source in forward))
     return any(s.registers_hooks for s in sources) or bool(words & {*COLLECTIVES, "apply"})
 

@@ -1,8 +1,11 @@
 """What is said of code that no form fits: why, what to do, and a file that does it."""
 
+from collections.abc import Mapping
+
 from distcheck.training.adapters.forms import form_names
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.target import (
+    Parameters,
     Target,
     begins_once,
     named_parameters,
@@ -49,29 +52,13 @@ def template(target: Target) -> str:
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
-    known = _BEFORE_TRAINING if target.is_class else _GIVEN
-    values = [(p.name, known.get(meaning_of(p.name))) for p in target.required]
-    if values and not any(value for _, value in values):
-        values[0] = (values[0][0], "model")
-    handed = ", ".join(f"{name}={value or name.upper()}" for name, value in values)
-    if target.is_class:
-        methods = own_names(target.value)
-        method = methods[0] if len(methods) == 1 else "METHOD"
-        lines = [
-            "import torch.distributed as dist",
-            "class Adapted:",
-            "    def wrap(self, model):",
-            f"        self.inner = {head}({handed})",
-            "        return model",
-            "    def sync(self, model, step):",
-            f"        self.inner.{method}()",
-        ]
-    elif target.maker is not None:
-        making = ", ".join(
-            f"{p.name}={_BEFORE_TRAINING.get(meaning_of(p.name)) or p.name.upper()}"
-            for p in required(named_parameters(target.maker))
-        )
-        begins = begins_once(target.maker, takes="model")
+    made = target.value if target.is_class else target.maker
+    handed = _handed(target.required, _GIVEN)
+    if made is not None:
+        methods = own_names(made)
+        own = f"{methods[0] if len(methods) == 1 else 'METHOD'}()"
+        making = _handed(required(named_parameters(made)), _BEFORE_TRAINING)
+        begins = begins_once(made, takes="model")
         lines = [
             "import torch.distributed as dist",
             "class Adapted:",
@@ -80,10 +67,18 @@ def template(target: Target) -> str:
             *[f"        self.made.{begins}(model)"] * bool(begins),
             "        return model",
             "    def sync(self, model, step):",
-            f"        self.made.{target.name}({handed})",
+            f"        self.made.{own if target.is_class else f'{target.name}({handed})'}",
         ]
     else:
         call = f"made.{target.name}" if target.is_unbound else attribute or target.name
-        made = [f"    made = {head}.__new__({head})", "    made.ATTRIBUTE = model"]
-        lines = ["def sync(model, step):", *made * target.is_unbound, f"    {call}({handed})"]
+        without = [f"    made = {head}.__new__({head})", "    made.ATTRIBUTE = model"]
+        lines = ["def sync(model, step):", *without * target.is_unbound, f"    {call}({handed})"]
     return "\n".join(f"    {line}" for line in [f"from {module} import {head}", *lines])
+
+
+def _handed(parameters: Parameters, known: Mapping[str, str]) -> str:
+    """Arguments by name; the first is the model, where nothing is known of any."""
+    values = [(p.name, known.get(meaning_of(p.name))) for p in parameters]
+    if values and not any(value for _, value in values):
+        values[0] = (values[0][0], "model")
+    return ", ".join(f"{name}={value or name.upper()}" for name, value in values)

@@ -112,14 +112,6 @@ class Scene:
         """Notes what a function reads of its command line, which is asked for at once."""
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
-    def about_lists(self) -> str:
-        """What is to be done where the code needs a list of what it was given a generator of."""
-        words = " ".join(f"--arg {name}={value}" for name, value in self.handed_once.items())
-        return words and (
-            "; it was handed a generator, as model.parameters() is: where it is called with a "
-            f"list, give {words}"
-        )
-
     def read(self, text: str) -> Any:
         """The value that `--arg` or `--set` wrote down: a literal, `@name`, or `@module:object`
         (an object of it, with what its constructor asks for, where that is a class).
@@ -284,9 +276,7 @@ class Filling:
             return self._function(*positional, **keywords)
         except TypeError as error:
             explain(error)
-            if "generator" not in str(error) or not self._scene.handed_once:
-                raise
-            raise UsageError(f"the code raised {error}{self._scene.about_lists()}") from error
+            raise
 
     def _read(self, name: str, text: str) -> Any:
         """What was said; of a constructor, which may be called for several objects, anew."""

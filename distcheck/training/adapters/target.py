@@ -282,23 +282,25 @@ def own_names(build: type) -> list[str]:
     return [n for n in functions if not n.startswith("_") and callable(getattr(build, n))]
 
 
+def written(kind: Any) -> list[str]:
+    """The functions of a class that are its author's."""
+    classes = own_classes(kind) if inspect.isclass(kind) else []
+    found = (name for base in classes for name, v in vars(base).items() if inspect.isfunction(v))
+    return list(dict.fromkeys(found))
+
+
 def sources_of(kind: type, name: str) -> list[Source]:
-    """The sources of a method, also as base classes define it, and of the methods of its class that
-    it calls.
-    """
-    classes, found = own_classes(kind), dict[str, list[Source]]()
-    waiting = [name]
+    """The sources of a method, of those that it calls on itself, and of what these extend."""
+    members, found, waiting = written(kind), dict[str, list[Source]](), [name]
     while waiting:
         called = waiting.pop()
-        defined = [vars(base).get(called) for base in classes]
-        found[called] = [Source(one) for one in defined if inspect.isfunction(one)]
-        used = set[str]().union(*(source.attributes_of("self") for source in found[called]))
-        waiting += [n for n in used - {*found, *waiting} if inspect.isfunction(_static(kind, n))]
+        defined = [vars(base)[called] for base in own_classes(kind) if called in vars(base)]
+        found[called] = sources = [Source(one) for one in defined]
+        if sources and "super" not in sources[0].words:
+            del sources[1:]
+        used = set[str]().union(*(source.attributes_of("self") for source in sources))
+        waiting += [n for n in members if n in used and n not in {*found, *waiting}]
     return [source for sources in found.values() for source in sources]
-
-
-def _static(kind: type, name: str) -> Any:
-    return inspect.getattr_static(kind, name, None)
 
 
 def begins_once(kind: Any, *, takes: str) -> str:
@@ -306,28 +308,24 @@ def begins_once(kind: Any, *, takes: str) -> str:
     constructor does not, or, without reducing anything, sets attributes that other methods read; or
     it has a usual name. `takes` is what it is given: `model`, or nothing. Empty if several fit.
     """
-    classes = own_classes(kind) if inspect.isclass(kind) else []
-    members = {n for base in classes for n, v in vars(base).items() if inspect.isfunction(v)}
-    own = {name: sources_of(kind, name) for name in members}
-    others = members - {"__init__", "__call__", "forward", "backward", *names.FINISH, *names.RESET}
+    own = {name: sources_of(kind, name) for name in written(kind)}
+    if any(source.registers_hooks for source in own.pop("__init__", ())):
+        return ""
     hooked, fitting = list[str](), list[str]()
-    for name in sorted(others):
-        uses = [s for other in members - {"__init__", name} for s in own[other]]
+    for name in own.keys() - {"__call__", "forward", "backward", *names.FINISH, *names.RESET}:
+        uses = [source for other in own if other != name for source in own[other]]
         read = set[str]().union(*(source.attributes_of("self") for source in uses))
-        method = Source(getattr(kind, name))
-        taken = required(named_parameters(getattr(kind, name), skip=1))
-        asked = {method.meaning_of(p.name) for p in taken}
-        is_right = takes in asked and asked <= names.BEFORE_TRAINING if takes else not taken
-        if not is_right or name in read or (not takes and name.startswith("_")):
-            continue
         given = {n for s in own[name] for n in s.attributes_of("self", assigned=True)}
         works = set[str]().union(*(source.words for source in own[name])) & _WORKS
-        hooked += [name] * any(source.registers_hooks for source in own[name])
-        is_set_up = name in names.BEGIN and method.returns_something
-        is_set_up |= bool(takes and given & read and not works)
-        fitting += [name] * is_set_up
-    if any(source.registers_hooks for source in own.get("__init__", ())):
-        return ""
+        taken = required(named_parameters(getattr(kind, name), skip=1))
+        asked = {Source(getattr(kind, name)).meaning_of(p.name) for p in taken}
+        is_right = takes in asked and asked <= names.BEFORE_TRAINING
+        if not (is_right if takes else not taken and name[0] != "_") or name in read:
+            continue
+        if any(source.registers_hooks for source in own[name]):
+            hooked.append(name)
+        elif own[name][0].returns_something if name in names.BEGIN else takes and not works:
+            fitting += [name] * bool(name in names.BEGIN or given & read)
     found = hooked or fitting
     return found[0] if len(found) == 1 else ""
 
