@@ -364,7 +364,7 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
         ),
         (
             "def __init__(self, n_nodes=1, rank=0, size=1): pass\n def sync_grads(self, net): pass",
-            "n_nodes=@n_nodes (--arg says otherwise); rank=@rank (--arg says otherwise)",
+            "n_nodes=@n_nodes, rank=@rank (--arg says otherwise)",
         ),
     ],
 )

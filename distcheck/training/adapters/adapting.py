@@ -192,8 +192,8 @@ def _with_generators(note: str, scene: Scene) -> str:
     for name, value in scene.handed_once.items():
         given = f"model.{'named_' * value.startswith('@named_')}parameters(), a generator"
         note += f"; {name} is {given} (--arg {name}={value} gives a list)"
-    for text in dict.fromkeys(scene.assumed):
-        note += f"; {text} (--arg says otherwise)"
+    if scene.assumed:
+        note += f"; {', '.join(dict.fromkeys(scene.assumed))} (--arg says otherwise)"
     return note.removeprefix("; ")
 
 

@@ -158,14 +158,14 @@ class StartUp:
 
     def __init__(self, target: Target, scene: Scene) -> None:
         self._scene, self._calls = scene, list[Filling]()
-        names = []
+        called = []
         for function in _set_up(target):
             try:
                 self._calls.append(Filling(scene, function, what=f"{function.__name__}()"))
             except UsageError:
                 continue
-            names.append(f"{function.__name__}()")
-        self.note = f"called once before training: {', '.join(names)}" if names else ""
+            called.append(f"{function.__name__}()")
+        self.note = f"called once before training: {', '.join(called)}" if called else ""
         self.made: list[Any] = []  # the object under test, where a method sets it up
         self.making: tuple[Filling, str, bool] | None = None
 

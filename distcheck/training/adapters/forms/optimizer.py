@@ -63,14 +63,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     finish, reset = target.adaptation.finish, target.adaptation.reset
     finish = "" if finish == names.NO_FINISH else finish
-    note = f"{target.name} around the optimizer, "
-    note += f"finish {finish}()" if finish else "whose step() synchronizes"
-    note += f", reset {reset}() before every step" if reset else ""
+    how = f"finish {finish}()" if finish else "whose step() synchronizes"
+    how += f", reset {reset}() before every step" if reset else ""
+    called = {"sync": finish, "begun": reset}
     phases: Any = {
-        moment: calling(scene, objects, method, target.described)
-        for moment, method in (("sync", finish), ("begun", reset))
-        if method
+        moment: calling(scene, objects, name, target.described)
+        for moment, name in called.items()
+        if name
     }
+    note = f"{target.name} around the optimizer, {how}"
     return target.loaded(note, optimizer=optimizer, update="optimizer", **phases)
 
 

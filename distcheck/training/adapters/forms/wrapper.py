@@ -23,6 +23,7 @@ from distcheck.training.adapters.target import (
     own_classes,
     own_names,
     required,
+    written,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -103,14 +104,16 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         made[-1].backward(loss)
         return loss.detach()
 
-    runs_backward, scales = _takes_loss(build), _scales(build)
+    runs_backward, scales = _takes_loss(build), "scale_loss" in written(build)
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"no finish call among {_own_methods(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
+    how = "nothing is called after backward, as was said" if has_none else how
+    how = f"finish {finish}()" if finish else how
     begins += f", {first}() called once before training" * bool(first)
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
-        f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
+        f"{target.name} around the module, {how}{begins}",
         wrap=wrap,
         sync=calling(scene, made, finish, what),
         begun=calling(scene, made, reset if reset != clears else "", what),
@@ -118,13 +121,6 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         scale_loss=scaled,
         backward=backward if runs_backward else None,
     )
-
-
-def _called_after(finish: str, has_none: bool) -> str:
-    """What is called after backward, in words, as far as it was named."""
-    if finish:
-        return f"finish {finish}()"
-    return "nothing is called after backward, as was said" if has_none else ""
 
 
 def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
@@ -136,11 +132,6 @@ def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) 
         ", its backward(loss) in place of the loss's": runs_backward,
     }
     return "".join(text for text, is_there in also.items() if is_there)
-
-
-def _scales(build: Any) -> bool:
-    """Whether its objects scale the loss."""
-    return inspect.isclass(build) and "scale_loss" in own_names(build)
 
 
 def _takes_loss(build: Any) -> bool:
