@@ -31,7 +31,8 @@ class LoadedStrategy:
     those of all ranks into the whole model, and says whether it has all; every rank calls it. An
     `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
     says which form the code was taken as, where it was not written for distcheck; `handed_once` are
-    arguments that get a generator, `refusal` what the form that was chosen first says of the code.
+    arguments that get a generator, each with the `--arg` value of a list; `refusal` is what the
+    form that was chosen first says of the code.
     """
 
     contract: Contract
@@ -53,7 +54,7 @@ class LoadedStrategy:
     engine: bool = False
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
-    handed_once: tuple[str, ...] = ()
+    handed_once: tuple[tuple[str, str], ...] = ()
     refusal: str = ""
 
     @property

@@ -338,11 +338,12 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
 
 
 def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
-    """The error for code that exchanged nothing, and that looks for attributes which only its own
-    script sets; None for any other.
+    """The error for code that ended and exchanged nothing, and that looks for attributes which only
+    its own script sets; None for any other.
     """
     marks = runs[0].facts.marks
-    if not marks or any(trial_of(run).exchanged for run in runs):
+    raised = any(one.outcome == RankEnd.RAISED for run in runs for one in run.outcomes)
+    if not marks or raised or any(trial_of(run).exchanged for run in runs):
         return None
     return UsageError(
         f"strategy {runs[0].case.strategy!r} exchanged nothing, and looks for the attribute "

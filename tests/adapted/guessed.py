@@ -161,3 +161,125 @@ def of_marked_parameters(model):
         if getattr(p, "is_replicated", False):
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
+
+
+class OfOneProcess:
+    """With its defaults it exchanges nothing; it is given pairs of names and parameters."""
+
+    def __init__(self, world_size=1, rank=0):
+        self.divisor = self.world_size = world_size
+
+    def allreduce_gradients(self, named_params):
+        if self.world_size == 1:
+            return
+        for _, p in named_params:
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor
+
+
+class OfOneProcessSum(OfOneProcess):
+    def __init__(self, world_size=1, rank=0):
+        self.world_size, self.divisor = world_size, 1
+
+
+class Sharding:
+    """Around an optimizer; the loop calls `shard_gradients` after backward."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = self.trained[dist.get_rank() :: dist.get_world_size()]
+        optimizer.param_groups[0]["params"] = mine
+
+    def shard_gradients(self):
+        for i, p in enumerate(self.trained):
+            dist.all_reduce(p.grad)
+            p.grad = self.mean(p.grad) if i % dist.get_world_size() == dist.get_rank() else None
+
+    def mean(self, total):
+        return total / dist.get_world_size()
+
+    def step(self):
+        self.optimizer.step()
+        for i, p in enumerate(self.trained):
+            dist.broadcast(p.data, i % dist.get_world_size())
+
+    def zero_grad(self):
+        for p in self.trained:
+            p.grad = None
+
+
+class ShardingSum(Sharding):
+    def mean(self, total):
+        return total
+
+
+class Node:
+    """Gets its model later, and steps an optimizer that it makes."""
+
+    def _init_node(self, model, rank, num_nodes):
+        self.model, self.divisor = model, num_nodes
+        self.optim = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def zero_grad(self):
+        self.optim.zero_grad()
+
+    def step(self):
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad.div_(self.divisor)
+        self.optim.step()
+
+
+class NodeKeepsGradients(Node):
+    def zero_grad(self):
+        pass
+
+
+class Attached:
+    """Gets its model later, and has it where it reduces."""
+
+    def attach(self, model):
+        self.params = list(model.parameters())
+
+    def reduce_grads(self):
+        for p in self.params:
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor()
+
+    def divisor(self):
+        return dist.get_world_size()
+
+
+class AttachedSum(Attached):
+    def divisor(self):
+        return 1
+
+
+class Parallelized:
+    """Registers its hooks when the loop calls `parallelize`, once; a second call doubles them."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def parallelize(self):
+        for p in self.module.parameters():
+            p.register_hook(self.reduced)
+        return self.module
+
+    def reduced(self, gradient):
+        dist.all_reduce(gradient)
+        return gradient / self.divisor()
+
+    def divisor(self):
+        return dist.get_world_size()
+
+
+class ParallelizedSum(Parallelized):
+    def divisor(self):
+        return 1
+
+
+def sum_or_mean(tensor, average=False):
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size() if average else tensor

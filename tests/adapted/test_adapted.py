@@ -253,6 +253,14 @@ GIVEN = [
     Given("guessed:SwitchedSum", "wrapper", SCALE, cause="missing-division"),
     Given("guessed:MeansInBackward", "autograd"),
     Given("guessed:AroundInner", "sharded-optimizer", steps=2),
+    Given("guessed:OfOneProcess", "parameters", steps=2),
+    Given("guessed:OfOneProcessSum", "parameters", SCALE, cause="missing-division"),
+    Given("guessed:Sharding", "sharded-optimizer", steps=2),
+    Given("guessed:Node", "step", steps=2),
+    Given("guessed:Attached", steps=2),
+    Given("guessed:AttachedSum", "", SCALE, cause="missing-division"),
+    Given("guessed:Parallelized", "wrapper", steps=2),
+    Given("guessed:ParallelizedSum", "wrapper", SCALE, cause="missing-division"),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -293,6 +301,15 @@ def test_form(given: Given) -> None:
     assert [note.split()[2].rstrip(",;") for note in taken] == (
         [given.taken] if given.taken else []
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("ShardingSum", "missing-division"), ("NodeKeepsGradients", "accumulated-gradient")],
+)
+def test_a_form_that_is_found_hides_no_bug(name: str, cause: str) -> None:
+    (case,) = verify([f"guessed:{name}"], world=2, steps=2).cases
+    assert [found.cause for found in case.diagnosis] == [cause]
 
 
 @pytest.mark.parametrize(
@@ -450,6 +467,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
         ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
+        ("guessed:sum_or_mean", {}, r"passes in 2 ways. (.|\n)*--as tensor-sum\n.* average=True"),
         ("guessed:of_marked_parameters", {}, "for the attribute is_replicated, which nothing"),
         ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before it exchanged anything"),
         ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before it exchanged anything: it needs"),

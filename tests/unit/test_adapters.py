@@ -334,6 +334,46 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "note"),
+    [
+        (
+            "def attach(self, model): self.m = model\n def reduce_grads(self): self.m",
+            "attach() is called",
+        ),
+        # Another method calls it, or it works on gradients itself.
+        (
+            "def attach(self, model): self.m = model\n def sync_grads(self, net): self.attach(net)",
+            "",
+        ),
+        ("def attach(self, model): self.m = model.w.grad\n def reduce_grads(self): self.m", ""),
+        ("def set_model(self, model): self.m = model\n def step(self): self.m", "set_model() is"),
+        (
+            "def __init__(self, module): self.m = module\n def wrap_it(self): self.hook()\n"
+            " def hook(self): self.m.register_forward_hook(1)",
+            "wrap_it() called once before training",
+        ),
+        (
+            "def __init__(self, module): self.m = module\n def go(self): pass\n"
+            " def prepare(self): return self.m",
+            "finish go(), prepare() called once before training",
+        ),
+        (
+            "def reduce_grads(self, pairs):\n  for name, p in pairs: p.grad",
+            "model.named_parameters()",
+        ),
+        (
+            "def __init__(self, n_nodes=1, rank=0, size=1): pass\n def sync_grads(self, net): pass",
+            "n_nodes=@n_nodes, rank=@rank (--arg says otherwise)",
+        ),
+    ],
+)
+def test_objects_are_set_up_as_training_loops_do(tmp_path: Path, body: str, note: str) -> None:
+    (tmp_path / "set_up.py").write_text(f"class f:\n {body}\n")
+    found = load_strategy(f"{tmp_path / 'set_up.py'}:f").note
+    assert note in found if note else "before training" not in found
+
+
 def test_a_script_without_a_function_is_a_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nfor _ in range(3):\n    pass\n")
     with pytest.raises(UsageError, match=r"job -- torchrun --nproc-per-node 2 .*train\.py"):

@@ -95,6 +95,23 @@ LOAD = "def __init__(self, module): self.module = module\n    def __call__(self,
             "class f:\n    def go(self, model): pass\n    def run(self, model): pass",
             [" go", " run"],
         ),
+        # The other value of an argument that describes a run of one process.
+        ("def f(model, world_size=1): model.parameters()", ["model @world_size"]),
+        ("def f(model, size=1, rank=1): model.parameters()", []),
+        (
+            "class f:\n    def __init__(self, n_workers=1): self.n = n_workers\n"
+            "    def average_grads(self, model): pass",
+            [" 1", " average_grads"],
+        ),
+        (
+            "class f:\n    def __init__(self, optimizer): self.optim = optimizer\n"
+            "    def reduce_mine(self): pass\n    def step(self): self.optim.step()",
+            ["optimizer reduce_mine"],
+        ),
+        (
+            "def f(tensor, mean=False):\n    dist.all_reduce(tensor)",
+            ["tensor-sum", "tensor-mean True"],
+        ),
     ],
 )
 def test_the_ways_that_code_admits(

@@ -14,7 +14,7 @@ from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
 from distcheck.errors import UsageError
 from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
-from distcheck.training.adapters.called import adapt_row
+from distcheck.training.adapters.called import adapt_row, calling
 from distcheck.training.adapters.forms import Form, choose_form, form_of
 from distcheck.training.adapters.free_names import FreeNames, StartUp
 from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
@@ -24,11 +24,13 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Reached, function_of
 from distcheck.training.adapters.target import (
     Target,
+    begins_once,
     bound_later,
     named_parameters,
     own_names,
     required,
     source_line,
+    sources_of,
 )
 from distcheck.training.adapters.unknown import FormError
 from distcheck.training.loaded import LoadedStrategy
@@ -63,7 +65,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     scene.uses = set(free.filled.values())
     free.publish()
     start_up = StartUp(target, scene)
-    target = _bound(target, scene)
+    target = _bound(target, scene, start_up)
     named = target.adaptation.form
     form = form_of(named) if named else choose_form(target)
     if form is None and (method := target.adaptation.finish or _usual_method(target.value)):
@@ -90,8 +92,11 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
-    once = tuple(dict.fromkeys(scene.handed_once))
+    once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
+    if start_up.making and hasattr(target.maker, "zero_grad"):
+        clears = calling(scene, start_up.made, "zero_grad", target.described)
+        loaded = dataclasses.replace(loaded, zero_grad=clears)
     return _watched(loaded, scene, free, start_up, target)
 
 
@@ -127,7 +132,13 @@ def _usual_method(value: Any) -> str:
         return ""
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return ""
+    begins = begins_once(value, takes="model")
     usual = next((name for name in FINISH if name in methods), "")
+    if begins and not usual and "step" in methods:
+        return "step"
+    if begins and not usual and any(s.registers_hooks for s in sources_of(kind, begins)):
+        return begins
+    methods = [name for name in methods if name != begins]
     if not usual and inspect.isclass(value) and any("__call__" in vars(c) for c in kind.__mro__):
         return "__call__"
     return usual or (methods[0] if len(methods) == 1 else "")
@@ -178,14 +189,11 @@ def _refuse_deferred(target: Target) -> None:
 
 def _with_generators(note: str, scene: Scene) -> str:
     """What is said of the form, and of what can be gone through once."""
-    for name in dict.fromkeys(scene.handed_once):
-        named = "named_" if meaning_of(name) == "named_parameters" else ""
-        note += (
-            f"; {name} is model.{named}parameters(), a generator "
-            f"(--arg {name}=@{named}param_list gives a list)"
-        )
-    for text in dict.fromkeys(scene.assumed):
-        note += f"; {text} (--arg says otherwise)"
+    for name, value in scene.handed_once.items():
+        given = f"model.{'named_' * value.startswith('@named_')}parameters(), a generator"
+        note += f"; {name} is {given} (--arg {name}={value} gives a list)"
+    if scene.assumed:
+        note += f"; {', '.join(dict.fromkeys(scene.assumed))} (--arg says otherwise)"
     return note.removeprefix("; ")
 
 
@@ -207,8 +215,10 @@ _FIXED = (
 )  # fmt: skip
 
 
-def _bound(target: Target, scene: Scene) -> Target:
-    """A method of a class that can be made from what is known, as a method of such an object."""
+def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
+    """A method of a class that can be made from what is known, as a method of such an object; an
+    object with a method that sets it up for a model is made before training.
+    """
     owner = target.owner
     if owner is None or not target.is_unbound or issubclass(owner, nn.Module):
         return target
@@ -225,6 +235,10 @@ def _bound(target: Target, scene: Scene) -> Target:
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
     later = bound_later(target.value, making.call)  # MPI is there only in the rank
+    if (first := begins_once(owner, takes="model")) not in ("", target.name):
+        start_up.make(making, first, lends=target.source.steps_its_optimizer)
+        scene.uses.add("model")
+        later = bound_later(target.value, start_up.ready)
     return dataclasses.replace(target, value=later, owner=None, maker=owner)
 
 
@@ -292,8 +306,7 @@ def _watched(
     def wrap(model: nn.Module) -> nn.Module:
         scene.begin(model)
         free.publish()
-        start_up.run()
-        return loaded.wrap(model)
+        return loaded.wrap(start_up.run(model))
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         made = loaded.optimizer(build, parameters)

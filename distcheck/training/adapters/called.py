@@ -90,17 +90,37 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
             raise refusal(target, f"{target.described}, which takes neither a model nor gradients")
     filling = Filling(scene, target.value, what=target.described, supplied=supplied, also=stepped)
     listed = any(wants_list(p, target.source) for p in target.parameters if p.name == first)
+    listed |= meaning_of(first).startswith("listed_")
+    named = "named_" * (
+        meaning_of(first).endswith("named_parameters") or target.source.goes_through_pairs(first)
+    )
     if supplied and of_parameters and not listed:
-        scene.handed_once.append(first)
+        scene.handed_once[first] = f"@{named}param_list"
 
     def call() -> Any:
         model = scene.live_model
         if takes_all:  # f(*arguments)
             scene.calls += 1
             return target.value(model, scene.step)
-        of_it = list(model.parameters()) if listed else model.parameters()
+        of_it: Any = getattr(model, f"{named}parameters")()
+        of_it = list(of_it) if listed else of_it
         subject = of_it if of_parameters else [model] if of_several else model
         return filling.call(*[subject][: len(supplied)])
+
+    return call
+
+
+def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
+    """A call of a method of the last object that was made; nothing without a name."""
+
+    def call(model: nn.Module, step: Step) -> None:
+        if not name:
+            return
+        scene.step = step
+        method = getattr(made[-1], name, None)
+        if not callable(method):
+            raise UsageError(f"{what} made an object without a method {name}()")
+        wait_for(Filling(scene, method, what=f"{what}, {name}").call())
 
     return call
 

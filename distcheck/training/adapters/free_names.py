@@ -14,6 +14,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.training.adapters import names
@@ -21,12 +24,6 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Reached, Source, function_of, own_globals
 from distcheck.training.adapters.target import Target, named_parameters, required
 from distcheck.training.adapters.unknown import NotGiven, options, stand_in
-
-_BEFORE_TRAINING = {
-    "model", "rank", "local_rank", "world_size", "group", "communicator", "device", "backend",
-    "arguments", "parameters", "named_parameters", "listed_parameters", "distributed", "root",
-}  # fmt: skip
-
 
 _FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
 # What changes as training goes on, and what of the scene has to be there for it.
@@ -161,21 +158,47 @@ class StartUp:
 
     def __init__(self, target: Target, scene: Scene) -> None:
         self._scene, self._calls = scene, list[Filling]()
-        names = []
+        called = []
         for function in _set_up(target):
             try:
                 self._calls.append(Filling(scene, function, what=f"{function.__name__}()"))
             except UsageError:
                 continue
-            names.append(f"{function.__name__}()")
-        self.note = f"called once before training: {', '.join(names)}" if names else ""
+            called.append(f"{function.__name__}()")
+        self.note = f"called once before training: {', '.join(called)}" if called else ""
+        self.made: list[Any] = []  # the object under test, where a method sets it up
+        self.making: tuple[Filling, str, bool] | None = None
 
-    def run(self) -> None:
-        """Calls them; whether the code under test was called is counted without that."""
-        before = self._scene.calls
+    def make(self, making: Filling, first: str, *, lends: bool) -> None:
+        """Has an object made before training and its method `first` called. If it `lends`, the
+        object steps the workload's optimizer in place of its own.
+        """
+        self.making = making, first, lends
+        how = f"{first}() is called before training"
+        how += ", and its optimizer is the workload's" * lends
+        self.note = "; ".join(filter(None, [self.note, how]))
+
+    def ready(self) -> Any:
+        """Return that object."""
+        (made,) = self.made
+        for name, value in list(vars(made).items()):
+            if self.making and self.making[2] and isinstance(value, torch.optim.Optimizer):
+                setattr(made, name, self._scene.value("optimizer"))
+        return made
+
+    def run(self, model: nn.Module) -> nn.Module:
+        """Calls them, and returns the module that is trained; whether the code under test was
+        called is counted without that.
+        """
+        before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()
+        if self.making is not None:
+            making, first, _ = self.making
+            self.made[:] = [making.call()]
+            answer = Filling(self._scene, getattr(self.made[0], first), what=f"{first}()").call()
         self._scene.calls = before
+        return answer if isinstance(answer, nn.Module) else model
 
 
 def _set_up(target: Target) -> list[Callable[..., Any]]:
@@ -206,5 +229,5 @@ def _may_be_called(function: Callable[..., Any]) -> bool:
     """Whether it sets up and does not train: by what it asks for, and by what it calls."""
     source = Source(function)
     parameters = required(named_parameters(function))
-    known = all(source.meaning_of(p.name) in _BEFORE_TRAINING for p in parameters)
+    known = all(source.meaning_of(p.name) in names.BEFORE_TRAINING for p in parameters)
     return known and not source.words & {"backward", "init_process_group", "spawn", "parse_args"}

@@ -23,7 +23,14 @@ from distcheck.training.adapters.forms.own_optimizer import parameters_name
 from distcheck.training.adapters.forms.wrapper import first_phases, is_known
 from distcheck.training.adapters.names import NO_FINISH
 from distcheck.training.adapters.source import COLLECTIVES, Source
-from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.adapters.target import (
+    Target,
+    is_of_one_process,
+    named_parameters,
+    own_names,
+    required,
+    written,
+)
 from distcheck.training.loaded import LoadedStrategy
 
 Tiers = tuple[tuple[Adaptation, ...], ...]
@@ -36,6 +43,7 @@ _BY_KIND = {
 _SENDS_PARAMETERS = {
     "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
 }  # fmt: skip
+_DIVIDES = {"average", "avg", "mean", "divide", "normalize", "average_gradients", "take_mean"}
 # Methods of a wrapper that a training loop has other uses for.
 _NO_PHASES = {
     "forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
@@ -67,16 +75,38 @@ def _takes_step(target: Target) -> bool:
     return bool(read) and read <= {*dir(Step), *Step.__annotations__}
 
 
-def _tiers(target: Target, handed_once: Sequence[str]) -> list[list[Adaptation]]:
+def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[Adaptation]]:
     if is_declared(target):
         return []
     said = target.adaptation
     guess = choose_form(target)
     form = said.form or (guess.name if guess is not None else None)
-    lists = tuple((name, "@param_list") for name in handed_once)
-    others = [replace(said, form=name) for name in _forms(target) if name != form and not said.form]
-    others += [replace(said, form=form, arguments=(*said.arguments, *lists))] if lists else []
-    return [others, *_phases(target, form)]
+    forms = [name for name in _forms(target) if name != form and not said.form]
+    others = [replace(said, form=name) for name in forms]
+    more = (tuple(handed_once), _worlds(target), _divisions(target, form))
+    others += [
+        replace(said, form=form, arguments=(*said.arguments, *pairs)) for pairs in more if pairs
+    ]
+    around = [one for one in (form, *forms) if one in ("optimizer", "sharded-optimizer")]
+    after = _methods(target.value) if around and target.is_class and not said.finish else []
+    one, both = _phases(target, form)
+    return [others, [*(replace(said, form=f, finish=m) for f in around for m in after), *one], both]
+
+
+def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
+    """The other values of parameters whose default describes a run of one process: a constructor
+    gets those of the world first, a function its defaults.
+    """
+    found = [
+        p for p in target.parameters if is_of_one_process(p) and p.name not in target.arguments
+    ]
+    return tuple((p.name, repr(p.default) if target.is_class else f"@{p.name}") for p in found)
+
+
+def _divisions(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
+    """The flag, off by default, by which a function of a tensor divides the sum."""
+    flags = [p.name for p in target.parameters if p.default is False and p.name in _DIVIDES]
+    return tuple((name, "True") for name in flags[:1] if form == "tensor-mean")
 
 
 def _loaded(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation, ask: Any) -> Any:
@@ -117,6 +147,8 @@ def _of_function(target: Target) -> Iterator[str]:
     yield from (name for name in ("after-step", "steps-inside") if form_of(name).fits(target))
     if not target.source.registers_hooks:
         yield from (_BY_KIND[kind] for kind in kinds)
+    if _divisions(target, "tensor-mean"):  # its caller may divide
+        yield "tensor-sum"
 
 
 def _possible_kinds(target: Target) -> set[str]:
@@ -133,7 +165,7 @@ def _of_class(kind: type) -> Iterator[str]:
     taken = required(named_parameters(kind))
     is_optimizer = issubclass(kind, torch.optim.Optimizer)
     constructor = Source(kind.__init__)  # type: ignore[misc]
-    words = set[str]().union(*(Source(getattr(kind, name)).words for name in _written(kind)))
+    words = set[str]().union(*(Source(getattr(kind, name)).words for name in written(kind)))
     first = constructor.meaning_of(taken[0].name) if taken else ""
     text = str(taken[0].annotation) if taken else ""
     first = "model" if "Module" in text else "optimizer" if "Optimizer" in text else first
@@ -156,17 +188,6 @@ def _of_class(kind: type) -> Iterator[str]:
 
 def _own(kind: type, name: str) -> Any:
     return getattr(kind, name, None) if name in own_names(kind) else None
-
-
-def _written(kind: type) -> list[str]:
-    """The functions of a class that are its author's."""
-    return [
-        name
-        for base in kind.__mro__
-        if not base.__module__.startswith(("torch", "builtins"))
-        for name, value in vars(base).items()
-        if inspect.isfunction(value)
-    ]
 
 
 def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:
@@ -196,9 +217,9 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
 
 def _exchanges_alone(kind: type) -> bool:
     """Whether its objects may exchange without a call after backward: by hooks, or in forward."""
-    written = _written(kind)
-    sources = [Source(getattr(kind, name)) for name in written]
-    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in written]
+    members = written(kind)
+    sources = [Source(getattr(kind, name)) for name in members]
+    forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in members]
     words = set[str]().union(*(source.words for source in forward))
     return any(s.registers_hooks for s in sources) or bool(words & {*COLLECTIVES, "apply"})
 

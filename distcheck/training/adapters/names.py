@@ -85,6 +85,15 @@ WORLD = frozenset(
     if meaning in ("rank", "local_rank", "world_size", "group", "communicator", "backend", "root")
 )
 SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | GRADIENTS_IN | TENSORS
+SUBJECTS |= {name for name, meaning in MEANINGS.items() if meaning.endswith("named_parameters")}
+# The defaults of a run of one process, by meaning, and the names that may mean something else.
+OF_ONE_PROCESS = {"world_size": 1, "rank": 0, "local_rank": 0}
+AMBIGUOUS = _names("size world gpu gpu_id device_id worker_id")
+
+BEFORE_TRAINING = _names(
+    "model rank local_rank world_size group communicator device backend arguments parameters "
+    "named_parameters listed_parameters distributed root"
+)
 
 # What a module-level name is taken for when the module does not define it; the one-letter ones and
 # the lists are too easily something else.
@@ -116,6 +125,7 @@ FINISH = (
     "wait_grads", "wait_all", "on_after_backward", "after_backward", "post_backward", "finish",
     "synchronize", "sync", "wait", "all_reduce", "allreduce", "reduce",
 )  # fmt: skip
+BEGIN = ("parallelize", "wrap", "prepare", "prepare_model", "distribute")  # once, before training
 RESET = (
     "on_train_batch_start", "reset", "reset_buckets", "reset_state", "reset_gradients",
     "reset_grads", "reset_buffers", "reset_handles", "zero_grad_buffer", "zero_grad_buffers",

@@ -1,8 +1,17 @@
 """What is said of code that no form fits: why, what to do, and a file that does it."""
 
+from collections.abc import Mapping
+
 from distcheck.training.adapters.forms import form_names
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.target import Target, named_parameters, own_names, required
+from distcheck.training.adapters.target import (
+    Parameters,
+    Target,
+    begins_once,
+    named_parameters,
+    own_names,
+    required,
+)
 from distcheck.training.adapters.unknown import FormError
 
 # How a strategy of distcheck's own form gives what people's parameters ask for.
@@ -38,56 +47,38 @@ def refusal(target: Target, why: str) -> FormError:
     )
 
 
-def _taking_a_model(target: Target) -> list[str]:
-    """The first of a class's methods that takes a model and no more, if any: it sets up."""
-    assert target.maker is not None
-    for name in own_names(target.maker):
-        taken = named_parameters(getattr(target.maker, name), skip=1)
-        if [meaning_of(p.name) for p in taken] == ["model"]:
-            return [name]
-    return []
-
-
 def template(target: Target) -> str:
     """A strategy that calls it after backward. What a person has to fill in stands in capitals."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
-    known = _BEFORE_TRAINING if target.is_class else _GIVEN
-    values = [(p.name, known.get(meaning_of(p.name))) for p in target.required]
-    if values and not any(value for _, value in values):
-        values[0] = (values[0][0], "model")
-    handed = ", ".join(f"{name}={value or name.upper()}" for name, value in values)
-    if target.is_class:
-        methods = own_names(target.value)
-        method = methods[0] if len(methods) == 1 else "METHOD"
-        lines = [
-            "import torch.distributed as dist",
-            "class Adapted:",
-            "    def wrap(self, model):",
-            f"        self.inner = {head}({handed})",
-            "        return model",
-            "    def sync(self, model, step):",
-            f"        self.inner.{method}()",
-        ]
-    elif target.maker is not None:
-        making = ", ".join(
-            f"{p.name}={_BEFORE_TRAINING.get(meaning_of(p.name)) or p.name.upper()}"
-            for p in required(named_parameters(target.maker))
-        )
-        first = [f"self.made.{name}(model)" for name in _taking_a_model(target)]
+    made = target.value if target.is_class else target.maker
+    handed = _handed(target.required, _GIVEN)
+    if made is not None:
+        methods = own_names(made)
+        own = f"{methods[0] if len(methods) == 1 else 'METHOD'}()"
+        making = _handed(required(named_parameters(made)), _BEFORE_TRAINING)
+        begins = begins_once(made, takes="model")
         lines = [
             "import torch.distributed as dist",
             "class Adapted:",
             "    def wrap(self, model):",
             f"        self.made = {head}({making})",
-            *(f"        {call}" for call in first),
+            *[f"        self.made.{begins}(model)"] * bool(begins),
             "        return model",
             "    def sync(self, model, step):",
-            f"        self.made.{target.name}({handed})",
+            f"        self.made.{own if target.is_class else f'{target.name}({handed})'}",
         ]
     else:
         call = f"made.{target.name}" if target.is_unbound else attribute or target.name
-        made = [f"    made = {head}.__new__({head})", "    made.ATTRIBUTE = model"]
-        lines = ["def sync(model, step):", *made * target.is_unbound, f"    {call}({handed})"]
+        without = [f"    made = {head}.__new__({head})", "    made.ATTRIBUTE = model"]
+        lines = ["def sync(model, step):", *without * target.is_unbound, f"    {call}({handed})"]
     return "\n".join(f"    {line}" for line in [f"from {module} import {head}", *lines])
+
+
+def _handed(parameters: Parameters, known: Mapping[str, str]) -> str:
+    """Arguments by name; the first is the model, where nothing is known of any."""
+    values = [(p.name, known.get(meaning_of(p.name))) for p in parameters]
+    if values and not any(value for _, value in values):
+        values[0] = (values[0][0], "model")
+    return ", ".join(f"{name}={value or name.upper()}" for name, value in values)

@@ -22,7 +22,13 @@ from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import counts, named_parameters, takes_any_name, wants_list
+from distcheck.training.adapters.target import (
+    counts,
+    is_of_one_process,
+    named_parameters,
+    takes_any_name,
+    wants_list,
+)
 from distcheck.training.adapters.unknown import FormError, NotKnownError, explain, options
 
 
@@ -39,8 +45,9 @@ class Scene:
     calls: int = 0
     used: set[str] = field(default_factory=set)
     uses: set[str] = field(default_factory=set)  # meanings that come in some other way
-    handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
-    assumed: list[str] = field(default_factory=list)  # parameters that get a size of buckets
+    # Parameters that get a generator, each with the value of --arg that gives a list.
+    handed_once: dict[str, str] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)  # parameters, with values that were chosen
     _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
     _namespace: SimpleNamespace | None = None
     _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and who does
@@ -104,14 +111,6 @@ class Scene:
     def reads_of(self, name: str, function: Callable[..., Any]) -> None:
         """Notes what a function reads of its command line, which is asked for at once."""
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
-
-    def about_lists(self) -> str:
-        """What is to be done where the code needs a list of what it was given a generator of."""
-        words = " ".join(f"--arg {name}=@param_list" for name in dict.fromkeys(self.handed_once))
-        return words and (
-            "; it was handed a generator, as model.parameters() is: where it is called with a "
-            f"list, give {words}"
-        )
 
     def read(self, text: str) -> Any:
         """The value that `--arg` or `--set` wrote down: a literal, `@name`, or `@module:object`
@@ -190,7 +189,8 @@ class Filling:
 
     `supplied` are parameters that the caller hands over at every call; `made_from` is the one of
     them that the caller makes of what `--arg` says; `also` are filled in although they have a
-    default. Raises UsageError for a parameter that nothing is known of.
+    default, as are a constructor's `world_size=1` and `rank=0`. Raises UsageError for a parameter
+    that nothing is known of.
     """
 
     def __init__(
@@ -220,6 +220,9 @@ class Filling:
                 scene.check(assigned[p.name])
                 scene.used.add(p.name)
                 self._sources.append((p, "assigned", assigned[p.name]))
+            elif inspect.isclass(function) and is_of_one_process(p):
+                scene.assumed.append(f"{p.name}=@{p.name}")
+                self._sources.append((p, "meaning", meaning_of(p.name)))
             elif p.default is p.empty or p.name in also:
                 meaning = Source(function).meaning_of(p.name)
                 if meaning:
@@ -248,7 +251,8 @@ class Filling:
         if meaning in ("parameters", "named_parameters"):
             if wants_list(parameter, Source(self._function)):
                 return f"listed_{meaning}"
-            self._scene.handed_once.append(parameter.name)
+            list_of = "@named_param_list" if meaning == "named_parameters" else "@param_list"
+            self._scene.handed_once[parameter.name] = list_of
         return meaning
 
     def call(self, *handed: Any) -> Any:
@@ -272,9 +276,7 @@ class Filling:
             return self._function(*positional, **keywords)
         except TypeError as error:
             explain(error)
-            if "generator" not in str(error) or not self._scene.handed_once:
-                raise
-            raise UsageError(f"the code raised {error}{self._scene.about_lists()}") from error
+            raise
 
     def _read(self, name: str, text: str) -> Any:
         """What was said; of a constructor, which may be called for several objects, anew."""

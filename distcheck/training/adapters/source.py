@@ -228,6 +228,12 @@ class Source:
         )
 
     @property
+    def steps_its_optimizer(self) -> bool:
+        """Whether it calls `self.optimizer.step()`."""
+        held = [n for n in self.attributes_of("self") if meaning_of(n) == "optimizer"]
+        return any(self.calls("self", name, "step") for name in held)
+
+    @property
     def returns_many(self) -> bool:
         """Whether it returns a list, tuple or dict that it makes."""
         return self._returns((ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
@@ -237,7 +243,12 @@ class Source:
         """Whether it returns what a call made."""
         return self._returns((ast.Call,))
 
-    def _returns(self, kinds: tuple[type[ast.expr], ...]) -> bool:
+    @property
+    def returns_something(self) -> bool:
+        """Whether it returns a value."""
+        return self._returns((ast.expr,))
+
+    def _returns(self, kinds: tuple[type[Any], ...]) -> bool:
         """Whether it returns an expression of these kinds, by itself or under a name."""
         names = {
             place.id
@@ -251,6 +262,12 @@ class Source:
             isinstance(value, kinds) or (isinstance(value, ast.Name) and value.id in names)
             for value in returned
         )
+
+    def goes_through_pairs(self, name: str) -> bool:
+        """Return True if it unpacks the elements of a variable: `for name, p in pairs`."""
+        loops = (node for node in self._nodes if isinstance(node, ast.For | ast.comprehension))
+        pairs = (n for n in loops if isinstance(n.target, ast.Tuple) and len(n.target.elts) == 2)
+        return any(_is_name(node.iter, name) for node in pairs)
 
     def indexes(self, name: str) -> bool:
         """Whether it does with a variable what lists can and generators cannot: x[0], len(x),

@@ -11,10 +11,17 @@ from typing import Any
 from distcheck.contract import contract_of
 from distcheck.records import Adaptation
 from distcheck.training.adapters import names
-from distcheck.training.adapters.source import Reached, Source, decorated, function_of
+from distcheck.training.adapters.source import (
+    COLLECTIVES,
+    Reached,
+    Source,
+    decorated,
+    function_of,
+)
 from distcheck.training.loaded import LoadedStrategy
 
 Parameters = list[inspect.Parameter]
+_WORKS = {"grad", *COLLECTIVES} - {"broadcast", "send", "recv"}
 _NAMED = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -239,6 +246,13 @@ def required(parameters: Parameters) -> Parameters:
     return [p for p in parameters if p.default is p.empty]
 
 
+def is_of_one_process(parameter: inspect.Parameter) -> bool:
+    """Return True if its default describes a run of one process, as in `world_size=1, rank=0`."""
+    name, default = parameter.name, parameter.default
+    known = names.OF_ONE_PROCESS.get(names.meaning_of(name))
+    return type(default) is int and default == known and name not in names.AMBIGUOUS
+
+
 def takes_any_name(value: Callable[..., Any]) -> bool:
     """Whether a callable has `**kwargs`."""
     signed = _signed(value)
@@ -266,6 +280,54 @@ def own_names(build: type) -> list[str]:
     ]
     functions = dict.fromkeys(name for name, value in kept if inspect.isfunction(value))
     return [n for n in functions if not n.startswith("_") and callable(getattr(build, n))]
+
+
+def written(kind: Any) -> list[str]:
+    """The functions of a class that are its author's."""
+    classes = own_classes(kind) if inspect.isclass(kind) else []
+    found = (name for base in classes for name, v in vars(base).items() if inspect.isfunction(v))
+    return list(dict.fromkeys(found))
+
+
+def sources_of(kind: type, name: str) -> list[Source]:
+    """The sources of a method, of those that it calls on itself, and of what these extend."""
+    members, found, waiting = written(kind), dict[str, list[Source]](), [name]
+    while waiting:
+        called = waiting.pop()
+        defined = [vars(base)[called] for base in own_classes(kind) if called in vars(base)]
+        found[called] = sources = [Source(one) for one in defined]
+        if sources and "super" not in sources[0].words:
+            del sources[1:]
+        used = set[str]().union(*(source.attributes_of("self") for source in sources))
+        waiting += [n for n in members if n in used and n not in {*found, *waiting}]
+    return [source for sources in found.values() for source in sources]
+
+
+def begins_once(kind: Any, *, takes: str) -> str:
+    """Return the method that a training calls once on a new object: it registers hooks, which the
+    constructor does not, or, without reducing anything, sets attributes that other methods read; or
+    it has a usual name. `takes` is what it is given: `model`, or nothing. Empty if several fit.
+    """
+    own = {name: sources_of(kind, name) for name in written(kind)}
+    if any(source.registers_hooks for source in own.pop("__init__", ())):
+        return ""
+    hooked, fitting = list[str](), list[str]()
+    for name in own.keys() - {"__call__", "forward", "backward", *names.FINISH, *names.RESET}:
+        uses = [source for other in own if other != name for source in own[other]]
+        read = set[str]().union(*(source.attributes_of("self") for source in uses))
+        given = {n for s in own[name] for n in s.attributes_of("self", assigned=True)}
+        works = set[str]().union(*(source.words for source in own[name])) & _WORKS
+        taken = required(named_parameters(getattr(kind, name), skip=1))
+        asked = {Source(getattr(kind, name)).meaning_of(p.name) for p in taken}
+        is_right = takes in asked and asked <= names.BEFORE_TRAINING
+        if not (is_right if takes else not taken and name[0] != "_") or name in read:
+            continue
+        if any(source.registers_hooks for source in own[name]):
+            hooked.append(name)
+        elif own[name][0].returns_something if name in names.BEGIN else takes and not works:
+            fitting += [name] * bool(name in names.BEGIN or given & read)
+    found = hooked or fitting
+    return found[0] if len(found) == 1 else ""
 
 
 def source_file(value: Any) -> str:

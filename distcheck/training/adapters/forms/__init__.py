@@ -94,6 +94,8 @@ def _calls_step(target: Target) -> bool:
     """Whether it takes an optimizer and calls its step, or has another of its module do so."""
     if not target.is_function:
         return False
+    if target.maker is not None and target.source.steps_its_optimizer:
+        return True
     known = vars(target.module) if target.module is not None else {}
     called = [known[name] for name in target.source.words if inspect.isfunction(known.get(name))]
     return any(
@@ -142,11 +144,13 @@ FORMS = (
         example="class Sharded(params, optimizer_cls, **kwargs), for which distcheck averages the "
         "gradients; class Sharded(optimizer), which averages them itself",
         computes=True,
+        takes_methods=True,
     ),
     Form(
         name="optimizer",
-        example="class Wrapper(optimizer, ...) with step(), which synchronises before the inner "
-        "step",
+        example="class Wrapper(optimizer, ...) with step(), which synchronizes before the inner "
+        "step, or with a --finish METHOD after backward",
+        takes_methods=True,
     ),
     Form(
         name="own-optimizer",

@@ -17,7 +17,7 @@ from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target, bound_later, source_file
+from distcheck.training.adapters.target import Target, bound_later, source_file, sources_of
 from distcheck.training.loaded import LoadedStrategy
 
 
@@ -87,18 +87,9 @@ class _Uses:
             if name.startswith("self.")
         }
         scene.used |= {f"self.{name}" for name in self._attributes}
-        wanted: set[str] = set()
-        self.steps = False  # whether it calls step() of what stands for the optimizer
-        waiting, seen = [target.name], set[str]()
-        while waiting:
-            name = waiting.pop()
-            seen.add(name)
-            source = Source(getattr(target.owner, name))
-            used = source.attributes_of("self")
-            wanted |= used
-            optimizers = [n for n in used if meaning_of(n) == "optimizer"]
-            self.steps |= any(source.calls("self", n, "step") for n in optimizers)
-            waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
+        sources = sources_of(target.owner, target.name)
+        self.steps = any(source.steps_its_optimizer for source in sources)
+        wanted = set[str]().union(*(source.attributes_of("self") for source in sources))
         wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in self._attributes}
         self._unknown = {n for n in wanted if not meaning_of(n)}
         self._why_not = ""  # the object cannot be made

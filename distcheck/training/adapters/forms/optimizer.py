@@ -11,6 +11,7 @@ from distcheck.contract import Build
 from distcheck.errors import UsageError
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.adapters import names
+from distcheck.training.adapters.called import calling
 from distcheck.training.adapters.forms.own_optimizer import Watched
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -42,10 +43,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(target, f"strategy {target.spec!r} takes no optimizer: {target.signature}")
     filling = Filling(scene, target.value, what=target.described, supplied=supplied)
 
+    objects: list[Any] = []
+
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
         base = type(inner)
         made = filling.call(inner)
+        objects[:] = [made]
         made = made if callable(getattr(made, "step", None)) else inner
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
             return Watched(made, base, scene, updates=True)
@@ -57,8 +61,18 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             )
         return Around(made, inner, scene)
 
-    note = f"{target.name} around the optimizer, whose step() synchronises"
-    return target.loaded(note, optimizer=optimizer, update="optimizer")
+    finish, reset = target.adaptation.finish, target.adaptation.reset
+    finish = "" if finish == names.NO_FINISH else finish
+    how = f"finish {finish}()" if finish else "whose step() synchronizes"
+    how += f", reset {reset}() before every step" if reset else ""
+    called = {"sync": finish, "begun": reset}
+    phases: Any = {
+        moment: calling(scene, objects, name, target.described)
+        for moment, name in called.items()
+        if name
+    }
+    note = f"{target.name} around the optimizer, {how}"
+    return target.loaded(note, optimizer=optimizer, update="optimizer", **phases)
 
 
 def _changes_step(target: Target, name: str) -> bool:

@@ -38,9 +38,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     all_reduce of distcheck's own before its step, because such code leaves that to others.
     """
     name = _class_name(target) if target.is_class else ""
+    is_around = not name and not own_optimizer.fits(target) and target.is_class
+    if target.adaptation.finish or target.adaptation.reset:
+        if not is_around:
+            raise UsageError("--finish and --reset are for a class around an optimizer")
+        # By a method of its own it leaves gradients to their owners.
+        return _divided(adapt_optimizer(target, scene), gradients="owner")
     if not name and own_optimizer.fits(target):
         return _divided(own_optimizer.adapt(target, scene, is_divided=True), gradients="owner")
-    if not name and target.is_class and optimizer_name(target):
+    if is_around and optimizer_name(target):
         return _divided(adapt_optimizer(target, scene))
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")

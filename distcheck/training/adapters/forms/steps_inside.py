@@ -95,7 +95,7 @@ def take_gradients(
             if stepped and not moved and step.samples:
                 raise UsageError(
                     f"{target.spec!r} was taken to write its own step into the parameters, and "
-                    f"wrote none where they are zero; --as says otherwise{scene.about_lists()}"
+                    f"wrote none where they are zero; --as says otherwise"
                 )
             for parameter, kept in zip(parameters, before, strict=True):
                 gradient = parameter.detach().neg() / rate

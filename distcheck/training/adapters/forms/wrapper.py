@@ -10,7 +10,7 @@ from torch import nn
 from distcheck.contract import Batch, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.answers import wait_for
+from distcheck.training.adapters.called import calling
 from distcheck.training.adapters.forms.strategy import adapt_scale_loss
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -18,10 +18,12 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
     Target,
+    begins_once,
     named_parameters,
     own_classes,
     own_names,
     required,
+    written,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -70,7 +72,9 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    if not is_trained and not has_none and not hooks and not finish:
+    first = "" if is_trained else begins_once(build, takes="")
+    first = "" if first in (finish, reset) else first
+    if not is_trained and not has_none and not hooks and not finish and not first:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -83,21 +87,12 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         before = {id(p): p.shape for p in model.parameters()}
         made.append(filling.call(*([model] if supplied else [])))
         trained = _trained(target, model, made[-1]) if is_trained else model
+        if first:
+            answer = getattr(made[-1], first)()
+            trained = answer if isinstance(answer, nn.Module) else trained
         if not in_pieces:
             _refuse_others(target, before, trained)
         return trained
-
-    def calling(name: str) -> Callable[[nn.Module, Step], None]:
-        def call(model: nn.Module, step: Step) -> None:
-            if not name:
-                return
-            scene.step = step
-            method = getattr(made[-1], name, None)
-            if not callable(method):
-                raise UsageError(f"{what} made an object without a method {name}()")
-            wait_for(Filling(scene, method, what=f"{what}, {name}").call())
-
-        return call
 
     def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
         method = adapt_scale_loss(target.spec, made[-1].scale_loss) if scales else None
@@ -109,27 +104,23 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         made[-1].backward(loss)
         return loss.detach()
 
-    runs_backward, scales = _takes_loss(build), _scales(build)
+    runs_backward, scales = _takes_loss(build), "scale_loss" in written(build)
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"no finish call among {_own_methods(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
+    how = "nothing is called after backward, as was said" if has_none else how
+    how = f"finish {finish}()" if finish else how
+    begins += f", {first}() called once before training" * bool(first)
     begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return target.loaded(
-        f"{target.name} around the module, {_called_after(finish, has_none) or how}{begins}",
+        f"{target.name} around the module, {how}{begins}",
         wrap=wrap,
-        sync=calling(finish),
-        begun=calling(reset if reset != clears else ""),
-        zero_grad=calling(clears) if clears else None,
+        sync=calling(scene, made, finish, what),
+        begun=calling(scene, made, reset if reset != clears else "", what),
+        zero_grad=calling(scene, made, clears, what) if clears else None,
         scale_loss=scaled,
         backward=backward if runs_backward else None,
     )
-
-
-def _called_after(finish: str, has_none: bool) -> str:
-    """What is called after backward, in words, as far as it was named."""
-    if finish:
-        return f"finish {finish}()"
-    return "nothing is called after backward, as was said" if has_none else ""
 
 
 def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
@@ -141,11 +132,6 @@ def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) 
         ", its backward(loss) in place of the loss's": runs_backward,
     }
     return "".join(text for text, is_there in also.items() if is_there)
-
-
-def _scales(build: Any) -> bool:
-    """Whether its objects scale the loss."""
-    return inspect.isclass(build) and "scale_loss" in own_names(build)
 
 
 def _takes_loss(build: Any) -> bool:
@@ -229,6 +215,7 @@ def _only_method(build: Callable[..., Any]) -> str:
     if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
         return ""
     methods = own_names(build) if inspect.isclass(build) else []
+    methods = [name for name in methods if name != begins_once(build, takes="")]
     return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
