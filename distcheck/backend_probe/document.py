@@ -52,7 +52,6 @@ class _Document(msgspec.Struct, kw_only=True):
 def render_json(
     sweeps: Sequence[Sweep], changes: Sequence[ProbeChange], exit_code: ExitCode
 ) -> str:
-    """The whole of it as JSON text."""
     document = _Document(
         schema=SCHEMA,
         exit_code=int(exit_code),

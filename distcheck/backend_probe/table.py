@@ -29,7 +29,6 @@ _FORM_WIDTH = 30
 
 
 def render_text(sweep: Sweep, *, width: int) -> str:
-    """The table and its findings as plain text."""
     stream = io.StringIO()
     render(sweep, Console(file=stream, width=width, highlight=False, color_system=None))
     return stream.getvalue()

@@ -42,7 +42,6 @@ class Seconds(click.ParamType[float]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Fails with what is accepted."""
         if isinstance(value, int | float):
             return float(value)
         found = re.fullmatch(r"(-?[0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)", value.strip().lower())
@@ -60,7 +59,6 @@ class _WholeNumber(click.types.IntParamType):
     """A whole number; for an option that may be repeated, the error says so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Fails with what is accepted."""
         try:
             return int(value)
         except ValueError:

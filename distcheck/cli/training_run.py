@@ -177,11 +177,9 @@ class _Table:
         self._width = console_for().width
 
     def head(self, environment: dict[str, Any]) -> None:
-        """What is being trained."""
         self._say(training_screen.heading(self._case, environment["torch"], width=self._width))
 
     def hear(self, payload: bytes) -> None:
-        """Takes what a rank said."""
         said = msgspec.msgpack.decode(payload, type=EpochFigures | RunningLoss)
         if isinstance(said, RunningLoss):
             click.echo(

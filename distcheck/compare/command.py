@@ -94,7 +94,6 @@ Compared = tuple[RunsComparison, dict[str, KnownCase]]
 
 
 def _is_job(folder: str) -> bool:
-    """Whether a folder keeps the recording of a job."""
     return any(Path(folder).glob("rank-*/rank.json"))
 
 

@@ -115,7 +115,6 @@ def _known(report: dict[str, Any]) -> KnownCase:
 def _remark(
     walk: JobWalk, found: TraceComparison, earlier: JobRecording, later: JobRecording
 ) -> str:
-    """What was compared, and what was not."""
     said = []
     steps = min(len(earlier.steps), len(later.steps))
     if walk.unmeasured and found.first is not None:

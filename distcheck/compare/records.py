@@ -54,5 +54,4 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> VerdictName:
-        """The worst verdict of any case."""
         return merge_verdicts([case.verdict for case in self.cases])

@@ -85,7 +85,6 @@ def _of_jobs(case: CaseComparison) -> str:
 
 
 def common_changes(comparison: RunsComparison) -> list[Change]:
-    """What has changed around every case."""
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     return [change for change in known[0] if all(change in own for own in known)] if known else []
 

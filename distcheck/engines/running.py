@@ -58,9 +58,7 @@ class Tasks(Protocol):
         """Waits a moment; those that ended in it."""
         ...
 
-    def close(self) -> None:
-        """Ends what still runs."""
-        ...
+    def close(self) -> None: ...
 
 
 def run_on(

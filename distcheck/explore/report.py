@@ -91,7 +91,6 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
 
 
 def show(story: Story, *, quiet: bool) -> None:
-    """Prints it, the verdict first."""
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
     if not quiet:
@@ -114,7 +113,6 @@ def show(story: Story, *, quiet: bool) -> None:
 
 
 def as_json(story: Story) -> str:
-    """The document, with a newline at its end."""
     search, finding = story.search, story.search.finding
     document: dict[str, Any] = {
         "schema": SCHEMA,

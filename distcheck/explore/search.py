@@ -81,7 +81,6 @@ class Search:
 
     @property
     def cases(self) -> list[Case]:
-        """Every case that was run, in order."""
         return [report.case for report in self._verdicts.values()]
 
     @property

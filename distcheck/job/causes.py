@@ -76,7 +76,6 @@ def diagnose(
 
 
 def _alone(job: JobRecording, failed: Failed, reference: Reference | None) -> list[Diagnosis]:
-    """Causes from which all else follows."""
     if ("finite", NO_LAYER) in failed:
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     if (averaging.CHECK, ROUNDING) in failed:

@@ -180,7 +180,6 @@ def _why_none(asked: JobOptions) -> str:
 def _replay(
     asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
 ) -> tuple[Reference | None, str]:
-    """The reference, or why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
         return None, "there is nothing to compare it with"
     if any(len(unit) > 1 for unit in job.units) and any(

@@ -53,7 +53,6 @@ class Continued:
 
     @property
     def first(self) -> int:
-        """This job's first step."""
         return self.now.steps[0]
 
     def rounded_to(self, step: int, names: Sequence[str]) -> str:
@@ -495,7 +494,6 @@ def _compare_random(both: Continued) -> None:
 
 
 def _training(both: Continued) -> CheckResult:
-    """Both side by side."""
     one, two = _common_steps(both)
     tally = Tally(TRAINING, NO_LAYER)
     missing = why_not(one, two)

@@ -194,7 +194,6 @@ def _with_reason(result: CheckResult, more: str) -> CheckResult:
 def _until(
     step: int, job: JobRecording, reference: Reference | None
 ) -> tuple[JobRecording, Reference | None]:
-    """Both, before a step."""
     steps = tuple(one for one in job.steps if one < step)
     kept = () if reference is None else reference.replayed.steps
     seen = tuple(one for one in kept if one.step in steps)
@@ -384,7 +383,6 @@ def _no_reference(missing: str) -> CheckResult:
 
 
 def _of_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
-    """What the job was compared with, in a sentence."""
     if reference is None:
         return f"no reference run, since {missing}: judged by what the ranks show of each other"
     replayed = reference.replayed

@@ -52,7 +52,6 @@ class Reference:
     _kept: Kept = field(default_factory=Kept)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
-        """The same, of fewer steps."""
         fewer = msgspec.structs.replace(self.replayed, steps=steps)
         return dataclasses.replace(self, replayed=fewer)
 

@@ -190,7 +190,6 @@ class Ran:
     hung: tuple[Outcome, ...] = ()
 
     def outcomes(self, world: int) -> tuple[Outcome, ...]:
-        """How each rank ended."""
         raised = dict(self.raised)
         found = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(world)]
         for rank in raised.keys() & set(range(world)):

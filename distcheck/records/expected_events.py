@@ -26,7 +26,6 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def says(self) -> str:
-        """What is expected, as a report says it."""
         values = {
             name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
             for name, value in msgspec.structs.asdict(self).items()
@@ -125,7 +124,6 @@ class NoGradient(_Event, frozen=True, kw_only=True):
 
     @property
     def says(self) -> str:
-        """With what was before it."""
         return super().says + ", after a step in which it has one" * self.after_one
 
 
@@ -146,7 +144,6 @@ class Frozen(_Event, frozen=True, kw_only=True):
 
     @property
     def says(self) -> str:
-        """With what was before it."""
         return super().says + ", after a step in which it trains" * self.after_training
 
 

@@ -144,7 +144,6 @@ def headline(cases: Sequence[CaseReport]) -> str:
 
 
 def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: Console) -> None:
-    """Prints the verdict, and what it is of."""
     print_verdict(headline(cases), verdict, console, bold=cases[0].case.strategy)
 
 

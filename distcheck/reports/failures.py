@@ -100,7 +100,6 @@ def _key(case: CaseReport) -> Key:
 
 
 def print_failure(case: CaseReport, console: Console) -> None:
-    """Prints a case in full."""
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
     found = describe_failure(case)

@@ -171,12 +171,10 @@ _MOST_SILENT = 256  # tensors that are named
 
 
 def render_json(report: Report) -> str:
-    """The whole report as JSON text."""
     return render(as_document(report))
 
 
 def render(document: dict[str, Any]) -> str:
-    """A document as JSON text, without secrets."""
     document = without_secrets(document)
     try:
         data = msgspec.json.encode(document)
@@ -221,7 +219,6 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def document_of(report: Report) -> Document:
-    """The report as its document."""
     cases = [_case(case) for case in report.cases]
     return made_from(
         Document,

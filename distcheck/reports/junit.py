@@ -20,7 +20,6 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """A document as JUnit XML."""
     document = shown(document)
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)

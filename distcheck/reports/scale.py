@@ -31,7 +31,6 @@ class Point:
 
     @property
     def share(self) -> float | None:
-        """The error over its bound."""
         if self.error is None or not self.bound:
             return None
         return self.error / self.bound
@@ -50,12 +49,10 @@ class Curve:
 
     @property
     def first_failure(self) -> Point | None:
-        """The smallest world that fails."""
         return next((point for point in self.points if point.verdict == "fail"), None)
 
     @property
     def comes_to(self) -> str:
-        """What the order comes to, in words."""
         failed = self.first_failure
         if failed is not None:
             smaller = [point.world for point in self.points if point.world < failed.world]
@@ -145,5 +142,4 @@ def _number(value: float | None) -> float | str | None:
 
 
 def described(layer: str) -> str:
-    """What the errors of a curve are of."""
     return f"gradients ({layer_name(layer)})" if layer else "gradients"

@@ -17,7 +17,6 @@ _MOST_TRACEBACK = 4  # lines of a rank's
 
 
 def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
-    """What is being trained, and how."""
     case = shown(case)
     how = f"{case.strategy}, {case.world} ranks" if case.strategy else "one process"
     text = (

@@ -132,7 +132,6 @@ def _little(case: CaseReport) -> list[int]:
 
 
 def describe_search(explored: Explored) -> str:
-    """How far a search went, in a line."""
     if not explored.cases:
         return f"explore: {explored.strategy}: {explored.reason}"
     found = "a failure found" if explored.verdict == "fail" else "nothing found"

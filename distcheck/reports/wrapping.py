@@ -81,7 +81,6 @@ def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> lis
 def print_hanging(
     text: str, console: Console, *, indent: int, first: str = "", style: str = ""
 ) -> None:
-    """Prints a text in such lines."""
     for line in hanging(text, console.width, first=first, indent=indent):
         console.print(Text(line, style=style), soft_wrap=True)
 

@@ -73,7 +73,6 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> Provenance:
-        """Where it was run."""
         return Provenance(environment=self.environment, digests=self.digests, seal=self.seal)
 
 
@@ -221,7 +220,6 @@ class Store:
                 _discard_own_folder()
 
     def write_report(self, text: str) -> None:
-        """Writes report.json."""
         private.write(self.folder / "report.json", masked_forms(text))
 
     def _make(self) -> None:

@@ -76,7 +76,6 @@ def _owned() -> Owned:
 @RUN.does
 @of_each_rank(_owned)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    """The job of a fresh rank: one test."""
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
     enter(rendezvous, fds.get(STORE, -1), prepared.options, reporter)

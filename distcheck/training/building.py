@@ -261,7 +261,6 @@ def restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """Fills what was built anew."""
     model.load_state_dict(kept.model)
     optimizer.load_state_dict(kept.optimizer)
     devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)

@@ -60,7 +60,6 @@ def _open(
 
 @RECORD.does
 def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """Runs one recording rank."""
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         surroundings.allocate(job.memory_seed)
@@ -128,7 +127,6 @@ def _digest_of(model: torch.nn.Module, loss: float) -> str:
 
 @TRAIN.does
 def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """Runs one rank that only trains."""
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
     # Without a strategy, as a single process trains.
@@ -215,7 +213,6 @@ class _Nothing:
     record = synchronize = wait = wait_event = wait_stream = _nothing
 
     def query(self) -> bool:
-        """Whether it has been reached."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
@@ -223,7 +220,6 @@ class _Nothing:
         return 0.0
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has been reached."""
         return event or _Nothing()
 
 

@@ -63,7 +63,6 @@ def levels_in_package(path: Path) -> int:
 
 
 def _is_own(package: str, folder: Path) -> bool:
-    """Whether a package is that folder, or none that is installed."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

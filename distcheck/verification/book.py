@@ -58,7 +58,6 @@ class Book:
 
     @property
     def finished(self) -> list[CaseReport]:
-        """The reports of this start."""
         return list(self._reports.values())
 
     def change(self, runs: Sequence[CaseRun]) -> None:

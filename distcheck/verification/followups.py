@@ -124,7 +124,6 @@ def _simulated(report: CaseReport) -> Case | None:
 def take_in(
     reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
 ) -> list[CaseReport]:
-    """The reports with what the follow-ups have shown."""
     found = list(reports)
     for follow_up, report in done:
         change = _CHANGES.get(follow_up.kind, _with_another)

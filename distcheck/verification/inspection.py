@@ -309,7 +309,6 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
 
 
 def _traits(model: torch.nn.Module) -> Iterator[str]:
-    """What its parameters have, of TRAITS."""
     whole = [p for p in model.parameters() if type(p.data) is torch.Tensor and p.numel()]
     if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
         yield "tied"
@@ -322,7 +321,6 @@ def _traits(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _output(calls: Calls) -> TensorSpec | None:
-    """What the model returns for one sample."""
     rows = calls.rows
     if rows is None or _name(rows.dtype) not in BYTES:
         return None

@@ -48,7 +48,6 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
 
 
 def read_part(file: str) -> Part:
-    """The report in a file."""
     return Part(file, read_document(Path(file)))
 
 

@@ -24,7 +24,6 @@ _BEFORE = "rendezvous"  # the phase in which ranks meet; what they train is load
 
 
 def in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> InternalError | None:
-    """The defect that ended a world of a case, if one did."""
     raised = blame.own_defect(children, hung=hung)
     if raised is None:
         return None

@@ -11,17 +11,13 @@ NOT_FINISHED = "skipped: this code does not handle missing gradients, which is o
 class Listener(Protocol):
     """Hears of progress as it happens."""
 
-    def preparing(self, what: str) -> None:
-        """Before any case runs."""
-        ...
+    def preparing(self, what: str) -> None: ...
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
         """Every case that will run; `before` others were judged by an earlier start of the run."""
         ...
 
-    def progress(self, case: Case, what: str) -> None:
-        """A case moved on."""
-        ...
+    def progress(self, case: Case, what: str) -> None: ...
 
     def finished(self, case: Case, verdict: str) -> None:
         """A case has been judged, with this verdict; or NOT_FINISHED."""

@@ -214,7 +214,6 @@ class CompositeWorkload(Classifier):
         return CompositeSamples()
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """For the samples of its own."""
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

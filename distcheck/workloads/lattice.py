@@ -139,7 +139,6 @@ class Lattice:
         return per_sample.sum() * (batch.total / power_of_two)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
     def samples(self) -> LatticeSamples:

@@ -62,7 +62,6 @@ class Interpreters:
 
     @property
     def ready(self) -> bool:
-        """Whether all have imported torch."""
         started = self._started == len(self._made)
         return started and not self.error and not any(one.importing for one in self._made)
 
@@ -95,7 +94,6 @@ class Interpreters:
             one.look_at_helper()
 
     def let_go(self) -> None:
-        """Tells them to end."""
         for one in self._made:
             one.let_go()
 
@@ -158,7 +156,6 @@ class Pool(Forker):
         return {}
 
     def ranks_here(self, world: int) -> int:
-        """How many ranks of a world are on this machine."""
         return world
 
     def describe(self) -> dict[str, Any]:

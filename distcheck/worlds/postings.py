@@ -180,7 +180,6 @@ _log_fd = -1
 
 
 def is_installed() -> bool:
-    """Whether this process notes its calls."""
     return _installed
 
 

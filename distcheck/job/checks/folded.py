@@ -107,7 +107,6 @@ def _passes(job: JobRecording, seen: ReplayedStep) -> int:
 
 
 def _most_passes(job: JobRecording, reference: Reference) -> int:
-    """The number of passes that most steps have."""
     counts = Counter(_passes(job, seen) for seen in reference.replayed.steps)
     return counts.most_common(1)[0][0] if counts else 1
 

@@ -37,7 +37,6 @@ class _Trained:
 
 
 def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> list[Key]:
-    """What says which samples a rank trained a step on."""
     record = job.records[rank, step]
     passes = [one for one in record.passes if one.live]
     places = dict.fromkeys(place for one in passes for place in one.batches)

@@ -151,7 +151,6 @@ class Guard:
 
     @property
     def world(self) -> int:
-        """How many ranks are compared."""
         return len(self._peers.ranks)
 
     def begin(self, *, hears: bool) -> "Guard":

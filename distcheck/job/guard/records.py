@@ -91,7 +91,6 @@ def named(ranks: tuple[int, ...]) -> str:
 
 
 def sentence(found: ReplicaFinding, of: Divergence) -> str:
-    """One finding for a person."""
     since = f"; they agreed at step {of.agreed_at}" if of.agreed_at >= 0 else ""
     groups = " and ".join(named(group) for group in found.groups[:4])
     groups += f" and {len(found.groups) - 4} more groups" if len(found.groups) > 4 else ""

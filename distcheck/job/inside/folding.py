@@ -242,7 +242,6 @@ def _dense(names: Iterable[str], found: Sequence[torch.Tensor | None]) -> dict[s
 
 
 def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether one is the other times a factor."""
     if set(one) != set(other):
         return False
     by = state.factor_of(one, other)

@@ -74,7 +74,6 @@ class Forks:
         return self.read(roles) if reads else {}
 
     def read(self, roles: Sequence[Role]) -> "Written":
-        """What each copy wrote."""
         return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:

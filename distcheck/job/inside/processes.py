@@ -115,7 +115,6 @@ class Processes:
         """There is none."""
 
     def read(self, roles: Sequence[Role]) -> Written:
-        """Nothing is left to be read."""
         return {}
 
     def _has(self, key: Key, step: int) -> bool:

@@ -181,7 +181,6 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     undeclared: bool = True
 
     def number(self, position: int) -> int:
-        """The number of a rank in the world that was run."""
         return self.ranks[position] if self.ranks else position
 
 

@@ -130,7 +130,6 @@ class _Look:
         return {"forward_twice": ran_twice(self._expect(step))}
 
     def at_gradients(self) -> dict[str, Any]:
-        """The gradients, or what is exchanged in their place."""
         step, mesh = self._job.steps[0], self._references.mesh
         accepted = acceptance.read(self._job.case.accept)
         written = step < self._written
@@ -151,7 +150,6 @@ class _Look:
         return {}
 
     def _at_steps(self) -> dict[str, Any]:
-        """Every step that was written."""
         steps = [step for step in self._job.steps if step < self._written]
         steps = steps[:1] if self._large else steps
         if not steps:

@@ -190,7 +190,6 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def write(yardstick: Yardstick, folder: Path) -> None:
-    """Beside the recording that it is of."""
     private.write(folder / FILE, msgspec.json.encode(yardstick))
 
 

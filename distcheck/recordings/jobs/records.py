@@ -146,7 +146,6 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight(self) -> float:
-        """What it is multiplied by."""
         return math.prod(factor.number for factor in self.factors)
 
 
@@ -350,7 +349,6 @@ def checksum_of(file: Path, most: int | None = None) -> str:
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where one rank writes."""
     return folder / f"rank-{rank:04d}"
 
 

@@ -123,7 +123,6 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
 def _held(
     layout: TraceLayout, index: bytes, slot: int
 ) -> Iterator[tuple[int, Kind, int, TensorSpec]]:
-    """The tensors of a slot whose bytes this trace holds."""
     for rank in range(layout.world):
         for kind in Kind:
             if slot >= layout.slots(kind):

@@ -30,7 +30,6 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(data: bytes) -> str:
-    """The digest of a file's content."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

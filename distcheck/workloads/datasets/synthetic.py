@@ -89,7 +89,6 @@ class RememberedSamples(SyntheticSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See above."""
         key = ids.numpy().tobytes(), train, dtype
         if key not in _made:
             images, labels = super().read(ids, train=train, dtype=dtype)

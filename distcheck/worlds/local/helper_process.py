@@ -120,12 +120,10 @@ class CleanHelper(HelperProcess):
 
     @property
     def pid(self) -> int:
-        """That of the interpreter."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the interpreter is there."""
         return self._process is not None and self._process.poll() is None
 
     def end(self, patience_s: float) -> None:

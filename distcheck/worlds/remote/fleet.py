@@ -60,7 +60,6 @@ class Fleet(Pool):
         return next(filter(None, (link.line.own_address for link in self._links)), "127.0.0.1")
 
     def ranks_here(self, world: int) -> int:
-        """How many ranks of a world are on this machine."""
         return min(world, self._launch.local_world)
 
     def describe(self) -> dict[str, Any]:

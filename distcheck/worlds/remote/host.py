@@ -54,7 +54,6 @@ class HostedChild(Child):
             self.pass_on(event)
 
     def take_output(self, data: bytes) -> None:
-        """Passes output on."""
         self.pass_on(messages.Printed(data))
 
     def pass_on(self, event: messages.ChildEvent) -> None:
@@ -139,7 +138,6 @@ class Host:
         self._meet(error=str(error), patience_s=_ERROR_PATIENCE_S)
 
     def close(self) -> None:
-        """Ends everything."""
         for world in list(self._shares):
             self._close_ranks(world)
         for fd in [*self._traces.values(), self._data_fd]:

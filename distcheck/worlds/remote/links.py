@@ -34,11 +34,9 @@ class RemoteChild(Child):
 
     @property
     def called(self) -> list[Logged]:
-        """What it logged there."""
         return self.heard_called
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Notes an event."""
         if isinstance(event, messages.Exited):
             self.low_level_stacks, self.heard_called = event.stacks, event.called
         super().take(event)
@@ -89,7 +87,6 @@ class Link:
         self._on_lost(self)
 
     def on_readable(self) -> None:
-        """Takes what has arrived."""
         try:
             arrived = self.line.receive()
         except msgspec.MsgspecError as error:
@@ -123,7 +120,6 @@ class Link:
         starts: dict[int, RankStart],
         fds: Mapping[str, Shared],
     ) -> "RemoteShare":
-        """Starts some ranks of a world there."""
         trace = next((given for given in fds.values() if given.kind == "trace"), None)
         regions = {rank: tuple(trace.regions(rank)) if trace else () for rank in starts}
         share = RemoteShare(self, world, -1 if trace is None else trace.fd, regions)
