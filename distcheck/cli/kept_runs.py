@@ -1,18 +1,25 @@
-"""What `distcheck runs` and `distcheck open` do with the runs that are kept."""
+"""What `distcheck report`, `runs` and `open` do with runs and reports that are kept."""
 
 import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distcheck.cli.rendering import report_command
+import click
+
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.records import Case
-from distcheck.reports.json_report import read_document
+from distcheck.reports.document import json_schema
+from distcheck.reports.document_screen import screen_of
+from distcheck.reports.documents import read_report
+from distcheck.reports.files import check_outputs, damage_said, write_document
+from distcheck.reports.findings import describe_origin
+from distcheck.reports.json_report import read_document, render
+from distcheck.reports.terminal import console_for
 from distcheck.store import last_failed
-from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
+from distcheck.store.run_folder import DEFAULT_FOLDER, KEPT_RUNS, kept_runs
 
 
 def runs_command() -> int:
@@ -90,3 +97,36 @@ def _about(folder: Path) -> tuple[str, str, str]:
         return began, str(document["verdict"]), str(made.get("command") or "")
     except (DistcheckError, KeyError, TypeError, ValueError, AttributeError):
         return began, "not readable", ""
+
+
+def schema_command() -> int:
+    """Prints the JSON Schema of a report, which is made from what writes and reads it."""
+    click.echo(render(json_schema()), nl=False)
+    return int(ExitCode.PASS)
+
+
+def report_command(run: str, *, files: Mapping[str, str]) -> int:
+    """Renders a report again, or prints its gist where no file is asked for; returns the exit code,
+    which says nothing of the verdict. `run` is a JSON, or a run's folder.
+
+    Raises UsageError for what is not a report, CannotRunError where nothing can be written.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path /= "report.json"
+    if not path.exists():
+        of = f"{run} holds no report" if Path(run).is_dir() else f"{run} does not exist"
+        raise UsageError(f"{of}; {KEPT_RUNS}")
+    document = read_report(path)
+    if any(Path(file).absolute() == path.absolute() for file in files.values()):
+        raise UsageError(f"{path} is the report that is read; write to another file")
+    check_outputs(files)
+    with damage_said(path):
+        if not files:
+            for line in (
+                describe_origin(document),
+                *screen_of(document, width=console_for().width),
+            ):
+                say(line)
+        write_document(files, document)
+    return int(ExitCode.PASS)

@@ -28,7 +28,7 @@ from distcheck.reports.files import check_outputs, write_text
 from distcheck.reports.terminal import console_for
 from distcheck.reports.training_screen import print_failure
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
-from distcheck.verification import own_defects, preparation
+from distcheck.verification import own_code, preparation
 from distcheck.worlds import blame
 from distcheck.worlds.launch import Ranks, refusal_of, run_until_over, start_world
 from distcheck.worlds.launchers.launch import Launch
@@ -157,7 +157,7 @@ def _train(
             for outcome in blame.outcomes(world.children, hung=world.hung)
             if outcome.outcome != RankEnd.FINISHED
         ]
-        defect = own_defects.in_rank(case, world.children, hung=world.hung) if failed else None
+        defect = own_code.defect_in_rank(case, world.children, hung=world.hung) if failed else None
         world.close()
         refused = refusal_of(world)
         if refused is not None:  # what cannot be divided shows only when a rank builds its model

@@ -17,9 +17,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase, as_report
-from distcheck.compare.records import COMPARE, CaseComparison, CompareRequest, RunsComparison
+from distcheck.compare.records import (
+    COMPARE,
+    CaseComparison,
+    CompareRequest,
+    RunsComparison,
+    judged,
+)
 from distcheck.compare.screen import render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case

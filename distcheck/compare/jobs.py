@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.compare.judging import judged
 from distcheck.compare.outputs import KnownCase
-from distcheck.compare.records import CaseComparison
+from distcheck.compare.records import CaseComparison, judged
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
 from distcheck.judge.parting import yardstick

@@ -34,9 +34,15 @@ from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 from distcheck.verification import followups, limits, preparation, schedules, verdicts
-from distcheck.verification.book import Book, given_up_on
+from distcheck.verification.book import (
+    Book,
+    GivenUpError,
+    Interrupted,
+    given_up_on,
+    nothing_judged,
+    reported,
+)
 from distcheck.verification.case_run import CaseRun, is_separate
-from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.guesses import Guesses
 from distcheck.verification.progress import Listener, Silent

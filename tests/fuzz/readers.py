@@ -20,11 +20,10 @@ import click
 import msgspec
 
 from distcheck import cli
-from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
+from distcheck.backend_probe.table import read_sweeps, render_json
 from distcheck.compare import command as comparing
-from distcheck.compare.judging import judge
-from distcheck.compare.records import CompareRequest
+from distcheck.compare.records import CompareRequest, judge
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.job import judging

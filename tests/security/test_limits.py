@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 import distcheck
-from distcheck.backend_probe.document import read_sweeps
+from distcheck.backend_probe.table import read_sweeps
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration

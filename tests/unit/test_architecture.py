@@ -117,7 +117,7 @@ LIGHT = (
     "distcheck.plan.matrix",
     "distcheck.cli.forecast",
     "distcheck.verification.merging",
-    "distcheck.cli.rendering",
+    "distcheck.cli.kept_runs",
     "distcheck.reports.html_report",
     "distcheck.store.last_pass",
     "distcheck.job.running",

@@ -23,7 +23,7 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     distcheck report --schema > report.schema.json
     """  # fmt: skip
-    from distcheck.cli.rendering import report_command, schema_command
+    from distcheck.cli.kept_runs import report_command, schema_command
 
     files = taken_from(asked)
     if schema and not run and not files:
