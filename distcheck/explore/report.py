@@ -20,8 +20,9 @@ from distcheck.plan.declined import notes_on
 from distcheck.records import Case
 from distcheck.records.generated_words import PREFIX, parse
 from distcheck.reports import json_report
-from distcheck.reports.brief import Lines, add_failure
+from distcheck.reports.brief import add_failure
 from distcheck.reports.terminal import console_for
+from distcheck.reports.wrapping import Lines
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2

@@ -52,7 +52,7 @@ def diagnose(
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
         found += [*_of_shards(job, _step_of(later)), *_of_writes(job, _step_of(later))]
-    step = _first_step(failed)
+    step = min(map(_step_of, failed.values()), default=0)
     if ("gradients", ROUNDING) in failed:
         step_at = _step_of(failed["gradients", ROUNDING])
         found += [*_between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
@@ -93,10 +93,6 @@ def _reason(failed: Failed, check: str) -> str:
 
 def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
-
-
-def _first_step(failed: Failed) -> int:
-    return min((_step_of(result) for result in failed.values()), default=0)
 
 
 def _of_data(failed: Failed) -> Iterator[Diagnosis]:

@@ -87,7 +87,7 @@ def replay(
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
     sizes = {job.processes, *(axis.size for axis in first.axes)}
     words, replaced = (words, ()) if command else of_one(words, *sizes)
-    in_processes = _is_lost_in_a_fork(first.device)
+    in_processes = first.device != "cpu"  # a fork loses what a GPU has
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
@@ -113,10 +113,6 @@ def replay(
     if ran.hung:
         raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")
     return _read(folder, ran, replaced)
-
-
-def _is_lost_in_a_fork(device: str) -> bool:
-    return device != "cpu"
 
 
 def _is_spawned(words: Sequence[str]) -> bool:

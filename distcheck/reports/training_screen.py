@@ -9,9 +9,8 @@ from rich.text import Text
 
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.records import Case, Outcome
-from distcheck.reports.brief import Lines
 from distcheck.reports.failures import ends_of_ranks
-from distcheck.reports.wrapping import VERDICT, hanging, print_verdict
+from distcheck.reports.wrapping import VERDICT, Lines, hanging, print_verdict
 
 _MOST_TRACEBACK = 4  # lines of a rank's
 

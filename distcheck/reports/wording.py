@@ -124,11 +124,12 @@ def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
     """Cases whose cause has a name before those where a rank crashed, and those before cases that
     nothing explains: one mistake shows in several cases, and not in all of them as what it is.
     """
-    return sorted(cases, key=lambda case: min(_little(case), default=_TELLS_LITTLE["unexplained"]))
 
+    def little(case: CaseReport) -> int:
+        told = (_TELLS_LITTLE.get(found.cause, 0) for found in case.diagnosis)
+        return min(told, default=_TELLS_LITTLE["unexplained"])
 
-def _little(case: CaseReport) -> list[int]:
-    return [_TELLS_LITTLE.get(found.cause, 0) for found in case.diagnosis]
+    return sorted(cases, key=little)
 
 
 def describe_search(explored: Explored) -> str:

@@ -184,7 +184,11 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     refused = ""
     with turns.turn():
         try:
-            ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
+            if options.reuse:
+                ended = kept.run(prepared)
+            else:
+                with _pool(prepared) as pool:
+                    ended = _run_in(pool, prepared)
         except NotSimulatedError as error:
             instead = 'leave backend="simulated" away'
             refused = str(error).replace("give --backend gloo", instead)
@@ -230,11 +234,6 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
             "the pytest process itself is in a process group, which ranks cannot inherit. A test "
             "without the marker `world` opened it, and must call destroy_process_group()"
         )
-
-
-def _run_fresh(prepared: Prepared) -> Ended:
-    with _pool(prepared) as pool:
-        return _run_in(pool, prepared)
 
 
 def _run_in(pool: Pool, prepared: Prepared) -> Ended:

@@ -16,7 +16,7 @@ import torch
 from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch, StepRecord
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
@@ -221,7 +221,8 @@ def order(job: JobRecording) -> Iterator[CheckResult]:
     compared = False
     for rank in range(job.world):
         by_loader: dict[int, list[tuple[int, Iteration]]] = {}
-        used = {place[:2] for step in job.steps for place in _places(job.records[rank, step])}
+        passes = (one for step in job.steps for one in job.records[rank, step].passes)
+        used = {place[:2] for one in passes if one.live for place in one.batches}
         for step in job.steps:
             for begun in job.records[rank, step].iterations:
                 is_used = (begun.loader, begun.epoch) in used or not used
@@ -239,7 +240,3 @@ def order(job: JobRecording) -> Iterator[CheckResult]:
                     )  # fmt: skip
     if compared:
         yield tally.result()
-
-
-def _places(record: StepRecord) -> Iterator[Place]:
-    return (place for one in record.passes if one.live for place in one.batches)

@@ -419,7 +419,6 @@ class Recorder(Deaf):
             backwards=self._backwards,
             carried=any(one <= self._of_step.get(number, -1) for one in backwards),
             exchanged=bool(raw) and self._exchanged.issuperset(raw),
-            evaluations=self._evaluations,
             batches=self.loaders.take(file),
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),

@@ -247,7 +247,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     carried    whether gradients of the optimizer's step before are still in what it was given
     exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
                the script first used the gradients
-    evaluations  how often the optimizer called its closure
     lines        where the script calls what is heard: FILE:LINE, by what it is (`LINES`); empty
                  for one that is a package's
     averages     at the first and last step: digests of models that look like one that trains
@@ -273,7 +272,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     backwards: int = 1
     carried: bool = False
     exchanged: bool = False
-    evaluations: int = 0
     batches: tuple[LoadedBatch, ...] = ()
     iterations: tuple[Iteration, ...] = ()
     clips: tuple[Clip, ...] = ()

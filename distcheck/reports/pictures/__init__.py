@@ -158,9 +158,9 @@ def as_float(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def figure(value: float) -> str:
-    """A number for a table or an axis: three digits."""
-    return f"{value:.3g}"
+def figure(value: float | None) -> str:
+    """A number for a table or an axis: three digits; a dash where there is none."""
+    return "-" if value is None else f"{value:.3g}"
 
 
 def plural(number: int, what: str) -> str:
