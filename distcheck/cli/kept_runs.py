@@ -18,7 +18,7 @@ from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import read_document, render
 from distcheck.reports.terminal import console_for
-from distcheck.store import last_failed
+from distcheck.store import earlier_runs
 from distcheck.store.run_folder import DEFAULT_FOLDER, KEPT_RUNS, kept_runs
 
 
@@ -57,7 +57,7 @@ def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[
     """The cases, those first that failed when they were last run here; and with `only` those that
     are left out, each with the reason. Where none failed, all are run.
     """
-    failed = last_failed.of_cases(DEFAULT_FOLDER / "runs", cases)
+    failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", cases)
     if not failed:
         which = (
             f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
@@ -65,13 +65,13 @@ def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[
         so = "all are run" if cases[1:] else "it is run"
         say(f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True)
         return list(cases), {}
-    first = last_failed.first(cases, failed)
+    first = earlier_runs.first(cases, failed)
     which = "are run" if only else "go first"
     say(
         f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
         err=True,
     )
-    out = last_failed.the_others(cases, failed) if only else {}
+    out = earlier_runs.the_others(cases, failed) if only else {}
     return [case for case in first if case.id not in out], out
 
 

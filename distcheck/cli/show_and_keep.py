@@ -22,7 +22,7 @@ from distcheck.store.trust import require_trust
 from distcheck.verification.book import GivenUpError, Interrupted
 from distcheck.verification.rechecking import recheck
 from distcheck.verification.run import RunOptions, run_cases
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 
 

@@ -31,7 +31,7 @@ from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainReque
 from distcheck.verification import own_code, preparation
 from distcheck.worlds import blame
 from distcheck.worlds.launch import Ranks, refusal_of, run_until_over, start_world
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared

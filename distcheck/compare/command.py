@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import (
     COMPARE,
     CaseComparison,
@@ -25,7 +24,7 @@ from distcheck.compare.records import (
     RunsComparison,
     judged,
 )
-from distcheck.compare.screen import render, render_page
+from distcheck.compare.screen import KnownCase, as_report, render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s

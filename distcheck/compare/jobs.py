@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.compare.outputs import KnownCase
 from distcheck.compare.records import CaseComparison, judged
+from distcheck.compare.screen import KnownCase
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
 from distcheck.judge.parting import yardstick

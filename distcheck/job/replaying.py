@@ -14,7 +14,7 @@ from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
-from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
+from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
 from distcheck.records.decoding import decode_json, read_bounded
 

@@ -42,7 +42,7 @@ from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 

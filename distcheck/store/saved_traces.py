@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.moving import LOAD, TRACES, TraceFilesRequest
 from distcheck.records.case_ids import is_file_name

@@ -14,7 +14,7 @@ from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
 from distcheck.store import run_folder as store
-from distcheck.store.last_pass import since_last_green
+from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun

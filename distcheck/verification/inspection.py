@@ -19,8 +19,8 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
-from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
+from distcheck.machine.resources import cores
 from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec

@@ -11,15 +11,19 @@ NOT_FINISHED = "skipped: this code does not handle missing gradients, which is o
 class Listener(Protocol):
     """Hears of progress as it happens; a subclass overrides what it cares for."""
 
-    def preparing(self, what: str) -> None: ...
+    def preparing(self, what: str) -> None:
+        return
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
         """Every case that will run; `before` others were judged by an earlier start of the run."""
+        return
 
-    def progress(self, case: Case, what: str) -> None: ...
+    def progress(self, case: Case, what: str) -> None:
+        return
 
     def finished(self, case: Case, verdict: str) -> None:
         """A case has been judged, with this verdict; or NOT_FINISHED."""
+        return
 
 
 class Silent(Listener):

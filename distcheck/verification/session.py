@@ -23,8 +23,7 @@ from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import TakingApart
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written

@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.worlds import messages
 from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.local.helper_process import (

@@ -45,7 +45,7 @@ from distcheck.records.training_runs import (
 )
 from distcheck.reports import training_report
 from distcheck.store import bundle
-from distcheck.store.last_pass import since_last_green
+from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job

@@ -119,7 +119,7 @@ LIGHT = (
     "distcheck.verification.merging",
     "distcheck.cli.kept_runs",
     "distcheck.reports.html_report",
-    "distcheck.store.last_pass",
+    "distcheck.store.earlier_runs",
     "distcheck.job.running",
     "distcheck.job.inside.start",
 )

@@ -8,7 +8,7 @@ import pytest
 
 from distcheck.errors import RankLostError
 from distcheck.verification.own_code import Allowed
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 from distcheck.worlds.remote.host import Host

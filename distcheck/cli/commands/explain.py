@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from distcheck.cli.completion import of
 from distcheck.cli.group import Command
+from distcheck.cli.options import of
 
 
 def _names() -> list[str]:

@@ -16,8 +16,7 @@ import torch
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
 from distcheck.job.settings import Role
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 

@@ -19,7 +19,7 @@ from distcheck import private
 from distcheck.errors.masking import masked
 from distcheck.job.inside import tensors
 from distcheck.job.settings import Role
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.worlds import linux
 
 _PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch

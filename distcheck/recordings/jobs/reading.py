@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
     KeptRecording,
     RankRecord,

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import distcheck
 from distcheck.errors import FolderGoneError
-from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
+from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds.local.forks import ManyForks
 from distcheck.worlds.surroundings import HASH_SEED

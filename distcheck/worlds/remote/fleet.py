@@ -21,7 +21,7 @@ import psutil
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.worlds import messages
 from distcheck.worlds.call_log import Logged
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.local.helper_process import CleanHelper

@@ -20,7 +20,7 @@ from distcheck.machine.sealed_memory import open_memory, seal_content, sealed_me
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, start_job
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.pool import Pool

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from distcheck.errors import ExitCode
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.records.schedules import (
     Schedule,
     ScheduleRun,
