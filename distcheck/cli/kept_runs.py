@@ -83,7 +83,6 @@ def _last_finished() -> Path:
 
 
 def _about(folder: Path) -> tuple[str, str, str]:
-    """Date, verdict and command of a run."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     file = folder / "report.json"
     if not file.is_file():

@@ -156,7 +156,6 @@ def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -
 
 
 def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Several options as one decorator, in their order."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 

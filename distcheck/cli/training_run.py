@@ -120,7 +120,6 @@ def plan_training(
 def _train(
     pool: Pool, case: Case, asked: Mapping[str, Any], *, download: bool
 ) -> tuple[list[dict[str, Any]], list[Outcome]]:
-    """The table of epochs, and the ranks that failed."""
     pool.wait_ready()
     table = _Table(case, asked["epochs"])
     with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:

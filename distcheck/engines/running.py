@@ -145,7 +145,6 @@ def _taken(
     parts: list[Part],
     lost: dict[int, str],
 ) -> str:
-    """Takes the end of a part; returns its verdict in a word."""
     if isinstance(end, Lost):
         lost[one.number] = end.why
         return "lost"

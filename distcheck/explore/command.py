@@ -247,7 +247,6 @@ def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
 
 
 def _samples(strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]) -> list[Case]:
-    """A case for every way in which the strategy will be called."""
     names = sorted(vary)
     cases = []
     for values in itertools.product(*(vary[name] for name in names)):

@@ -294,7 +294,6 @@ def _steadier(case: Case) -> Iterator[Case]:
 
 
 def _causes(report: CaseReport) -> set[str]:
-    """The causes that were named; none where they cannot be distinguished."""
     named = [found for found in report.diagnosis if found.cause != "unexplained"]
     if any(APART in found.evidence for found in named):
         return set()

@@ -278,7 +278,6 @@ def _compare_buffers(both: Continued) -> None:
 
 
 def _compare_optimizer(both: Continued) -> bool:
-    """Compares the optimizer's state; whether it may be that of this step."""
     own = digests(both.now, both.first, "optim/")
     then = digests(both.then, both.step, "optim/")
     both.state.count(parameter="optimizer", rank=0, step=both.first, elements=len(then))
@@ -326,7 +325,6 @@ def _compare_optimizer(both: Continued) -> bool:
 
 
 def _compare_settings(both: Continued) -> None:
-    """The optimizer's settings at the first step."""
     one, two = sides(*_common_steps(both))
     now, then = two.header(0, 0).optimizer, one.header(0, 0).optimizer
     both.state.count(parameter="settings", rank=0, step=both.first, elements=then.count(" "))
@@ -403,7 +401,6 @@ def _compare_averages(both: Continued) -> None:
 
 
 def _copies(job: JobRecording) -> set[str]:
-    """The digests that copies of the model at any step have."""
     found = set()
     for step in job.steps:
         own = digests(job, step, "before/")

@@ -63,7 +63,6 @@ def culprit(
 
 
 def _kinds(cause: str, exchange: str) -> Iterator[str]:
-    """The kinds of line that a cause is about, where the exchange has this verdict."""
     kinds = known_causes()[cause].lines
     for kind in kinds:
         needed = "fail" if kind == _COLLECTIVE else "pass" if _COLLECTIVE in kinds else exchange
@@ -298,7 +297,6 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
 def _if_known(
     job: JobRecording, reference: Reference | None, result: CheckResult, all_of: list[CheckResult]
 ) -> CheckResult:
-    """The result, unknown where what failed may be meant."""
     if reference is None:
         return if_parts(job, result)
     return if_interacts(job, result, all_of) if reference.replayed.interacts else result

@@ -116,7 +116,6 @@ def replay(
 
 
 def _is_spawned(words: Sequence[str]) -> bool:
-    """Whether Python's multiprocessing has started a rank."""
     return any(word.startswith("from multiprocessing.") for word in words)
 
 

@@ -289,7 +289,6 @@ def run_kept(
 
 
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
-    """The environment in which every Python begins with the hook."""
     path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
     started = {**given, VARIABLE: str(settings), "PYTHONPATH": path}
     return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # ranks that hang say in which call

@@ -37,7 +37,6 @@ def screen_of(document: Mapping[str, Any], *, width: int, quiet: bool = False) -
 
 
 def _alike(cases: Sequence[Entry]) -> list[list[Entry]]:
-    """Cases of a strategy in which the same is wrong, together."""
     together: dict[object, list[Entry]] = {}
     for case in cases:
         causes = sorted({one["cause"] for one in case["diagnosis"]})

@@ -147,7 +147,6 @@ def _is_job(case: Document) -> bool:
 
 
 def _name(case: Document, among: list[Document]) -> str:
-    """What a case is called, with its backend where that is not the same in all."""
     several = len({other["backend"] for other in among}) > 1
     where = f", {case['backend']}" if several else ""
     if _is_job(case):
@@ -156,7 +155,6 @@ def _name(case: Document, among: list[Document]) -> str:
 
 
 def _grid(views: list[Document]) -> Document:
-    """Strategy, world and backend by workload and dtype."""
     columns: dict[tuple[str, str], None] = {}
     rows: dict[tuple[str, int, str], dict[tuple[str, str], list[Document]]] = {}
     for view in views:

@@ -293,7 +293,6 @@ def _check(result: CheckResult) -> CheckEntry:
 
 
 def _sensitivity(result: CheckResult) -> SensitivityEntry:
-    """Which tensors would have shown which of the simplest mistakes."""
     tensors = result.shown
     mistakes = {}
     for name in MISTAKES:

@@ -130,5 +130,4 @@ def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
 
 
 def _clean(text: str) -> str:
-    """Text without what no XML may hold."""
     return _NOT_XML.sub("", text)

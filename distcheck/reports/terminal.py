@@ -110,7 +110,6 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
 
 
 def _interruption(report: Report) -> Text:
-    """What an interruption left to be judged, in one line."""
     left = [case.case for case in report.cases if case.unfinished]
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])

@@ -118,7 +118,6 @@ def since_last_green(
 
 
 def _code_of(run: Path) -> _Code:
-    """The digests of all code that a run's saved cases name."""
     found: _Code = {}
     for file in sorted(run.glob("cases/*.json")):
         case = read_if_whole(file, _EarlierCase)

@@ -201,7 +201,6 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
 
 
 def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
-    """The body and its arguments, as this rank has them."""
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
     from distcheck.testing import threads

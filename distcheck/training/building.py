@@ -125,7 +125,6 @@ class Ingredients:
         self._of_workload("schedule", optimizer, step)
 
     def _of_workload(self, name: str, *arguments: object) -> None:
-        """Calls an optional method of the workload."""
         method = getattr(self.loaded.workload, name, None)
         if method is not None:
             method(*arguments)

@@ -46,7 +46,6 @@ from distcheck.worlds.reporter import Reporter
 def _open(
     job: RecordRequest | DigestRequest | TrainRequest, fds: Descriptors, reporter: Reporter
 ) -> Ingredients:
-    """Joins the world, and opens what the case trains."""
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")

@@ -230,7 +230,6 @@ def _run_all(
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:
-    """Adds to the reports what schedules of their worlds have shown, where they were asked for."""
     for report in book.finished:
         if schedules.is_due(report):
             found = schedules.searched(
@@ -263,7 +262,6 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
 def _follow_up(
     pool: Pool, book: "Book", data: preparation.Data, session: Session, listener: Listener
 ) -> None:
-    """Runs what the reports call for, and takes in what it shows."""
     wanted = followups.follow_ups(book.finished)
     done: list[tuple[FollowUp, CaseReport]] = []
     for each in wanted:

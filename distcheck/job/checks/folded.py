@@ -102,7 +102,6 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
 
 
 def _passes(job: JobRecording, seen: ReplayedStep) -> int:
-    """How many backward passes the script made as one process."""
     return len(seen.losses) or len(job.records[0, seen.step].trained)
 
 

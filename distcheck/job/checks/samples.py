@@ -147,7 +147,6 @@ def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tupl
 
 
 def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
-    """A digest of each part of a sample, the largest first."""
     nothing = torch.empty(0)
     kept = [job.tensors(rank, step).get(f"data/{name}", nothing) for name in batch.leaves]
     kept.sort(key=lambda one: -one.numel())

@@ -340,7 +340,6 @@ def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
 
 
 def _begins_alike(trace: TraceReader) -> bool:
-    """Whether all ranks begin with the same bits."""
     ranks, model = range(trace.layout.world), trace.layout.model
     kinds = ((Kind.PARAMETER, model.parameters), (Kind.BUFFER, model.buffers))
     return all(

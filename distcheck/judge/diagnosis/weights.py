@@ -162,7 +162,6 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
 
 
 def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """All that a factor of the mean may be."""
     general = _scale(step, way, where)
     evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
     found = tokens.of_factor(step, way.factor, evidence)
