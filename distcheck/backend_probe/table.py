@@ -25,9 +25,9 @@ from distcheck.backend_probe.records import (
     Sweep,
     VerdictName,
 )
-from distcheck.errors import ExitCode, UsageError
+from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import shown
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import read_written
 from distcheck.reports import json_report
 from distcheck.reports.document import made_from
 from distcheck.reports.wrapping import print_trimmed
@@ -248,18 +248,10 @@ def render_json(
 
 def read_sweeps(path: Path) -> list[Sweep]:
     """The sweeps of an earlier document. Raises UsageError for anything else."""
-    try:
-        document = decode_json(read_bounded(path), _Document)
-    except OSError as error:
-        raise UsageError(f"--baseline {path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(
-            f"--baseline {path} was not written by distcheck backends --json: {error}"
-        ) from error
-    if document.schema != SCHEMA:
-        raise UsageError(
-            f"--baseline {path} has the schema {document.schema!r}; this version reads {SCHEMA!r}"
-        )
+    document = read_written(
+        path, _Document, schema=SCHEMA, name=f"--baseline {path}",
+        why="was not written by distcheck backends --json: {error}",
+    )  # fmt: skip
     return [
         made_from(Sweep, entry, cells=tuple(_cell_of(cell) for cell in entry.cells))
         for entry in document.backends

@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.recordings.jobs.records import read_own
 
 _MOST_PARENTS = 8
 # Options that say how many ranks there are, or how many machines or GPUs.
@@ -167,10 +166,7 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
             f"as one process the script {why} before its first step; give the command that trains "
             "as one process, --reference COMMAND"
         )
-    try:
-        replayed = decode_json(read_bounded(file), Replayed)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+    replayed = read_own(file, Replayed)
     if not replayed.steps:
         raise NoReferenceError(replayed.failure or "as one process the script makes no step")
     return Reference(folder, replayed, replaced)

@@ -357,12 +357,12 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
 
 def read_step(file: Path) -> StepRecord:
     """A record again. Raises UsageError for one that is damaged."""
-    return _read(file, StepRecord)
+    return read_own(file, StepRecord)
 
 
 def read_rank(file: Path) -> RankRecord:
     """A rank's record again. Raises UsageError for one that is damaged."""
-    return _read(file, RankRecord)
+    return read_own(file, RankRecord)
 
 
 def for_others(record: RankRecord) -> RankRecord:
@@ -372,15 +372,16 @@ def for_others(record: RankRecord) -> RankRecord:
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
     """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
-    return _read(file, Samples).samples if file.exists() else ()
+    return read_own(file, Samples).samples if file.exists() else ()
 
 
 def read_manifest(file: Path) -> KeptRecording:
     """What a kept recording must hold. Raises UsageError for a file that is damaged."""
-    return _read(file, KeptRecording)
+    return read_own(file, KeptRecording)
 
 
-def _read(file: Path, kind: type[Read]) -> Read:
+def read_own(file: Path, kind: type[Read]) -> Read:
+    """A file of a recording. Raises UsageError for one that is damaged."""
     try:
         return decode_json(read_bounded(file), kind)
     except (OSError, msgspec.MsgspecError) as error:
