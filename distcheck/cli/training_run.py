@@ -23,10 +23,10 @@ from distcheck.plan.request import Request
 from distcheck.records import Case, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
-from distcheck.reports import json_report, training_screen
+from distcheck.reports import json_report, training_report
 from distcheck.reports.files import check_outputs, write_text
 from distcheck.reports.terminal import console_for
-from distcheck.reports.training_screen import print_failure
+from distcheck.reports.training_report import print_failure
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_code, preparation
 from distcheck.worlds import blame
@@ -47,8 +47,6 @@ def train_command(
     **asked: Any,
 ) -> int:
     """Trains and prints a line per epoch; returns the exit code. `asked` is for `plan_training`."""
-    from distcheck.reports import training_report
-
     case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in beside]
     if beside and html_file is None:
@@ -176,7 +174,7 @@ class _Table:
         self._width = console_for().width
 
     def head(self, environment: dict[str, Any]) -> None:
-        self._say(training_screen.heading(self._case, environment["torch"], width=self._width))
+        self._say(training_report.heading(self._case, environment["torch"], width=self._width))
 
     def hear(self, payload: bytes) -> None:
         said = msgspec.msgpack.decode(payload, type=EpochFigures | RunningLoss)
@@ -209,7 +207,7 @@ class _Table:
             "step_s": list(first.step_s),
         }
         self.rows.append(row)
-        self._say(training_screen.epoch(row, self._epochs, width=self._width))
+        self._say(training_report.epoch(row, self._epochs, width=self._width))
 
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:

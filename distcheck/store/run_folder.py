@@ -36,7 +36,7 @@ from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.recordings.traces.moving import SAVE, TRACES, TraceFilesRequest
+from distcheck.recordings.traces.seal import SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.ends import RankEnd

@@ -33,7 +33,7 @@ from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
-from distcheck.verification import followups, limits, preparation, schedules, verdicts
+from distcheck.verification import followups, limits, preparation, verdicts
 from distcheck.verification.book import (
     Book,
     GivenUpError,
@@ -231,8 +231,8 @@ def _run_all(
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:
     for report in book.finished:
-        if schedules.is_due(report):
-            found = schedules.searched(
+        if followups.schedules_are_due(report):
+            found = followups.with_schedules(
                 pool,
                 report,
                 description=data.description,

@@ -23,7 +23,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART
-from distcheck.reports import brief, training_screen
+from distcheck.reports import brief, training_report
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.json_report import as_document, render_json
@@ -619,11 +619,11 @@ def test_the_screen_of_training(width: int) -> None:
         "mean_step_s": 0.8123, "median_step_s": 0.8011, "max_step_s": 1.2345,
     }  # fmt: skip
     lines = [
-        *training_screen.heading(trained, "2.15.0+cpu", width=width),
-        *training_screen.epoch(row, 20, width=width),
-        *training_screen.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
+        *training_report.heading(trained, "2.15.0+cpu", width=width),
+        *training_report.epoch(row, 20, width=width),
+        *training_report.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
     ]
-    training_screen.print_failure(trained, crash().outcomes, console)
+    training_report.print_failure(trained, crash().outcomes, console)
     failure = stream.getvalue().splitlines()
     assert all(len(line) <= width for line in [*lines, *failure[:-1]])
     assert failure[0].startswith("FAIL")

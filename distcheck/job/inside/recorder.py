@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import arrangement, hooks, rank, tensors
 from distcheck.job.inside.contributions import Contributions
-from distcheck.job.inside.held import HeldState
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
+from distcheck.job.inside.state import HeldState
 from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings

@@ -27,8 +27,8 @@ from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import ENTRY, TraceLayout
-from distcheck.recordings.traces.moving import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.records import TensorSpec
 from distcheck.records.decoding import read_bounded
 from distcheck.worlds.jobs import Descriptors
