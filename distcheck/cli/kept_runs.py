@@ -11,7 +11,7 @@ import click
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.records import Case
-from distcheck.reports.document import json_schema
+from distcheck.reports.document import decoded, json_schema
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, damage_said, write_document
@@ -122,9 +122,10 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
     check_outputs(files)
     with damage_said(path):
         if not files:
+            found = decoded(document)
             for line in (
-                describe_origin(document),
-                *screen_of(document, width=console_for().width),
+                describe_origin(found.made),
+                *screen_of(found, width=console_for().width),
             ):
                 say(line)
         write_document(files, document)

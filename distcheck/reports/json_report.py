@@ -228,7 +228,7 @@ def document_of(report: Report) -> Document:
         cases=cases,
         not_shown=list(report.not_shown),
         explored=list(report.explored),
-        scale=scale.as_rows(msgspec.to_builtins(cases)) or UNSET,
+        scale=scale.as_rows(cases) or UNSET,
     )
 
 

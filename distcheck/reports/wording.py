@@ -1,10 +1,7 @@
 """Phrases that every format uses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
-
-import msgspec
 
 from distcheck.records import (
     Allowance,
@@ -145,9 +142,3 @@ def describe_search(explored: Explored) -> str:
         text += f"; {explored.insensitive} cases could not show every simple mistake"
     text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
     return "; ".join(filter(None, [text, explored.reason]))
-
-
-def searches_of(document: Mapping[str, Any]) -> list[str]:
-    """How far each search of a document went, a line each."""
-    found = msgspec.convert(document.get("explored") or [], list[Explored])
-    return [describe_search(explored) for explored in found]

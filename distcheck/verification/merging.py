@@ -17,7 +17,7 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.records import code_of, verdict_of
 from distcheck.records.searches import Explored
-from distcheck.reports.document import SCHEMA, CaseEntry, Document
+from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import OF_A_CELL, check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
@@ -55,7 +55,7 @@ def show_whole(
     whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Shows what was joined of parts, and writes its files; returns its exit code."""
-    lines = screen_of(whole, width=console_for().width, quiet=quiet)
+    lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
             say(line)
