@@ -19,7 +19,7 @@ from distcheck.job.checks.reference import clips_beside, reached, rescaled
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
-from distcheck.judge.diagnosis.facts import SAME_FACTOR
+from distcheck.judge.diagnosis.facts import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
 from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
@@ -35,7 +35,6 @@ _LEFT, _SHARE = 1e-3, 0.1
 _IN_JOBS = {"no-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
 _WITH_DDP = {"partial-sync", "double-division", "missing-division"}
 Failed = dict[tuple[str, str], CheckResult]
-_MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 
 
 def diagnose(
@@ -304,7 +303,7 @@ def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> l
 def _around(job: JobRecording, step: int) -> list[int]:
     """The steps before one, of which its gradients may be, and the one after it."""
     place = job.steps.index(step)
-    return [*job.steps[max(0, place - _MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
+    return [*job.steps[max(0, place - MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
 
 
 def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:

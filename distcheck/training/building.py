@@ -30,8 +30,6 @@ from distcheck.training.optimizers import (
 )
 from distcheck.workloads import datasets
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-
 
 @dataclass(frozen=True)
 class Ingredients:

@@ -249,6 +249,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     factor: float | None
 
 
+MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are one
 
 

@@ -23,7 +23,7 @@ from distcheck.contract import (
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.backward import measured_passes
-from distcheck.judge.diagnosis.facts import Elsewhere, Facts, Overlap
+from distcheck.judge.diagnosis.facts import MOST_EARLIER, Elsewhere, Facts, Overlap
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
@@ -53,7 +53,6 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
-_MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 _ORDERS: tuple[Order, ...] = (
     RankOrder(), BackendAllReduce(), BackendReduce(), RingOrder(), DDPBuckets(),
     DDPBuckets(rebuilt_at=None), DDPBuckets(rebuilt_at=2),
@@ -107,7 +106,7 @@ class _Look:
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
         self._large = elements > MOST_KEPT  # then one step, and the one before it
-        self._reach = 1 if self._large else _MOST_EARLIER
+        self._reach = 1 if self._large else MOST_EARLIER
 
     def at_update(self) -> dict[str, Any]:
         """The optimizer's step where its check failed."""
