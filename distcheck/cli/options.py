@@ -14,8 +14,6 @@ from click.shell_completion import CompletionItem
 from distcheck.errors import UsageError
 from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
 
-Completer = Callable[[click.Context, click.Parameter, str], Sequence[CompletionItem]]
-
 
 def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> dict[str, Any]:
     """The argument of a click option that completes to these names, or to files as well. A value
