@@ -317,7 +317,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code for the verdict."""
+        """The exit code for the verdict.
+
+        A mismatch that was found outweighs a rank that failed in another case: it is the
+        more definite finding.
+        """
         if self.interrupted:
             return ExitCode.INTERRUPTED
         early = ExitCode.CANNOT_RUN if self.save_error else None
@@ -366,9 +370,6 @@ def verdict_of(report: Any) -> VerdictName:
 def code_of(report: Any, early: ExitCode | None = None) -> ExitCode:
     """The exit code that the verdicts of a report, or of a document, stand for; `early` is that of
     a run in which nothing failed, and that ended before its end.
-
-    A mismatch that was found outweighs a rank that failed in another case: it is the more definite
-    finding.
     """
     failed = [case for case in report.cases if case.verdict == "fail"]
     if failed:
