@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.worlds.turns import _LEAST_TURNS
 
 ROUNDS = 3

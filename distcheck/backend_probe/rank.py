@@ -129,7 +129,6 @@ _DETAIL_CHARACTERS = 240
 
 @PROBE.does
 def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """The job of a rank."""
     warnings.simplefilter(
         "ignore"
     )  # torch renames collectives; what they do is probed all the same

@@ -146,7 +146,6 @@ class Baseline:
         return probed, len(self._verdicts)
 
     def changes(self, sweeps: Sequence[Sweep]) -> list[ProbeChange]:
-        """The cells that ended otherwise."""
         found = []
         for sweep in sweeps:
             for cell in sweep.cells:

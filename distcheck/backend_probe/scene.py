@@ -95,12 +95,10 @@ class ProbedCall:
 
     @property
     def root(self) -> int:
-        """The root's global rank."""
         return self.members[self.scene.root]
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the root."""
         return self.scene.rank == self.scene.root
 
 

@@ -1,18 +1,35 @@
-"""The capabilities table for a person: operations down, dtypes across, findings below."""
+"""What a probe has found: a table for a person, with operations down, dtypes across and findings
+below; and `distcheck.backends/1`, and back (docs/capabilities.md explains every key).
+"""
 
 import io
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from distcheck.backend_probe.patterns import DTYPES
-from distcheck.backend_probe.records import NOT_CALLED, Baseline, ProbedCell, Sweep, VerdictName
+from distcheck.backend_probe.records import (
+    NOT_CALLED,
+    Baseline,
+    Probe,
+    ProbeChange,
+    ProbedCell,
+    Sweep,
+    VerdictName,
+)
+from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import shown
+from distcheck.records.decoding import read_written
+from distcheck.reports import json_report
+from distcheck.reports.document import made_from
 from distcheck.reports.wrapping import print_trimmed
 
 # How a cell is shown, in what style, and what that means.
@@ -29,7 +46,6 @@ _FORM_WIDTH = 30
 
 
 def render_text(sweep: Sweep, *, width: int) -> str:
-    """The table and its findings as plain text."""
     stream = io.StringIO()
     render(sweep, Console(file=stream, width=width, highlight=False, color_system=None))
     return stream.getvalue()
@@ -175,3 +191,77 @@ def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterat
             yield f"all {name}s"
         elif here != ["plain"]:
             yield " ".join(here)
+
+
+SCHEMA = "distcheck.backends/1"
+
+
+class _CellEntry(msgspec.Struct, kw_only=True):
+    operation: str
+    reduction: str
+    form: str
+    dtype: str
+    verdict: VerdictName
+    detail: str
+    elements: int
+
+
+class _BackendEntry(msgspec.Struct, kw_only=True):
+    backend: str
+    device: str
+    world: int
+    missing: str
+    failure: str
+    environment: dict[str, Any]
+    cells: list[_CellEntry]
+
+
+class _Document(msgspec.Struct, kw_only=True):
+    schema: str
+    exit_code: int
+    backends: list[_BackendEntry]
+    changes: list[dict[str, Any]]
+
+
+def render_json(
+    sweeps: Sequence[Sweep], changes: Sequence[ProbeChange], exit_code: ExitCode
+) -> str:
+    document = _Document(
+        schema=SCHEMA,
+        exit_code=int(exit_code),
+        backends=[
+            made_from(
+                _BackendEntry,
+                sweep,
+                cells=[made_from(_CellEntry, cell.probe, cell) for cell in sweep.cells],
+            )
+            for sweep in sweeps
+        ],
+        changes=[
+            {"backend": c.backend, "device": c.device, "cell": c.cell.probe.name,
+             "before": c.before, "now": c.cell.verdict}
+            for c in changes
+        ],
+    )  # fmt: skip
+    return json_report.render(msgspec.to_builtins(document))
+
+
+def read_sweeps(path: Path) -> list[Sweep]:
+    """The sweeps of an earlier document. Raises UsageError for anything else."""
+    document = read_written(
+        path, _Document, schema=SCHEMA, name=f"--baseline {path}",
+        why="was not written by distcheck backends --json: {error}",
+    )  # fmt: skip
+    return [
+        made_from(Sweep, entry, cells=tuple(_cell_of(cell) for cell in entry.cells))
+        for entry in document.backends
+    ]
+
+
+def read_baseline(path: str | None) -> Baseline | None:
+    """What `--baseline` names, if anything."""
+    return None if path is None else Baseline(read_sweeps(Path(path)))
+
+
+def _cell_of(entry: _CellEntry) -> ProbedCell:
+    return made_from(ProbedCell, entry, probe=made_from(Probe, entry, salt=0))

@@ -95,7 +95,6 @@ class _Commands(click.Group):
 
 
 def _for_code(word: str) -> str:
-    """What judges a piece of code, or a script."""
     if ":" in word:
         return f"judge it by distcheck verify --strategy {word}"
     return (

@@ -5,8 +5,7 @@ from typing import Any
 
 from distcheck.errors import UsageError
 from distcheck.plan.matrix import Planned, plan_run
-from distcheck.worlds.launchers import OPTIONS, launch_of
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import OPTIONS, Launch, launch_of
 
 # Options of which each is another way to run cases: what does not go with it, and why not.
 _ALONE = {

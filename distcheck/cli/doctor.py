@@ -9,7 +9,7 @@ import click
 from distcheck import backends
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.training import loading
 from distcheck.training.jobs import EXAMINE, Calibration
 from distcheck.verification import preparation

@@ -125,7 +125,6 @@ class OnceCommand(Command):
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs it here or not."""
         return 0 if is_elsewhere() else super().invoke(ctx)
 
 

@@ -1,18 +1,25 @@
-"""What `distcheck runs` and `distcheck open` do with the runs that are kept."""
+"""What `distcheck report`, `runs` and `open` do with runs and reports that are kept."""
 
 import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distcheck.cli.rendering import report_command
+import click
+
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.records import Case
-from distcheck.reports.json_report import read_document
-from distcheck.store import last_failed
-from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
+from distcheck.reports.document import decoded, json_schema
+from distcheck.reports.document_screen import screen_of
+from distcheck.reports.documents import read_report
+from distcheck.reports.files import check_outputs, damage_said, write_document
+from distcheck.reports.findings import describe_origin
+from distcheck.reports.json_report import read_document, render
+from distcheck.reports.terminal import console_for
+from distcheck.store import earlier_runs
+from distcheck.store.run_folder import DEFAULT_FOLDER, KEPT_RUNS, kept_runs
 
 
 def runs_command() -> int:
@@ -50,7 +57,7 @@ def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[
     """The cases, those first that failed when they were last run here; and with `only` those that
     are left out, each with the reason. Where none failed, all are run.
     """
-    failed = last_failed.of_cases(DEFAULT_FOLDER / "runs", cases)
+    failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", cases)
     if not failed:
         which = (
             f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
@@ -58,13 +65,13 @@ def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[
         so = "all are run" if cases[1:] else "it is run"
         say(f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True)
         return list(cases), {}
-    first = last_failed.first(cases, failed)
+    first = earlier_runs.first(cases, failed)
     which = "are run" if only else "go first"
     say(
         f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
         err=True,
     )
-    out = last_failed.the_others(cases, failed) if only else {}
+    out = earlier_runs.the_others(cases, failed) if only else {}
     return [case for case in first if case.id not in out], out
 
 
@@ -76,7 +83,6 @@ def _last_finished() -> Path:
 
 
 def _about(folder: Path) -> tuple[str, str, str]:
-    """Date, verdict and command of a run."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     file = folder / "report.json"
     if not file.is_file():
@@ -90,3 +96,37 @@ def _about(folder: Path) -> tuple[str, str, str]:
         return began, str(document["verdict"]), str(made.get("command") or "")
     except (DistcheckError, KeyError, TypeError, ValueError, AttributeError):
         return began, "not readable", ""
+
+
+def schema_command() -> int:
+    """Prints the JSON Schema of a report, which is made from what writes and reads it."""
+    click.echo(render(json_schema()), nl=False)
+    return int(ExitCode.PASS)
+
+
+def report_command(run: str, *, files: Mapping[str, str]) -> int:
+    """Renders a report again, or prints its gist where no file is asked for; returns the exit code,
+    which says nothing of the verdict. `run` is a JSON, or a run's folder.
+
+    Raises UsageError for what is not a report, CannotRunError where nothing can be written.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path /= "report.json"
+    if not path.exists():
+        of = f"{run} holds no report" if Path(run).is_dir() else f"{run} does not exist"
+        raise UsageError(f"{of}; {KEPT_RUNS}")
+    document = read_report(path)
+    if any(Path(file).absolute() == path.absolute() for file in files.values()):
+        raise UsageError(f"{path} is the report that is read; write to another file")
+    check_outputs(files)
+    with damage_said(path):
+        if not files:
+            found = decoded(document)
+            for line in (
+                describe_origin(found.made),
+                *screen_of(found, width=console_for().width),
+            ):
+                say(line)
+        write_document(files, document)
+    return int(ExitCode.PASS)

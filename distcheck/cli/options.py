@@ -1,15 +1,46 @@
-"""Options that several commands share. Imports nothing heavy: `--help` reads them."""
+"""Options that several commands share, and values that a shell can complete. Imports nothing heavy:
+`--help` reads them, and a shell asks at every press of a key.
+"""
 
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from distcheck.cli import completion
 from distcheck.errors import UsageError
 from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
+
+
+def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> dict[str, Any]:
+    """The argument of a click option that completes to these names, or to files as well. A value
+    goes into the command line as it is: a name that a shell would not read as one plain word (a
+    folder `;command`) is not proposed.
+    """
+
+    def complete(
+        context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> Sequence[CompletionItem]:
+        found = [
+            CompletionItem(name)
+            for name in names()
+            if name.startswith(incomplete) and shlex.quote(name) == name
+        ]
+        return found or ([CompletionItem(incomplete, type="file")] if files else [])
+
+    return {"shell_complete": complete}
+
+
+def _runs() -> Iterable[str]:
+    from distcheck.store.run_folder import kept_runs
+
+    return [str(folder) for folder in kept_runs()]
+
+
+RUNS = completing(_runs, files=True)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +73,6 @@ class Seconds(click.ParamType[float]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Fails with what is accepted."""
         if isinstance(value, int | float):
             return float(value)
         found = re.fullmatch(r"(-?[0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)", value.strip().lower())
@@ -60,7 +90,6 @@ class _WholeNumber(click.types.IntParamType):
     """A whole number; for an option that may be repeated, the error says so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Fails with what is accepted."""
         try:
             return int(value)
         except ValueError:
@@ -91,7 +120,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
         "type": SECONDS if setting.metavar == _TIME else _TYPES.get(setting.type, setting.type),
         "metavar": setting.metavar,
         "help": f"{setting.help} [default: {said}]" if said else setting.help,
-        **(completion.of(setting.names, files=setting.is_open) if setting.names else {}),
+        **(completing(setting.names, files=setting.is_open) if setting.names else {}),
     }
     if isinstance(default, bool):
         asked["is_flag"] = True  # click takes an option without a value where this is False
@@ -125,7 +154,6 @@ def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -
 
 
 def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Several options as one decorator, in their order."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 

@@ -19,10 +19,10 @@ from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store.run_folder import Store
 from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
-from distcheck.verification.early_ends import GivenUpError, Interrupted
+from distcheck.verification.book import GivenUpError, Interrupted
 from distcheck.verification.rechecking import recheck
 from distcheck.verification.run import RunOptions, run_cases
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 
 

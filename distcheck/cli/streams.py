@@ -31,7 +31,6 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """As that of a file."""
         try:
             self._stream.flush()
         except OSError as error:

@@ -23,15 +23,15 @@ from distcheck.plan.request import Request
 from distcheck.records import Case, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
-from distcheck.reports import json_report, training_screen
+from distcheck.reports import json_report, training_report
 from distcheck.reports.files import check_outputs, write_text
 from distcheck.reports.terminal import console_for
-from distcheck.reports.training_screen import print_failure
+from distcheck.reports.training_report import print_failure
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
-from distcheck.verification import own_defects, preparation
+from distcheck.verification import own_code, preparation
 from distcheck.worlds import blame
 from distcheck.worlds.launch import Ranks, refusal_of, run_until_over, start_world
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
@@ -47,8 +47,6 @@ def train_command(
     **asked: Any,
 ) -> int:
     """Trains and prints a line per epoch; returns the exit code. `asked` is for `plan_training`."""
-    from distcheck.reports import training_report
-
     case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in beside]
     if beside and html_file is None:
@@ -120,7 +118,6 @@ def plan_training(
 def _train(
     pool: Pool, case: Case, asked: Mapping[str, Any], *, download: bool
 ) -> tuple[list[dict[str, Any]], list[Outcome]]:
-    """The table of epochs, and the ranks that failed."""
     pool.wait_ready()
     table = _Table(case, asked["epochs"])
     with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:
@@ -157,7 +154,7 @@ def _train(
             for outcome in blame.outcomes(world.children, hung=world.hung)
             if outcome.outcome != RankEnd.FINISHED
         ]
-        defect = own_defects.in_rank(case, world.children, hung=world.hung) if failed else None
+        defect = own_code.defect_in_rank(case, world.children, hung=world.hung) if failed else None
         world.close()
         refused = refusal_of(world)
         if refused is not None:  # what cannot be divided shows only when a rank builds its model
@@ -177,11 +174,9 @@ class _Table:
         self._width = console_for().width
 
     def head(self, environment: dict[str, Any]) -> None:
-        """What is being trained."""
-        self._say(training_screen.heading(self._case, environment["torch"], width=self._width))
+        self._say(training_report.heading(self._case, environment["torch"], width=self._width))
 
     def hear(self, payload: bytes) -> None:
-        """Takes what a rank said."""
         said = msgspec.msgpack.decode(payload, type=EpochFigures | RunningLoss)
         if isinstance(said, RunningLoss):
             click.echo(
@@ -212,7 +207,7 @@ class _Table:
             "step_s": list(first.step_s),
         }
         self.rows.append(row)
-        self._say(training_screen.epoch(row, self._epochs, width=self._width))
+        self._say(training_report.epoch(row, self._epochs, width=self._width))
 
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -14,8 +14,8 @@ from distcheck.errors import DistcheckError, ExitCode
 from distcheck.errors.shown_text import say, without_secrets
 from distcheck.plan.matrix import identity_of
 from distcheck.records import Case
-from distcheck.verification.allowed_jobs import Allowed
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.verification.own_code import Allowed
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote.fleet import Fleet, helper_of
 from distcheck.worlds.remote.host import Host

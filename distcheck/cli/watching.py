@@ -20,7 +20,7 @@ from distcheck.plan.provenance import code_files
 from distcheck.records import Case
 from distcheck.records.sources import read_source
 from distcheck.reports.live import LiveProgress
-from distcheck.store import last_failed
+from distcheck.store import earlier_runs
 from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.verification.run import RunOptions
 from distcheck.worlds.pool import Pool
@@ -89,9 +89,9 @@ class _Rounds:
         if not self.pool.usable:
             self.pool.close()
             self.pool = Pool()
-        failed = last_failed.of_cases(DEFAULT_FOLDER / "runs", planned.cases)
+        failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", planned.cases)
         return verify_command(
-            last_failed.first(sorted(planned.cases, key=rough_s), failed),
+            earlier_runs.first(sorted(planned.cases, key=rough_s), failed),
             RunOptions(whole=planned.whole, beside=planned.beside, download=self._download),
             self._showing,
             save=None,

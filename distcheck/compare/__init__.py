@@ -2,5 +2,5 @@
 
 `command` is the story. `traces` walks through two recordings, in a process with torch in it, and
 derives how far two results of one computation may be apart; `jobs` has it walk through those of two
-jobs, `judging` decides, `screen` prints.
+jobs, `records` decides, `screen` prints.
 """

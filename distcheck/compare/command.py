@@ -17,10 +17,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from distcheck.compare.judging import judged
-from distcheck.compare.outputs import KnownCase, as_report
-from distcheck.compare.records import COMPARE, CaseComparison, CompareRequest, RunsComparison
-from distcheck.compare.screen import render, render_page
+from distcheck.compare.records import (
+    COMPARE,
+    CaseComparison,
+    CompareRequest,
+    RunsComparison,
+    judged,
+)
+from distcheck.compare.screen import KnownCase, as_report, render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
@@ -94,7 +98,6 @@ Compared = tuple[RunsComparison, dict[str, KnownCase]]
 
 
 def _is_job(folder: str) -> bool:
-    """Whether a folder keeps the recording of a job."""
     return any(Path(folder).glob("rank-*/rank.json"))
 
 

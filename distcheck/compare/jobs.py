@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.compare.judging import judged
-from distcheck.compare.outputs import KnownCase
-from distcheck.compare.records import CaseComparison
+from distcheck.compare.records import CaseComparison, judged
+from distcheck.compare.screen import KnownCase
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
 from distcheck.judge.parting import yardstick
@@ -115,7 +114,6 @@ def _known(report: dict[str, Any]) -> KnownCase:
 def _remark(
     walk: JobWalk, found: TraceComparison, earlier: JobRecording, later: JobRecording
 ) -> str:
-    """What was compared, and what was not."""
     said = []
     steps = min(len(earlier.steps), len(later.steps))
     if walk.unmeasured and found.first is not None:

@@ -1,5 +1,9 @@
-"""A comparison for a person: on a screen, and as one page with old and new side by side."""
+"""A comparison for a person, on a screen and as one page with old and new side by side; and in the
+formats of a report, in which each case has one check, `compare`.
+"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -9,10 +13,20 @@ from rich.text import Text
 from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
-from distcheck.records import Change, Difference
+from distcheck.records import (
+    Case,
+    CaseReport,
+    Change,
+    CheckResult,
+    Compared,
+    Difference,
+    Origin,
+    Report,
+)
 from distcheck.records.parting import TraceComparison
 from distcheck.reports.by_module import of_modules, tree
 from distcheck.reports.html_report import page
+from distcheck.reports.json_report import as_document
 from distcheck.reports.wording import describe_place, show
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
@@ -85,7 +99,6 @@ def _of_jobs(case: CaseComparison) -> str:
 
 
 def common_changes(comparison: RunsComparison) -> list[Change]:
-    """What has changed around every case."""
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     return [change for change in known[0] if all(change in own for own in known)] if known else []
 
@@ -179,3 +192,54 @@ def _row(case: CaseComparison) -> dict[str, Any]:
         "apart": "" if first.ulp is None else f"{first.ulp:,} ULP",
         "tensors": counted(case.found),
     }
+
+
+@dataclass(frozen=True)
+class KnownCase:
+    """What a report says of a case beside what was compared."""
+
+    case: Case
+    environment: dict[str, Any]
+    strategy_file: str
+    strategy_line: int = 0
+
+
+def as_report(
+    comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
+) -> dict[str, Any]:
+    """The document that JUnit and GitHub are written from; `cases` are those of either run,
+    `command` makes the comparison again.
+    """
+    environment = next((saved.environment for saved in cases.values()), {})
+    reports = tuple(
+        _case(one, cases[one.id], replay=command) for one in comparison.cases if one.id in cases
+    )
+    return as_document(Report(environment=environment, cases=reports, made=made))
+
+
+def _case(found: CaseComparison, saved: KnownCase, *, replay: str) -> CaseReport:
+    compared = found.found
+    place = compared.beyond or compared.first
+    said = [f"bits {found.bits}", found.reason]
+    if compared.first is not None and compared.beyond is not None:
+        said.append(f"beyond its bound: {describe_place(compared.beyond)}")
+    tensors = sum(moment.tensors for moment in compared.moments)
+    check = CheckResult(
+        check="compare",
+        layer="-",
+        verdict=found.verdict,
+        compared=Compared(tensors=tensors, ranks=saved.case.world, steps=saved.case.steps),
+        first=place if found.verdict == "fail" else None,
+        reason="; ".join(filter(None, said)),
+    )
+    return CaseReport(
+        case=saved.case,
+        strategy_file=saved.strategy_file,
+        strategy_line=saved.strategy_line,
+        verdict=found.verdict,
+        outcomes=(),
+        checks=(check,),
+        diagnosis=found.diagnosis,
+        replay=replay,
+        notes=tuple(f"changed between the runs: {change}" for change in found.changes),
+    )

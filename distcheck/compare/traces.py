@@ -43,7 +43,6 @@ class StepBounds:
         self._names = [spec.name for spec in then.layout.model.parameters]
 
     def loss(self, rank: int) -> float | None:
-        """Of a rank's mean loss."""
         if not self._layer or rank not in self._case.with_data:
             return None
         header = self._headers[self._case.with_data.index(rank)]
@@ -148,7 +147,6 @@ class TraceWalk(Walk):
         self._job, self._earlier = job, then
 
     def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:
-        """The first step that differs."""
         has_bound = self._kind in ("loss", "outputs", "local gradients", "gradients")
         if is_first and has_bound:
             self._hold_against(StepBounds(self._job, self._earlier, step), step)
@@ -221,7 +219,6 @@ def _far_loss(
 
 @COMPARE.does
 def compare_job(job: CompareRequest, fds: Descriptors, reporter: Reporter) -> TraceComparison:
-    """Compares all of both traces."""
     seeds.pin_determinism()
     then, now = (
         TraceReader(fds[name], layout, tensors=job.tensors)

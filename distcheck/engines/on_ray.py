@@ -50,7 +50,6 @@ class OnRay:
                 yield part, Lost(f"Ray lost its task: {_first_line(error)}")
 
     def close(self) -> None:
-        """Ends what still runs."""
         for task in self._tasks:
             self._ray.cancel(task, force=True)
         self._ray.shutdown()

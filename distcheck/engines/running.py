@@ -58,9 +58,7 @@ class Tasks(Protocol):
         """Waits a moment; those that ended in it."""
         ...
 
-    def close(self) -> None:
-        """Ends what still runs."""
-        ...
+    def close(self) -> None: ...
 
 
 def run_on(
@@ -147,7 +145,6 @@ def _taken(
     parts: list[Part],
     lost: dict[int, str],
 ) -> str:
-    """Takes the end of a part; returns its verdict in a word."""
     if isinstance(end, Lost):
         lost[one.number] = end.why
         return "lost"

@@ -17,7 +17,7 @@ from distcheck import private
 from distcheck.errors.masking import masked
 
 FOLDER = Path(private.FOLDER, "defects")
-_OWN = str(Path(__file__).parents[1])
+OWN_CODE = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 # Libraries that distcheck calls itself; other code belongs to the user.
 _LIBRARIES = (
@@ -43,7 +43,7 @@ def is_defect(kind: str, traceback: str) -> bool:
     if kind == "OutOfMemoryError":  # torch's
         return False
     files = [file for file, _, _ in _FRAME.findall(traceback)]
-    own = [file for file in files if _is_below(file, _OWN)]
+    own = [file for file in files if _is_below(file, OWN_CODE)]
     return bool(own) and all(file in own or _is_library(file) for file in files)
 
 
@@ -57,11 +57,11 @@ def is_of_a_program(kind: str) -> bool:
 
 def place_of(traceback: str) -> str:
     """The innermost place in distcheck's own code, as `distcheck/judge/job.py:61 in judge`."""
-    own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], _OWN)]
+    own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:
         return "an unknown place"
     file, line, function = own[-1]
-    return f"distcheck/{os.path.relpath(file, _OWN)}:{line} in {function}"
+    return f"distcheck/{os.path.relpath(file, OWN_CODE)}:{line} in {function}"
 
 
 def save_traceback(text: str) -> str:

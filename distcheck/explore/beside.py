@@ -179,7 +179,6 @@ def _told(
     left_out: dict[str, str],
     kept: KeptCases | None,
 ) -> tuple[Explored, list[CaseReport]]:
-    """What a search comes to, and the cases that it adds to the report."""
     finding = search.finding
     added = list(search.once[:1]) if finding is None else [_shown(finding, kept)]
     failed = bool(added)

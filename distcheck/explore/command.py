@@ -18,7 +18,7 @@ from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
 from distcheck.plan.configuration import BY_KEY, read_configuration
-from distcheck.plan.request import Request
+from distcheck.plan.request import Request, is_launched
 from distcheck.plan.settings import CALLS
 from distcheck.records import Adaptation, Case
 from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
@@ -32,7 +32,6 @@ _MOST_WORLD = 16
 _MOST_STEPS = 10
 _MOST_COMBINATIONS = 64
 _BACKENDS = ("gloo", "simulated")
-_LAUNCHED = ("RANK", "WORLD_SIZE")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _MOST_S = 7 * 24 * 3600
 # What a search takes over from a matrix; it draws worlds, workloads and the rest itself.
@@ -178,7 +177,7 @@ def seconds_of(text: str) -> float:
 
 def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     """Strategy, budget in seconds, and what to vary. Raises UsageError or CannotRunError."""
-    if any(name in os.environ for name in _LAUNCHED):
+    if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = seconds_of(asked["budget"])
     for option, value, least, most in (
@@ -247,7 +246,6 @@ def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
 
 
 def _samples(strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]) -> list[Case]:
-    """A case for every way in which the strategy will be called."""
     names = sorted(vary)
     cases = []
     for values in itertools.product(*(vary[name] for name in names)):

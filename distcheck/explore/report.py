@@ -20,8 +20,9 @@ from distcheck.plan.declined import notes_on
 from distcheck.records import Case
 from distcheck.records.generated_words import PREFIX, parse
 from distcheck.reports import json_report
-from distcheck.reports.brief import Lines, add_failure
+from distcheck.reports.brief import add_failure
 from distcheck.reports.terminal import console_for
+from distcheck.reports.wrapping import Lines
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2
@@ -91,7 +92,6 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
 
 
 def show(story: Story, *, quiet: bool) -> None:
-    """Prints it, the verdict first."""
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
     if not quiet:
@@ -114,7 +114,6 @@ def show(story: Story, *, quiet: bool) -> None:
 
 
 def as_json(story: Story) -> str:
-    """The document, with a newline at its end."""
     search, finding = story.search, story.search.finding
     document: dict[str, Any] = {
         "schema": SCHEMA,

@@ -94,7 +94,6 @@ class KeptRanks:
             self._worlds.pop(world).close()
 
     def close(self) -> None:
-        """Ends everything."""
         for world in list(self._worlds):
             self.forget(world)
         if self._judge is not None:
@@ -229,7 +228,6 @@ class Runner:
         self._kept.train(case)
 
     def close(self) -> None:
-        """Ends the kept ranks."""
         self._kept.close()
 
     def _calibration_failure(self, case: Case, contract: Contract) -> str:

@@ -81,7 +81,6 @@ class Search:
 
     @property
     def cases(self) -> list[Case]:
-        """Every case that was run, in order."""
         return [report.case for report in self._verdicts.values()]
 
     @property
@@ -295,7 +294,6 @@ def _steadier(case: Case) -> Iterator[Case]:
 
 
 def _causes(report: CaseReport) -> set[str]:
-    """The causes that were named; none where they cannot be distinguished."""
     named = [found for found in report.diagnosis if found.cause != "unexplained"]
     if any(APART in found.evidence for found in named):
         return set()

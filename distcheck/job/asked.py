@@ -32,12 +32,10 @@ class JobOptions:
 
     @property
     def wants_reference(self) -> bool:
-        """Whether the job is to be compared with one process."""
         return not (self.no_reference or self.from_step or self.continues)
 
     @property
     def watches_modules(self) -> bool:
-        """Whether modules are watched: an operator is said to be in one."""
         return self.modules or self.ops
 
     def __post_init__(self) -> None:

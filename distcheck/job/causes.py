@@ -19,7 +19,7 @@ from distcheck.job.checks.reference import clips_beside, reached, rescaled
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
-from distcheck.judge.diagnosis.facts import SAME_FACTOR
+from distcheck.judge.diagnosis.facts import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
 from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
@@ -35,7 +35,6 @@ _LEFT, _SHARE = 1e-3, 0.1
 _IN_JOBS = {"no-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
 _WITH_DDP = {"partial-sync", "double-division", "missing-division"}
 Failed = dict[tuple[str, str], CheckResult]
-_MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 
 
 def diagnose(
@@ -52,7 +51,7 @@ def diagnose(
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
         found += [*_of_shards(job, _step_of(later)), *_of_writes(job, _step_of(later))]
-    step = _first_step(failed)
+    step = min(map(_step_of, failed.values()), default=0)
     if ("gradients", ROUNDING) in failed:
         step_at = _step_of(failed["gradients", ROUNDING])
         found += [*_between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
@@ -76,7 +75,6 @@ def diagnose(
 
 
 def _alone(job: JobRecording, failed: Failed, reference: Reference | None) -> list[Diagnosis]:
-    """Causes from which all else follows."""
     if ("finite", NO_LAYER) in failed:
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     if (averaging.CHECK, ROUNDING) in failed:
@@ -94,10 +92,6 @@ def _reason(failed: Failed, check: str) -> str:
 
 def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
-
-
-def _first_step(failed: Failed) -> int:
-    return min((_step_of(result) for result in failed.values()), default=0)
 
 
 def _of_data(failed: Failed) -> Iterator[Diagnosis]:
@@ -309,7 +303,7 @@ def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> l
 def _around(job: JobRecording, step: int) -> list[int]:
     """The steps before one, of which its gradients may be, and the one after it."""
     place = job.steps.index(step)
-    return [*job.steps[max(0, place - _MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
+    return [*job.steps[max(0, place - MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
 
 
 def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:

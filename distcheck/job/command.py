@@ -23,7 +23,7 @@ from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.judge.parting.yardstick import Yardstick
 from distcheck.judge.parting.yardstick import write as write_yardstick
-from distcheck.machine.free_memory import keep_freed_memory
+from distcheck.machine.resources import keep_freed_memory
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report

@@ -53,7 +53,6 @@ class Continued:
 
     @property
     def first(self) -> int:
-        """This job's first step."""
         return self.now.steps[0]
 
     def rounded_to(self, step: int, names: Sequence[str]) -> str:
@@ -279,7 +278,6 @@ def _compare_buffers(both: Continued) -> None:
 
 
 def _compare_optimizer(both: Continued) -> bool:
-    """Compares the optimizer's state; whether it may be that of this step."""
     own = digests(both.now, both.first, "optim/")
     then = digests(both.then, both.step, "optim/")
     both.state.count(parameter="optimizer", rank=0, step=both.first, elements=len(then))
@@ -327,7 +325,6 @@ def _compare_optimizer(both: Continued) -> bool:
 
 
 def _compare_settings(both: Continued) -> None:
-    """The optimizer's settings at the first step."""
     one, two = sides(*_common_steps(both))
     now, then = two.header(0, 0).optimizer, one.header(0, 0).optimizer
     both.state.count(parameter="settings", rank=0, step=both.first, elements=then.count(" "))
@@ -404,7 +401,6 @@ def _compare_averages(both: Continued) -> None:
 
 
 def _copies(job: JobRecording) -> set[str]:
-    """The digests that copies of the model at any step have."""
     found = set()
     for step in job.steps:
         own = digests(job, step, "before/")
@@ -495,7 +491,6 @@ def _compare_random(both: Continued) -> None:
 
 
 def _training(both: Continued) -> CheckResult:
-    """Both side by side."""
     one, two = _common_steps(both)
     tally = Tally(TRAINING, NO_LAYER)
     missing = why_not(one, two)

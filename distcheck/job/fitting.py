@@ -26,7 +26,6 @@ def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float]
 
 
 def of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
-    """What a rank held of every parameter at a step."""
     return {name: job.gradient(kind, rank, step, name) for name in job.parameters(step)}
 
 

@@ -63,7 +63,6 @@ def culprit(
 
 
 def _kinds(cause: str, exchange: str) -> Iterator[str]:
-    """The kinds of line that a cause is about, where the exchange has this verdict."""
     kinds = known_causes()[cause].lines
     for kind in kinds:
         needed = "fail" if kind == _COLLECTIVE else "pass" if _COLLECTIVE in kinds else exchange
@@ -194,7 +193,6 @@ def _with_reason(result: CheckResult, more: str) -> CheckResult:
 def _until(
     step: int, job: JobRecording, reference: Reference | None
 ) -> tuple[JobRecording, Reference | None]:
-    """Both, before a step."""
     steps = tuple(one for one in job.steps if one < step)
     kept = () if reference is None else reference.replayed.steps
     seen = tuple(one for one in kept if one.step in steps)
@@ -299,7 +297,6 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
 def _if_known(
     job: JobRecording, reference: Reference | None, result: CheckResult, all_of: list[CheckResult]
 ) -> CheckResult:
-    """The result, unknown where what failed may be meant."""
     if reference is None:
         return if_parts(job, result)
     return if_interacts(job, result, all_of) if reference.replayed.interacts else result
@@ -384,7 +381,6 @@ def _no_reference(missing: str) -> CheckResult:
 
 
 def _of_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
-    """What the job was compared with, in a sentence."""
     if reference is None:
         return f"no reference run, since {missing}: judged by what the ranks show of each other"
     replayed = reference.replayed

@@ -136,7 +136,6 @@ def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None
 def _receive(
     found: Gathered, server: socket.socket, folder: Path, own: list[RankRecord], patience_s: float
 ) -> None:
-    """Takes the recordings of all other ranks, each machine's in a thread of its own."""
     missing = set(range(own[0].world)) - {one.rank for one in own}
     doors = Greetings(server, secret.shared_secret(), FromMachine)
     coming: list[tuple[str, Future[int]]] = []
@@ -224,7 +223,6 @@ def _beat(found: Gathered, over: threading.Event) -> None:
 
 
 def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> JudgedThereError:
-    """Sends what was recorded here, and waits for the verdict."""
     place = _place_of(own)
     until = time.monotonic() + patience_s
     while True:

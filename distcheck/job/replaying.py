@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
-from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
+from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.recordings.jobs.records import read_own
 
 _MOST_PARENTS = 8
 # Options that say how many ranks there are, or how many machines or GPUs.
@@ -58,7 +57,6 @@ class Reference:
     _kept: Kept = field(default_factory=Kept)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
-        """The same, of fewer steps."""
         fewer = msgspec.structs.replace(self.replayed, steps=steps)
         return dataclasses.replace(self, replayed=fewer)
 
@@ -94,7 +92,7 @@ def replay(
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
     sizes = {job.processes, *(axis.size for axis in first.axes)}
     words, replaced = (words, ()) if command else of_one(words, *sizes)
-    in_processes = _is_lost_in_a_fork(first.device)
+    in_processes = first.device != "cpu"  # a fork loses what a GPU has
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
         joins=bool(job.joined),
@@ -123,12 +121,7 @@ def replay(
     return _read(folder, ran, replaced)
 
 
-def _is_lost_in_a_fork(device: str) -> bool:
-    return device != "cpu"
-
-
 def _is_spawned(words: Sequence[str]) -> bool:
-    """Whether Python's multiprocessing has started a rank."""
     return any(word.startswith("from multiprocessing.") for word in words)
 
 
@@ -180,10 +173,7 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
             f"as one process the script {why} before its first step; give the command that trains "
             "as one process, --reference COMMAND"
         )
-    try:
-        replayed = decode_json(read_bounded(file), Replayed)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+    replayed = read_own(file, Replayed)
     if not replayed.steps:
         failure = replayed.failure or "as one process the script makes no step"
         raise NoReferenceError(failure, joins=replayed.joins)

@@ -26,12 +26,11 @@ from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.keeper import start_kept
+from distcheck.worlds.stalls import BUSY_DEADLINES, BUSY_SHARE
 
 _LOOK_S = 0.25
 _FIRST_S = 5.0  # without progress, before ranks are asked
 _ANSWER_S = 2.0
-_BUSY_SHARE = 0.02  # of a core, by all processes: more is work
-_BUSY_DEADLINES = 10.0  # a job that works and never goes on may take that many deadlines
 
 
 class Watch:
@@ -61,7 +60,7 @@ class Watch:
                     return found
             if (
                 self._idle_s >= self._deadline_s
-                or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
+                or self._busy_s >= BUSY_DEADLINES * self._deadline_s
             ):
                 return self._ask()
 
@@ -73,7 +72,7 @@ class Watch:
         if beats != self._beats:
             self._beats, self._asked_at = beats, _FIRST_S
             self._idle_s = self._busy_s = 0.0
-        elif worked_s - before_s > _BUSY_SHARE * elapsed_s:
+        elif worked_s - before_s > BUSY_SHARE * elapsed_s:
             self._busy_s += elapsed_s
         else:
             self._idle_s += elapsed_s
@@ -190,7 +189,6 @@ class Ran:
     hung: tuple[Outcome, ...] = ()
 
     def outcomes(self, world: int) -> tuple[Outcome, ...]:
-        """How each rank ended."""
         raised = dict(self.raised)
         found = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(world)]
         for rank in raised.keys() & set(range(world)):
@@ -290,7 +288,6 @@ def run_kept(
 
 
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
-    """The environment in which every Python begins with the hook."""
     path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
     started = {**given, VARIABLE: str(settings), "PYTHONPATH": path}
     return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # ranks that hang say in which call

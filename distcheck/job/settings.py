@@ -162,7 +162,6 @@ def write(settings: JobSettings, folder: Path) -> Path:
 
 
 def read(file: Path) -> JobSettings:
-    """The settings again."""
     return msgspec.json.decode(file.read_bytes(), type=JobSettings)
 
 

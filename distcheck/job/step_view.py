@@ -70,7 +70,6 @@ class JobStep(StepView):
         )
 
     def _alike(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All as tensors, or all as sums."""
         return [self._kept(one, rank) for rank, one in enumerate(tensors)]
 
     def _kept(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:

@@ -80,7 +80,6 @@ def read(text: str | None) -> Accepted | None:
 
 
 def spelled(text: str | None) -> str | None:
-    """The kind as cases and reports spell it."""
     return None if text is None else str(read(text))
 
 
@@ -168,7 +167,6 @@ def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
 
 
 def describe(case: Case) -> Allowance | None:
-    """What a report says of it."""
     accepted = read(case.accept)
     if accepted is None:
         return None

@@ -182,7 +182,6 @@ class _Sitting:
             self._ended = self._failed(error)
 
     def conclude(self, evidence: Evidence) -> CheckResult:
-        """The result over all steps."""
         if self.goes_on:
             try:
                 module = checks.load(self.check)

@@ -94,7 +94,6 @@ def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
 def _by_chance(
     usual: ScheduleRun, other: ScheduleRun, compared: Compared, digests: Digests
 ) -> tuple[CheckResult, list[Diagnosis]]:
-    """What differs from run to run of one schedule."""
     schedule = "the same schedule" if usual.schedule == other.schedule else (
         f"the schedule {other.schedule}, which does not come to the same each time"
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 seeds           where randomness comes from, and the settings that are pinned
 numerics        the arithmetic of each dtype: unit roundoff, smallest number, gamma(k)
-devices         where tensors live; cores, free_memory: how much of the machine may be used
+devices         where tensors live; resources: how much of the machine may be used
 shared_tensors  tensors in files and shared memory; sealed_memory: memory that none can resize
 compat          names of torch that have no public counterpart
 """

@@ -106,7 +106,6 @@ def written_arguments(operator: Any) -> dict[str, str]:
 
 
 def draws_random_numbers(operator: Any) -> bool:
-    """Whether an operator draws from a random stream."""
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
@@ -162,7 +161,6 @@ def part_in(tensor: Any) -> tuple[int, ...]:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The DeviceMesh that one was taken from."""
     return mesh._get_root_mesh()
 
 
@@ -188,7 +186,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copies many tensors in one call."""
     torch._foreach_copy_(to, values)
 
 
@@ -249,12 +246,10 @@ def modes() -> list[Any]:
 
 
 def push_mode(mode: Any) -> None:
-    """Puts a dispatch mode on top."""
     dispatch._push_mode(mode)
 
 
 def pop_mode() -> None:
-    """Takes the top one off."""
     dispatch._pop_mode()
 
 
@@ -273,7 +268,6 @@ def schema_of(operation: Any) -> Any:
 
 
 def groups() -> dict[Any, Any]:
-    """The process groups of this process."""
     by_group: dict[Any, Any] = c10d._world.pg_map
     return by_group
 
@@ -289,12 +283,10 @@ def groups_state() -> Any:
 
 
 def fresh_groups_state() -> dict[str, Any]:
-    """What is in that of a process without groups."""
     return vars(c10d._World())
 
 
 def default_store() -> Any:
-    """The store by which the default group has met."""
     return c10d._get_default_store()
 
 
@@ -306,7 +298,6 @@ def weak_storage(tensor: torch.Tensor) -> Any:
 
 
 def counts_calls() -> bool:
-    """Whether groups count their calls."""
     return hasattr(c10d.ProcessGroup, "_get_sequence_number_for_group")
 
 

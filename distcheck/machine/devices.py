@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 
 if TYPE_CHECKING:
     import torch

@@ -70,7 +70,6 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     own: dict[str, dict[str, Any]] = {}
 
     def key(self, name: str) -> str:
-        """A key as it is written in the file."""
         return _joined(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:

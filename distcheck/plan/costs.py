@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from distcheck.errors import DistcheckError
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.records import Case
 from distcheck.reports.json_report import read_document
 

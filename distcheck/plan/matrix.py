@@ -28,7 +28,7 @@ from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case_ids import digest_of_all, name_apart
 from distcheck.records.searches import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 
 
 def identity_of(cases: Sequence[Case]) -> dict[str, str]:

@@ -4,7 +4,6 @@ Every world trains on the same total batch, the single-process reference too: th
 in how a sum is divided and added, and in nothing else. No torch.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from distcheck.backends.simulated import ORDERS
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.request import Request, is_launched
 from distcheck.records import Case
 from distcheck.records.case_ids import name_apart
 
@@ -23,14 +22,13 @@ WORLDS = (2, 8, 64, 256)
 STEPS = 2  # the second step starts from what the first update left
 MOST_WORLD = 4096  # chosen: threads of one process
 _BATCH = 256  # as of `verify`
-_LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
 def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
     """The cases, from the smallest world to the largest, every order at each; `asked` has the other
     fields of a request. Raises UsageError or CannotRunError.
     """
-    if any(name in os.environ for name in _LAUNCHED):
+    if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")
     if not asked["strategies"]:
         raise UsageError("no strategy was given; give --strategy NAME or --strategy FILE.py:OBJECT")

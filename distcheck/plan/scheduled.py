@@ -40,7 +40,6 @@ def check_request(asked: Request) -> None:
 
 
 def how_many(schedules: int, switches: int) -> int:
-    """The most schedules that are run."""
     return schedules or (_ENUMERATED if switches else 0)
 
 

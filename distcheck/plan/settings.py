@@ -462,7 +462,6 @@ class KeywordSettings(TypedDict, total=False):
 
 
 def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
-    """Every field's declaration, with all of its names."""
     found = {}
     for one in structs:
         for name, hint in get_type_hints(one, include_extras=True).items():

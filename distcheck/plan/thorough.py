@@ -7,21 +7,19 @@ search   for each strategy, `distcheck explore` for `explore_s` seconds, after i
 """
 
 import importlib.util
-import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.plan.request import Request
+from distcheck.plan.request import Request, is_launched
 from distcheck.records import Adaptation, LossName
 from distcheck.records.searches import PlannedSearch
 
 WORLDS = (2, 3, 4, 5, 6)
 CELL_WORLDS = (4,)
 MOST_EXPLORE_S = 24 * 3600.0
-_LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
 class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +123,7 @@ def _search(request: Request, strategy: str, *, launched: bool) -> SearchBeside:
 
 
 def _why_not(request: Request, *, launched: bool) -> str:
-    if launched or any(name in os.environ for name in _LAUNCHED):
+    if launched or is_launched():
         return "not searched: explore starts its own ranks, and a launcher has started these"
     if request.backend != "gloo" or request.device != "cpu":
         what = request.backend if request.backend != "gloo" else request.device

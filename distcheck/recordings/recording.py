@@ -24,7 +24,6 @@ class Kind(IntEnum):
 
     @property
     def label(self) -> str:
-        """As a report says it."""
         return self.name.lower().replace("_", " ")
 
 

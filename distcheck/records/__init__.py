@@ -313,8 +313,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> VerdictName:
         """The worst verdict of any case or search: pass < unknown < fail."""
-        searched = [one.verdict for one in self.explored if one.verdict != "not run"]
-        return merge_verdicts([*(case.verdict for case in self.cases), *searched])
+        return verdict_of(self)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -325,18 +324,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.interrupted:
             return ExitCode.INTERRUPTED
-        failed = [case for case in self.cases if case.verdict == "fail"]
-        if any(not case.ranks_failed for case in failed):
-            return ExitCode.MISMATCH
-        if failed:
-            return ExitCode.RANK_FAILED
-        if self.given_up:
-            return self.given_up_as
-        if self.save_error:
-            return ExitCode.CANNOT_RUN
-        if any(result.defect for case in self.cases for result in case.checks):
-            return ExitCode.INTERNAL
-        return ExitCode.PASS if self.verdict == "pass" else ExitCode.UNKNOWN
+        early = ExitCode.CANNOT_RUN if self.save_error else None
+        return code_of(self, self.given_up_as if self.given_up else early)
 
     def raise_for_verdict(self) -> "Report":
         """Returns itself on a pass; raises `VerdictError` (an AssertionError) otherwise."""
@@ -370,6 +359,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 "or use Report.to_dict()"
             ) from None
         return pandas.DataFrame([row for case in self.cases for row in _rows_of(case)])
+
+
+def verdict_of(report: Any) -> VerdictName:
+    """As `Report.verdict`, also of a document."""
+    searched = [one.verdict for one in report.explored if one.verdict != "not run"]
+    return merge_verdicts([*(case.verdict for case in report.cases), *searched])
+
+
+def code_of(report: Any, early: ExitCode | None = None) -> ExitCode:
+    """The exit code that the verdicts of a report, or of a document, stand for; `early` is that of
+    a run in which nothing failed, and that ended before its end.
+    """
+    failed = [case for case in report.cases if case.verdict == "fail"]
+    if failed:
+        only_ranks = all(map(ranks_failed, failed))
+        return ExitCode.RANK_FAILED if only_ranks else ExitCode.MISMATCH
+    if early is not None:
+        return early
+    if any(check.defect for case in report.cases for check in case.checks):
+        return ExitCode.INTERNAL
+    return ExitCode.PASS if verdict_of(report) == "pass" else ExitCode.UNKNOWN
 
 
 def _rows_of(report: CaseReport) -> list[dict[str, Any]]:

@@ -53,7 +53,6 @@ def _names(same: Sequence[Case]) -> dict[Case, str]:
 
 
 def digest_of(case: Case) -> str:
-    """A digest of all that a case says."""
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(case))
 
 

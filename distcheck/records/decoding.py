@@ -3,10 +3,12 @@
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from distcheck.errors import UsageError
 
 MOST = 2**63 - 1
 Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
@@ -41,6 +43,25 @@ def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | Non
         return decode_json(read_bounded(path, most), kind)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def read_written(
+    path: Path, kind: type[T], *, schema: str, name: str, why: str, most: int | None = None
+) -> T:
+    """A document that distcheck has written, which its `schema` says, from a file of any origin.
+    `name` is what the file is called, and `why` says what another file is not, with {error} in it.
+    Raises UsageError.
+    """
+    try:
+        found: Any = decode_json(read_bounded(path, most), kind)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{name} {why.format(error=error)}") from error
+    if found.schema != schema:
+        raise UsageError(f"{name} has the schema {found.schema!r}; this version reads {schema!r}")
+    read: T = found
+    return read
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -141,6 +141,5 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def detail(self) -> str:
-        """All that is known, for a person."""
         known = "\n".join(filter(None, [self._at, self.story]))
         return ": ".join(filter(None, [self.run, known]))

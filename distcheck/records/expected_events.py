@@ -26,7 +26,6 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def says(self) -> str:
-        """What is expected, as a report says it."""
         values = {
             name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
             for name, value in msgspec.structs.asdict(self).items()
@@ -40,8 +39,6 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShortBatch(_Event, frozen=True, kw_only=True):
-    """A step had fewer samples than the others."""
-
     expected = "a step with fewer samples than the batch has"
 
 
@@ -52,32 +49,22 @@ class OtherOrder(_Event, frozen=True, kw_only=True):
 
 
 class Resumed(_Event, frozen=True, kw_only=True):
-    """The run went on from a checkpoint."""
-
     expected = "a step after the run is resumed from a checkpoint"
 
 
 class RateChanged(_Event, frozen=True, kw_only=True):
-    """Two steps had different learning rates."""
-
     expected = "steps with different learning rates"
 
 
 class Accumulated(_Event, frozen=True, kw_only=True):
-    """A step had several backward passes on every rank."""
-
     expected = "several backward passes in a step, on every rank"
 
 
 class GradientsKept(_Event, frozen=True, kw_only=True):
-    """Gradients were set to zero between two steps, and not to None."""
-
     expected = "a step after zero_grad(set_to_none=False)"
 
 
 class Evaluated(_Event, frozen=True, kw_only=True):
-    """The model was evaluated between two steps."""
-
     expected = "a step after a forward pass in eval mode"
 
 
@@ -107,8 +94,6 @@ class OwnRandomNumbers(_Event, frozen=True, kw_only=True):
 
 
 class StartsApart(_Event, frozen=True, kw_only=True):
-    """The ranks' parameters differed before the strategy was given the model."""
-
     expected = "parameters that differ between ranks before the strategy is given the model"
     ranks = 2
 
@@ -125,13 +110,10 @@ class NoGradient(_Event, frozen=True, kw_only=True):
 
     @property
     def says(self) -> str:
-        """With what was before it."""
         return super().says + ", after a step in which it has one" * self.after_one
 
 
 class ZeroGradient(_Event, frozen=True, kw_only=True):
-    """A parameter's gradient was all zero at a step, and not None."""
-
     expected = "a gradient of {parameter} that is zero on {on}"
     parameter: str
     on: On = "every rank"
@@ -146,13 +128,10 @@ class Frozen(_Event, frozen=True, kw_only=True):
 
     @property
     def says(self) -> str:
-        """With what was before it."""
         return super().says + ", after a step in which it trains" * self.after_training
 
 
 class Unfrozen(_Event, frozen=True, kw_only=True):
-    """A parameter trained at a step, and did not at the step before."""
-
     expected = "{parameter} trained after a step in which it is frozen"
     parameter: str
 
@@ -192,14 +171,10 @@ class TokensApart(_Event, frozen=True, kw_only=True):
 
 
 class Padding(_Event, frozen=True, kw_only=True):
-    """At some step there were positions that the loss does not count."""
-
     expected = "positions of padding"
 
 
 class BufferReplaced(_Event, frozen=True, kw_only=True):
-    """A buffer had another value after a step than before."""
-
     expected = "the buffer {buffer} changed by a step"
     buffer: str
 
@@ -220,29 +195,21 @@ class EvalMode(_Event, frozen=True, kw_only=True):
 
 
 class Shapes(_Event, frozen=True, kw_only=True):
-    """Parameters of these shapes had a gradient on every rank at some step."""
-
     expected = "gradients of shapes {shapes} on every rank"
     shapes: tuple[tuple[int, ...], ...]
 
 
 class MoreElements(_Event, frozen=True, kw_only=True):
-    """A parameter of more than so many elements had a gradient on every rank."""
-
     expected = "a gradient of more than {elements:,} elements on every rank"
     elements: int
 
 
 class MoreBytes(_Event, frozen=True, kw_only=True):
-    """A parameter of more than so many bytes had a gradient on every rank."""
-
     expected = "a gradient of more than {nbytes:,} bytes on every rank"
     nbytes: int
 
 
 class Remainder(_Event, frozen=True, kw_only=True):
-    """A parameter's number of elements is not a multiple of the number of ranks."""
-
     expected = "a parameter whose number of elements the number of ranks does not divide"
     ranks = 2
 
@@ -261,20 +228,14 @@ class Permuted(_Event, frozen=True, kw_only=True):
 
 
 class Tied(_Event, frozen=True, kw_only=True):
-    """A parameter with two names had a gradient."""
-
     expected = "a gradient of a parameter that has two names"
 
 
 class OneStorage(_Event, frozen=True, kw_only=True):
-    """Two parameters with a gradient were views of one storage."""
-
     expected = "gradients of parameters that are views of one storage"
 
 
 class Twins(_Event, frozen=True, kw_only=True):
-    """At least so many parameters of one shape had gradients, all different."""
-
     expected = "at least {least} parameters of one shape and dtype, with different gradients"
     least: int
 

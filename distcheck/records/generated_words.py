@@ -62,7 +62,6 @@ class Layer(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """As it is spelled."""
         marks = [*self.marks, *([f"{NESTED}{self.nested}"] if self.nested else [])]
         return "".join([self.kind, str(self.size or ""), *(f".{mark}" for mark in marks)])
 
@@ -92,7 +91,6 @@ class ModelWords(msgspec.Struct, frozen=True):
 
     @property
     def workload(self) -> str:
-        """What a case calls it."""
         return PREFIX + self.words
 
 
@@ -157,7 +155,6 @@ def _check_order(layers: tuple[Layer, ...], words: str) -> None:
 
 
 def trains(layer: Layer) -> bool:
-    """Whether a layer has a parameter that takes a gradient."""
     return layer.kind != "running" and "frozen" not in layer.marks
 
 

@@ -43,7 +43,6 @@ _PLANNED_APART = (EXACT, BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
 
 
 def layers_of(dtype: str) -> tuple[str, ...]:
-    """The layers by which a case of a dtype is judged."""
     return tuple(alias for alias, layer in LAYERS.items() if dtype in layer.dtypes)
 
 

@@ -30,7 +30,6 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:

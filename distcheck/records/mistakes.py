@@ -154,5 +154,4 @@ def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
 
 
 def listed(parts: Sequence[str], last: str = "and") -> str:
-    """Words as a sentence lists them."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {last} {parts[-1]}"

@@ -52,7 +52,6 @@ class Posted:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is point to point."""
         return self.kind in ("send", "recv")
 
     @property
@@ -82,12 +81,10 @@ class Posted:
 
 
 def reduces(kind: str) -> bool:
-    """Whether a kind of call has a reduce operation."""
     return kind in _REDUCES
 
 
 def has_root(kind: str) -> bool:
-    """Whether a kind of call has a root."""
     return kind in _HAVE_ROOT
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from distcheck.errors import UsageError
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import read_written
 
 SCHEMA = "distcheck.training/1"
 
@@ -43,17 +42,8 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_training(path: Path) -> TrainedRun:
     """A document of `train --json`. Raises UsageError."""
-    try:
-        run = decode_json(read_bounded(path), TrainedRun)
-    except OSError as error:
-        raise UsageError(f"--beside {path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise UsageError(
-            f"--beside {path} holds no figures of distcheck train: {error}; give a file that "
-            "distcheck train --json has written"
-        ) from error
-    if run.schema != SCHEMA:
-        raise UsageError(
-            f"--beside {path} has the schema {run.schema!r}; this version reads {SCHEMA!r}"
-        )
-    return run
+    return read_written(
+        path, TrainedRun, schema=SCHEMA, name=f"--beside {path}",
+        why="holds no figures of distcheck train: {error}; give a file that distcheck train --json "
+        "has written",
+    )  # fmt: skip

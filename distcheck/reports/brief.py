@@ -25,9 +25,8 @@ from distcheck.reports.wording import (
     most_telling_first,
     show,
 )
-from distcheck.reports.wrapping import CUT, VERDICT, fitting, print_hanging, print_verdict
+from distcheck.reports.wrapping import CUT, VERDICT, Lines, print_hanging, print_verdict
 
-_INDENT = 6
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
 _MOST_OF_FORM = 9  # lines of a note on the form, which is never cut
 _MOST_TRACEBACK = 3  # lines, the last ones
@@ -144,38 +143,7 @@ def headline(cases: Sequence[CaseReport]) -> str:
 
 
 def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: Console) -> None:
-    """Prints the verdict, and what it is of."""
     print_verdict(headline(cases), verdict, console, bold=cases[0].case.strategy)
-
-
-class Lines:
-    """Labelled lines, printed with the texts below each other."""
-
-    def __init__(self, console: Console, *, indent: int = _INDENT) -> None:
-        self._console, self._indent = console, indent
-        self._found: list[tuple[str, str, int]] = []
-
-    def add(self, label: str, text: str, *, most: int = 1) -> None:
-        """A text, if there is one, of at most so many lines: what does not fit is left out, by
-        clauses.
-        """
-        if text:
-            self._found.append((label, text, most))
-
-    def print(self) -> bool:
-        """Prints them all; returns whether any of them was cut."""
-        cut = False
-        width = max((len(label) for label, *_ in self._found), default=0)
-        indent = self._indent + width + 2
-        for label, text, most in self._found:
-            first = f"{'':<{self._indent}}{label}"
-            found = fitting(text, self._console.width, first=first, indent=indent, most=most)
-            cut |= found[-1].endswith(CUT)
-            for line in found:
-                whole = Text(line)
-                whole.stylize("bold", 0, self._indent + width)
-                self._console.print(whole, soft_wrap=True)
-        return cut
 
 
 def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:

@@ -53,5 +53,4 @@ def explained(cause: Cause) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text of the documentation without its marks."""
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(text.split())).replace("`", "")

@@ -5,6 +5,7 @@ bounds, so that no reader counts to what a damaged file says. What has a default
 absent in reports of earlier releases; what is `Left`, wherever there is nothing to say.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -238,11 +239,16 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def decoded(document: Mapping[str, Any]) -> Document:
+    """Raises ValidationError for what `check_shape` refuses."""
+    return msgspec.convert(document, Document)
+
+
 def check_shape(document: dict[str, Any], path: Path | str) -> Document:
     """The document, read from `path`, in its form. Raises UsageError where it lacks what every
     report has, or has it in another form.
     """
     try:
-        return msgspec.convert(document, Document)
+        return decoded(document)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {error}; write the report again") from error

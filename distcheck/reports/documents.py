@@ -20,7 +20,14 @@ import msgspec
 from msgspec import UnsetType
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts, ranks_failed
+from distcheck.records import (
+    Difference,
+    RunPlan,
+    code_of,
+    merge_verdicts,
+    ranks_failed,
+    verdict_of,
+)
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
@@ -41,6 +48,7 @@ _SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workloa
 _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
 _MASKED = "<$"  # how a value that looks like a secret begins
 _MAY_BE_LEFT_OUT = "lattice"  # by a dtype or an accepted deviation that it does not have
+_WITH_PLAN = (["distcheck", "verify"], ["distcheck", "record"])  # commands that always have one
 OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
@@ -61,23 +69,6 @@ def check_document(document: dict[str, Any], name: str) -> Document:
     return found
 
 
-def code_of(document: Document) -> ExitCode:
-    """The exit code that the verdicts stand for, as `Report.exit_code` has it."""
-    failed = [case for case in document.cases if case.verdict == "fail"]
-    if any(not ranks_failed(case) for case in failed):
-        return ExitCode.MISMATCH
-    if failed:
-        return ExitCode.RANK_FAILED
-    if any(check.defect for case in document.cases for check in case.checks):
-        return ExitCode.INTERNAL
-    return ExitCode.PASS if _verdict_of(document) == "pass" else ExitCode.UNKNOWN
-
-
-def _verdict_of(document: Document) -> VerdictName:
-    searched = [one.verdict for one in document.explored if one.verdict != "not run"]
-    return merge_verdicts([*(case.verdict for case in document.cases), *searched])
-
-
 def _contradictions(document: Document) -> Iterator[str]:
     for name, times in Counter(case.id for case in document.cases).items():
         if times > 1:
@@ -93,7 +84,7 @@ def _contradictions(document: Document) -> Iterator[str]:
                 f"the search of {one.strategy!r} has the verdict {one.verdict}, but its cases "
                 "have another"
             )
-    verdict = _verdict_of(document)
+    verdict = verdict_of(document)
     if document.verdict != verdict:
         yield f"the report has the verdict {document.verdict}, but its cases give {verdict}"
     code = code_of(document)
@@ -227,7 +218,7 @@ def _of_plan(document: Document) -> Iterator[str]:
     if document.plan is not None:
         yield from _unlike_plan(document, document.plan)
         yield from _not_planned(document, document.plan)
-    elif document.made is not None and has_plan(document.made.command):
+    elif document.made is not None and document.made.command.split()[:2] in _WITH_PLAN:
         yield "its command line plans cases, but it has no plan"
 
 
@@ -295,11 +286,6 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
         if wanted not in cells and wanted.get("workload") != _MAY_BE_LEFT_OUT:
             words = ", ".join(f"{name} {value}" for name, value in wanted.items())
             yield f"its command line asks for {words}, but the plan has no such case"
-
-
-def has_plan(command: str) -> bool:
-    """Whether the report of `command` always has a plan."""
-    return command.split()[:2] in (["distcheck", "verify"], ["distcheck", "record"])
 
 
 def _typed(command: str) -> dict[str, list[str]]:

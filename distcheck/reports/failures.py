@@ -15,7 +15,7 @@ from distcheck.records.causes import APART
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
 from distcheck.reports.wording import describe_place, describe_site, most_telling_first
-from distcheck.reports.wrapping import hanging
+from distcheck.reports.wrapping import Lines
 
 Key = tuple[object, ...]
 
@@ -72,7 +72,6 @@ def by_evidence(
 
 
 _DETAIL_LINES = 14  # of a rank's traceback or stack
-_REPLAY = "replay"
 _INDENT = 4
 _MARKS = re.compile(r"\s*[~^]+\s*")
 
@@ -100,21 +99,13 @@ def _key(case: CaseReport) -> Key:
 
 
 def print_failure(case: CaseReport, console: Console) -> None:
-    """Prints a case in full."""
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
-    found = describe_failure(case)
-    width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
-    for label, text in found:
-        indent = _INDENT + width + 2
-        for line in hanging(text, console.width, first=f"{'':<{_INDENT}}{label}", indent=indent):
-            whole = Text(line)
-            whole.stylize("bold", 0, _INDENT + width)
-            console.print(whole, soft_wrap=True)
-    # Not wrapped, so that it can be copied.
-    replay = Text.assemble(f"{'':<{_INDENT}}{_REPLAY:<{width}}  ", case.replay)
-    replay.stylize("bold", 0, _INDENT + width)
-    console.print(replay, soft_wrap=True)
+    lines = Lines(console, indent=_INDENT)
+    for label, text in describe_failure(case):
+        lines.add(label, text, most=None)
+    lines.add("replay", case.replay, most=0)
+    lines.print()
 
 
 def describe_failure(case: CaseReport) -> list[tuple[str, str]]:

@@ -10,15 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from distcheck.errors.shown_text import shown
-from distcheck.reports.findings import (
-    CaseGist,
-    Entry,
-    describe_origin,
-    finding_of,
-    name_of,
-    site_of,
-)
-from distcheck.reports.wording import searches_of
+from distcheck.reports.document import CaseEntry, decoded
+from distcheck.reports.findings import CaseGist, describe_origin, finding_of, name_of
+from distcheck.reports.wording import describe_search
 
 MOST_SUMMARY_BYTES = 1 << 20
 _MOST_ANNOTATIONS = 10  # of each kind
@@ -32,11 +26,11 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
     cause is about, or of its strategy, as seen from `root`: an error where it failed, a warning
     where too little is known, a notice where it passed with a remark.
     """
-    document = shown(document)
+    every = decoded(shown(document)).cases
     lines = []
     for verdict, command in (("fail", "error"), ("unknown", "warning"), ("pass", "notice")):
-        cases = [case for case in document["cases"] if case["verdict"] == verdict]
-        cases = [case for case in cases if verdict != "pass" or case.get("remarks")]
+        cases = [case for case in every if case.verdict == verdict]
+        cases = [case for case in cases if verdict != "pass" or case.remarks]
         # The last place goes to the number of those that have none.
         named = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
         lines += [_annotation(command, case, root) for case in cases[:named]]
@@ -51,25 +45,25 @@ def error(message: str) -> str:
     return f"::error title=distcheck::{_data(_cut(shown(message), _MOST_MESSAGE))}"
 
 
-def _annotation(command: str, case: Entry, root: Path) -> str:
+def _annotation(command: str, case: CaseEntry, root: Path) -> str:
     found = finding_of(case)
-    remarks = case.get("remarks") or []
+    remarks = case.remarks or ()
     parts = [
         *(f"cause: {cause}" for cause in found.causes),
-        *(f"remark: {d['cause']}: {d['evidence']}; {d['suggestion']}" for d in remarks),
+        *(f"remark: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         found.headline if found.ranks else "",
-        found.first or found.headline if case["verdict"] != "pass" else "",
+        found.first or found.headline if case.verdict != "pass" else "",
         f"where: {found.where}" if found.where else "",
         f"replay: {found.replay}" if found.replay else "",
     ]
-    first = next(iter([*case["diagnosis"], *remarks]), None)
-    named = f" ({first['cause']})" if first else ""
-    title = f"distcheck: {case['verdict']}{named}: {case['strategy']}, {name_of(case)}"
-    place, site = [], site_of(case)
-    file, line = case["strategy_file"], int(case.get("strategy_line") or 1)
-    if site is not None and site.file:
-        file, line = site.file, site.line
+    first = next(iter([*case.diagnosis, *remarks]), None)
+    named = f" ({first.cause})" if first else ""
+    title = f"distcheck: {case.verdict}{named}: {case.strategy}, {name_of(case)}"
+    place = []
+    file, line = case.strategy_file, case.strategy_line or 1
+    if case.where and case.where.file:
+        file, line = case.where.file, case.where.line
     if file:
         place = [f"file={_property(_place(file, root))}", f"line={line}"]
     message = "\n".join(dict.fromkeys(part for part in parts if part))
@@ -96,34 +90,33 @@ def _place(file: str, root: Path) -> str:
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Markdown: the verdict, every cell in a table, and each failure; at most `room_bytes` long."""
-    document = shown(document)
-    cases = sorted(document["cases"], key=lambda case: ("fail", "unknown", "pass").index(
-        case["verdict"]))  # fmt: skip
-    count = {verdict: sum(c["verdict"] == verdict for c in cases) for verdict in _MARKS}
+    found = decoded(shown(document))
+    cases = sorted(found.cases, key=lambda case: ("fail", "unknown", "pass").index(
+        case.verdict))  # fmt: skip
+    count = {verdict: sum(c.verdict == verdict for c in cases) for verdict in _MARKS}
     told = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
-    left_out = document.get("left_out") or {}
-    told += f", {len(left_out)} left out" if left_out else ""
-    head = f"## distcheck: {_MARKS[document['verdict']]}\n\n{told or 'nothing was verified'}\n\n"
-    head += "".join(f"{_markdown(line)}\n\n" for line in searches_of(document))
-    details = [_details(case) for case in cases if case["verdict"] != "pass"]
+    told += f", {len(found.left_out)} left out" if found.left_out else ""
+    head = f"## distcheck: {_MARKS[found.verdict]}\n\n{told or 'nothing was verified'}\n\n"
+    head += "".join(f"{_markdown(describe_search(one))}\n\n" for one in found.explored)
+    details = [_details(case) for case in cases if case.verdict != "pass"]
     rows = [_row(case) for case in cases]
     table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
-    made = describe_origin(document)
+    made = describe_origin(found.made)
     end = [f"\n{_markdown(made)}\n"] if made else []
     return _fit([head, *table, "\n", *details, *end], room_bytes)
 
 
-def _row(case: Entry) -> str:
+def _row(case: CaseEntry) -> str:
     found = finding_of(case)
     said = next(iter(found.causes), found.headline)
-    what = "" if case["verdict"] == "pass" else _cut(said, 200)
-    words = (_MARKS[case["verdict"]], case["strategy"], name_of(case), what)
+    what = "" if case.verdict == "pass" else _cut(said, 200)
+    words = (_MARKS[case.verdict], case.strategy, name_of(case), what)
     return f"| {' | '.join(map(_markdown, words))} |\n"
 
 
-def _details(case: Entry) -> str:
+def _details(case: CaseEntry) -> str:
     found = finding_of(case)
-    title = f"{case['verdict']}: {case['strategy']}, {name_of(case)}"
+    title = f"{case.verdict}: {case.strategy}, {name_of(case)}"
     text = f"### {_markdown(title)}\n\n"
     for label, lines in _told(found):
         text += f"**{label}**\n\n{_fenced(_cut(lines, _MOST_DETAIL))}\n"

@@ -20,10 +20,11 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports import scale
 from distcheck.reports.by_module import tree
-from distcheck.reports.findings import describe_origin, site_of
+from distcheck.reports.document import CaseEntry, decoded
+from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.pictures import scale as picture
-from distcheck.reports.wording import count, describe_site, searches_of
+from distcheck.reports.wording import count, describe_search, describe_site
 
 Document = dict[str, Any]
 
@@ -42,19 +43,22 @@ _BAR = 56
 
 
 def render(document: Document) -> str:
-    """A document as HTML. Raises KeyError, TypeError or ValueError for one with parts missing."""
+    """A document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one with
+    parts missing.
+    """
     document = shown(document)
-    cases = document["cases"]
+    read, cases = decoded(document), document["cases"]
     few = len(cases) <= _OPEN_CASES
     views = [
         _case_view(
             f"c{at}",
             case,
+            where=describe_site(entry.where or None, entry.strategy_file),
             name=_name(case, cases),
             opened=few or case["verdict"] != "pass",
             pictured=len(cases) <= _PICTURED_CASES or case["verdict"] != "pass",
         )
-        for at, case in enumerate(cases)
+        for at, (case, entry) in enumerate(zip(cases, read.cases, strict=True))
     ]
     worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"]["verdict"]))
     causes = _causes(worst_first)
@@ -70,9 +74,9 @@ def render(document: Document) -> str:
         more_causes=max(0, len(causes) - _FIRST_CAUSES),
         environment=_flat(document["environment"]),
         since_green=document.get("since_green"),
-        origin=describe_origin(document),
-        searches=searches_of(document),
-        scaled=_scaled(cases),
+        origin=describe_origin(read.made),
+        searches=list(map(describe_search, read.explored)),
+        scaled=_scaled(read.cases),
     )
 
 
@@ -147,7 +151,6 @@ def _is_job(case: Document) -> bool:
 
 
 def _name(case: Document, among: list[Document]) -> str:
-    """What a case is called, with its backend where that is not the same in all."""
     several = len({other["backend"] for other in among}) > 1
     where = f", {case['backend']}" if several else ""
     if _is_job(case):
@@ -156,7 +159,6 @@ def _name(case: Document, among: list[Document]) -> str:
 
 
 def _grid(views: list[Document]) -> Document:
-    """Strategy, world and backend by workload and dtype."""
     columns: dict[tuple[str, str], None] = {}
     rows: dict[tuple[str, int, str], dict[tuple[str, str], list[Document]]] = {}
     for view in views:
@@ -169,7 +171,9 @@ def _grid(views: list[Document]) -> Document:
     return {"columns": list(columns), "rows": rows}
 
 
-def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured: bool) -> Document:
+def _case_view(
+    anchor: str, case: Document, *, name: str, where: str, opened: bool, pictured: bool
+) -> Document:
     failed = [c for c in case["checks"] if c["verdict"] == "fail"]
     return {
         "anchor": anchor,
@@ -179,7 +183,7 @@ def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured
         "opened": opened,
         "first": (first := _first(failed)),
         "first_name": named(first["check"], first["layer"]) if first else "",
-        "where": describe_site(site_of(case), case["strategy_file"]),
+        "where": where,
         "reasons": _reasons(case["checks"]),
         "checks": [_check_view(check) for check in case["checks"]],
         "pictured": pictured,
@@ -277,7 +281,7 @@ def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
             yield agreement.draw(next(made), check)
 
 
-def _scaled(cases: list[Document]) -> list[Picture]:
+def _scaled(cases: list[CaseEntry]) -> list[Picture]:
     """Error against world: a picture for each order, those of one strategy on the same axes."""
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}

@@ -174,12 +174,10 @@ _MOST_SILENT = 256  # tensors that are named
 
 
 def render_json(report: Report) -> str:
-    """The whole report as JSON text."""
     return render(as_document(report))
 
 
 def render(document: dict[str, Any]) -> str:
-    """A document as JSON text, without secrets."""
     document = without_secrets(document)
     try:
         data = msgspec.json.encode(document)
@@ -225,7 +223,6 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def document_of(report: Report) -> Document:
-    """The report as its document."""
     cases = [_case(case) for case in report.cases]
     return made_from(
         Document,
@@ -235,7 +232,7 @@ def document_of(report: Report) -> Document:
         cases=cases,
         not_shown=list(report.not_shown),
         explored=list(report.explored),
-        scale=scale.as_rows(msgspec.to_builtins(cases)) or UNSET,
+        scale=scale.as_rows(cases) or UNSET,
     )
 
 
@@ -300,7 +297,6 @@ def _check(result: CheckResult) -> CheckEntry:
 
 
 def _sensitivity(result: CheckResult) -> SensitivityEntry:
-    """Which tensors would have shown which of the simplest mistakes."""
     tensors = result.shown
     mistakes = {}
     for name in MISTAKES:

@@ -11,86 +11,88 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
+
 from distcheck.errors.shown_text import shown
+from distcheck.records import Origin, PlannedCase, ranks_failed
 from distcheck.records.layers import named
-from distcheck.reports.findings import Entry, finding_of, names_of, ranks_failed, spent_s
+from distcheck.records.searches import Explored
+from distcheck.reports.document import CaseEntry, Document, decoded
+from distcheck.reports.findings import finding_of, names_of
 
 # What XML 1.0 has no way to write, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """A document as JUnit XML."""
-    document = shown(document)
+    found = decoded(shown(document))
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
-    cases = document["cases"]
-    for case, name in zip(cases, names_of(cases), strict=True):
-        suites[case["strategy"]].append(_test_case(case, name))
-    for planned, reason in _left_out(document):
-        element = ElementTree.Element("testcase", classname=_clean(planned["strategy"]))
-        element.set("name", _clean(planned["id"]))
+    for case, name in zip(found.cases, names_of(found.cases), strict=True):
+        suites[case.strategy].append(_test_case(case, name))
+    for planned, reason in _left_out(found):
+        element = ElementTree.Element("testcase", classname=_clean(planned.strategy))
+        element.set("name", _clean(planned.id))
         ElementTree.SubElement(element, "skipped", message=_clean(reason))
-        suites[planned["strategy"]].append(element)
-    for explored in document.get("explored") or []:
-        suites[explored["strategy"]].append(_search(explored))
+        suites[planned.strategy].append(element)
+    for explored in found.explored:
+        suites[explored.strategy].append(_search(explored))
     for strategy, elements in suites.items():
         suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(strategy)})
         suite.attrib |= _counts(elements)
-        _note_origin(suite, document.get("made"))
+        _note_origin(suite, found.made)
         suite.extend(elements)
     root.attrib |= _counts([element for elements in suites.values() for element in elements])
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
 
 
-def _note_origin(suite: ElementTree.Element, made: Mapping[str, Any] | None) -> None:
+def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
     """Date, command and commit: an attribute and properties, which a suite begins with."""
     if not made:
         return
-    suite.set("timestamp", _clean(made["date"][: len("2026-01-31T12:00:00")]))
+    suite.set("timestamp", _clean(made.date[: len("2026-01-31T12:00:00")]))
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in made.items():
+    for name, value in msgspec.structs.asdict(made).items():
         if value not in ("", None):
             shown = str(value).lower() if isinstance(value, bool) else str(value)
             ElementTree.SubElement(properties, "property", name=name, value=_clean(shown))
 
 
-def _search(explored: Entry) -> ElementTree.Element:
+def _search(explored: Explored) -> ElementTree.Element:
     """A search beside the cases. What it has found is a test case of its own as well."""
-    about = {"classname": _clean(explored["strategy"]), "name": "explore"}
+    about = {"classname": _clean(explored.strategy), "name": "explore"}
     element = ElementTree.Element("testcase", about)
-    element.set("time", f"{explored.get('spent_s', 0.0):.3f}")
-    kind = {"fail": "failure", "unknown": "error", "not run": "skipped"}.get(explored["verdict"])
+    element.set("time", f"{explored.spent_s:.3f}")
+    kind = {"fail": "failure", "unknown": "error", "not run": "skipped"}.get(explored.verdict)
     if kind is not None:
-        found = ", ".join(explored.get("found") or ())
-        ElementTree.SubElement(element, kind, message=_clean(explored.get("reason") or found))
+        found = ", ".join(explored.found)
+        ElementTree.SubElement(element, kind, message=_clean(explored.reason or found))
     return element
 
 
-def _left_out(document: Mapping[str, Any]) -> list[tuple[Entry, str]]:
-    plan = document.get("plan")
-    reasons = document.get("left_out") or {}
-    planned = plan["cases"] if plan else []
-    return [(entry, reasons[entry["id"]]) for entry in planned if entry["id"] in reasons]
+def _left_out(document: Document) -> list[tuple[PlannedCase, str]]:
+    planned = document.plan.cases if document.plan else ()
+    reasons = document.left_out
+    return [(cell, reasons[cell.id]) for cell in planned if cell.id in reasons]
 
 
-def _test_case(case: Entry, name: str) -> ElementTree.Element:
-    element = ElementTree.Element("testcase", classname=_clean(case["strategy"]), name=_clean(name))
-    element.set("time", f"{spent_s(case):.3f}")
-    if case["strategy_file"]:
-        element.set("file", _clean(case["strategy_file"]))
-    if case.get("strategy_line"):
-        element.set("line", str(case["strategy_line"]))
-    remarks = case.get("remarks") or []
-    said = [f"remark: {d['cause']}: {d['evidence']}; {d['suggestion']}" for d in remarks]
-    if case["verdict"] == "pass":
+def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
+    element = ElementTree.Element("testcase", classname=_clean(case.strategy), name=_clean(name))
+    element.set("time", f"{sum(case.timings_s.values()):.3f}")
+    if case.strategy_file:
+        element.set("file", _clean(case.strategy_file))
+    if case.strategy_line:
+        element.set("line", str(case.strategy_line))
+    remarks = case.remarks or ()
+    said = [f"remark: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks]
+    if case.verdict == "pass":
         if said:
             ElementTree.SubElement(element, "system-out").text = _clean("\n".join(said) + "\n")
         return element
     found = finding_of(case)
-    failed = case["verdict"] == "fail" and not ranks_failed(case)
-    kind = case["diagnosis"][0]["cause"] if case["diagnosis"] else case["verdict"]
+    failed = case.verdict == "fail" and not ranks_failed(case)
+    kind = case.diagnosis[0].cause if case.diagnosis else case.verdict
     wrong = ElementTree.SubElement(element, "failure" if failed else "error")
     wrong.set("type", _clean(kind))
     wrong.set("message", _clean(found.headline))
@@ -110,14 +112,14 @@ def _test_case(case: Entry, name: str) -> ElementTree.Element:
     return element
 
 
-def _wrong(case: Entry) -> str:
+def _wrong(case: CaseEntry) -> str:
     """Every check that did not pass, a line each, and the remarks."""
     lines = [
-        f"{check['verdict']} {named(check['check'], check['layer'])}: {check['reason']}"
-        for check in case["checks"]
-        if check["verdict"] != "pass"
+        f"{check.verdict} {named(check.check, check.layer)}: {check.reason}"
+        for check in case.checks
+        if check.verdict != "pass"
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in case["notes"])]) + "\n"
+    return "\n".join([*lines, *(f"note: {note}" for note in case.notes)]) + "\n"
 
 
 def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
@@ -131,5 +133,4 @@ def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
 
 
 def _clean(text: str) -> str:
-    """Text without what no XML may hold."""
     return _NOT_XML.sub("", text)

@@ -72,7 +72,6 @@ class LiveProgress:
         self._write(f"starting the first case{judged}")
 
     def progress(self, case: Case, what: str) -> None:
-        """A case moved on."""
         self._show(f"{case.id}: {what}")
 
     def finished(self, case: Case, verdict: str) -> None:

@@ -96,7 +96,6 @@ def _typed(report: Report) -> list[str] | None:
 
 
 def _words_of(case: Case) -> list[str]:
-    """The options that a case was planned with, as far as it can tell."""
     words = ["distcheck", "verify", "--strategy", case.strategy]
     for name in ("backend", "device", "data", "data_dir", "batch", "deadline_s"):
         value = getattr(case, name)

@@ -7,11 +7,10 @@ bound, or leaves it furthest behind.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from distcheck.records import VerdictName
+from distcheck.records import Difference, VerdictName
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, layer_name
-from distcheck.reports.document import ScaleEntry, made_from
+from distcheck.reports.document import CaseEntry, ScaleEntry, made_from
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -31,7 +30,6 @@ class Point:
 
     @property
     def share(self) -> float | None:
-        """The error over its bound."""
         if self.error is None or not self.bound:
             return None
         return self.error / self.bound
@@ -50,12 +48,10 @@ class Curve:
 
     @property
     def first_failure(self) -> Point | None:
-        """The smallest world that fails."""
         return next((point for point in self.points if point.verdict == "fail"), None)
 
     @property
     def comes_to(self) -> str:
-        """What the order comes to, in words."""
         failed = self.first_failure
         if failed is not None:
             smaller = [point.world for point in self.points if point.world < failed.world]
@@ -68,18 +64,18 @@ class Curve:
         return f"passes in every world from {self.points[0].world} to {self.points[-1].world}"
 
 
-def curves(cases: Sequence[dict[str, Any]]) -> list[Curve]:
+def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
     """Those of a document's cases; none where no simulated world has another size than the rest."""
-    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    found: dict[tuple[str, str, str, str], list[CaseEntry]] = {}
     for case in cases:
-        name, _, order = case["backend"].partition(":")
+        name, _, order = case.backend.partition(":")
         if name == _BACKEND:
-            key = (case["strategy"], case["workload"], case["dtype"], order or "gloo")
+            key = (case.strategy, case.workload, case.dtype, order or "gloo")
             found.setdefault(key, []).append(case)
     kept = {
-        key: sorted(group, key=lambda case: case["world"])
+        key: sorted(group, key=lambda case: case.world)
         for key, group in found.items()
-        if len({case["world"] for case in group}) == len(group) > 1
+        if len({case.world for case in group}) == len(group) > 1
     }
     layers = {key: _layer_of(group) for key, group in kept.items()}
     return [
@@ -88,7 +84,7 @@ def curves(cases: Sequence[dict[str, Any]]) -> list[Curve]:
     ]
 
 
-def as_rows(cases: Sequence[dict[str, Any]]) -> list[ScaleEntry]:
+def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
     """The curves for `--json`: a row for each world and order."""
     return [
         made_from(
@@ -104,37 +100,37 @@ def as_rows(cases: Sequence[dict[str, Any]]) -> list[ScaleEntry]:
     ]
 
 
-def _layer_of(cases: Sequence[dict[str, Any]]) -> str:
+def _layer_of(cases: Sequence[CaseEntry]) -> str:
     for layer in _LAYERS:
         if any(_worst(case, layer) is not None for case in cases):
             return layer
     return ""
 
 
-def _worst(case: dict[str, Any], layer: str) -> dict[str, Any] | None:
-    for check in case["checks"]:
-        worst: dict[str, Any] | None = check.get("worst")
-        if check["check"] == "gradients" and check["layer"] == layer and worst is not None:
-            return worst if worst["unit"] else None
+def _worst(case: CaseEntry, layer: str) -> Difference | None:
+    for check in case.checks:
+        worst = check.worst
+        if check.check == "gradients" and check.layer == layer and worst is not None:
+            return worst if worst.unit else None
     return None
 
 
-def _point(case: dict[str, Any], layer: str) -> Point:
+def _point(case: CaseEntry, layer: str) -> Point:
     worst = _worst(case, layer)
-    causes = case["diagnosis"]
-    cause = causes[0]["cause"] if causes and case["verdict"] != "pass" else ""
-    unknown = [check for check in case["checks"] if check["verdict"] == "unknown"]
-    reason = next((check["reason"] for check in unknown if check["reason"]), "")
-    if not case["checks"]:  # it did not come to any
-        reason = next(iter(case["notes"]), "")
-    point = Point(case["world"], case["verdict"], cause=cause, reason=reason)
+    causes = case.diagnosis
+    cause = causes[0].cause if causes and case.verdict != "pass" else ""
+    unknown = [check for check in case.checks if check.verdict == "unknown"]
+    reason = next((check.reason for check in unknown if check.reason), "")
+    if not case.checks:  # it did not come to any
+        reason = next(iter(case.notes), "")
+    point = Point(case.world, case.verdict, cause=cause, reason=reason)
     if worst is None:
         return point
     return replace(
         point,
-        error=float(worst["error"]),
-        bound=float(worst["bound"]),
-        where=f"{worst['parameter']}, rank {worst['rank']}, step {worst['step']}",
+        error=float(worst.error),
+        bound=float(worst.bound),
+        where=f"{worst.parameter}, rank {worst.rank}, step {worst.step}",
     )
 
 
@@ -145,5 +141,4 @@ def _number(value: float | None) -> float | str | None:
 
 
 def described(layer: str) -> str:
-    """What the errors of a curve are of."""
     return f"gradients ({layer_name(layer)})" if layer else "gradients"

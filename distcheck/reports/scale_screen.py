@@ -11,7 +11,7 @@ from distcheck.errors.shown_text import shown
 from distcheck.records import Report
 from distcheck.reports import brief, scale, terminal
 from distcheck.reports.failures import Said
-from distcheck.reports.json_report import as_document
+from distcheck.reports.json_report import document_of
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
 _RANKS = re.compile(r" \(rank [\d, ]+\)")  # of many ranks, a list of them hides what is said
@@ -23,7 +23,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     `quiet` leaves the lines of the orders alone; `verbose` adds the report of each world.
     """
     report = shown(report)
-    found = scale.curves(as_document(report)["cases"])
+    found = scale.curves(document_of(report).cases)
     if not found or report.interrupted:
         terminal.render(report, console, verbose=verbose, quiet=quiet)
         return

@@ -57,7 +57,6 @@ def render_failure(report: Report) -> str:
 
 
 def render_text(report: Report, *, width: int, verbose: bool = False) -> str:
-    """The report as plain text."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, highlight=False, color_system=None)
     render(report, console, verbose=verbose)
@@ -111,7 +110,6 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
 
 
 def _interruption(report: Report) -> Text:
-    """What an interruption left to be judged, in one line."""
     left = [case.case for case in report.cases if case.unfinished]
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])
@@ -199,7 +197,6 @@ def _counts(compared: Compared, shown: Sequence[str]) -> list[str]:
 
 
 def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
-    """The cases' results by check and layer, in the order of the report."""
     found: dict[tuple[str, str], list[CheckResult]] = {}
     for case in cases:
         for result in case.checks:

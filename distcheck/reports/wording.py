@@ -1,10 +1,7 @@
 """Phrases that every format uses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
-
-import msgspec
 
 from distcheck.records import (
     Allowance,
@@ -124,15 +121,15 @@ def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
     """Cases whose cause has a name before those where a rank crashed, and those before cases that
     nothing explains: one mistake shows in several cases, and not in all of them as what it is.
     """
-    return sorted(cases, key=lambda case: min(_little(case), default=_TELLS_LITTLE["unexplained"]))
 
+    def little(case: CaseReport) -> int:
+        told = (_TELLS_LITTLE.get(found.cause, 0) for found in case.diagnosis)
+        return min(told, default=_TELLS_LITTLE["unexplained"])
 
-def _little(case: CaseReport) -> list[int]:
-    return [_TELLS_LITTLE.get(found.cause, 0) for found in case.diagnosis]
+    return sorted(cases, key=little)
 
 
 def describe_search(explored: Explored) -> str:
-    """How far a search went, in a line."""
     if not explored.cases:
         return f"explore: {explored.strategy}: {explored.reason}"
     found = "a failure found" if explored.verdict == "fail" else "nothing found"
@@ -145,9 +142,3 @@ def describe_search(explored: Explored) -> str:
         text += f"; {explored.insensitive} cases could not show every simple mistake"
     text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
     return "; ".join(filter(None, [text, explored.reason]))
-
-
-def searches_of(document: Mapping[str, Any]) -> list[str]:
-    """How far each search of a document went, a line each."""
-    found = msgspec.convert(document.get("explored") or [], list[Explored])
-    return [describe_search(explored) for explored in found]

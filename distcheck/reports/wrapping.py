@@ -81,7 +81,6 @@ def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> lis
 def print_hanging(
     text: str, console: Console, *, indent: int, first: str = "", style: str = ""
 ) -> None:
-    """Prints a text in such lines."""
     for line in hanging(text, console.width, first=first, indent=indent):
         console.print(Text(line, style=style), soft_wrap=True)
 
@@ -94,6 +93,40 @@ def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: st
     first.stylize("bold", VERDICT, VERDICT + len(bold))
     for line in (first, *map(Text, rest)):
         console.print(line, soft_wrap=True)
+
+
+class Lines:
+    """Labelled lines, printed with the texts below each other."""
+
+    def __init__(self, console: Console, *, indent: int = 6) -> None:
+        self._console, self._indent = console, indent
+        self._found: list[tuple[str, str, int | None]] = []
+
+    def add(self, label: str, text: str, *, most: int | None = 1) -> None:
+        """A text, if there is one, of at most so many lines: what does not fit is left out, by
+        clauses. None: all of it; 0: all of it on one line, so that it can be copied.
+        """
+        if text:
+            self._found.append((label, text, most))
+
+    def print(self) -> bool:
+        """Prints them all; returns whether any of them was cut."""
+        cut = False
+        width = max((len(label) for label, *_ in self._found), default=0)
+        indent = self._indent + width + 2
+        for label, text, most in self._found:
+            first = f"{'':<{self._indent}}{label}"
+            found = [f"{first:<{indent}}{text}"]
+            if most is None:
+                found = hanging(text, self._console.width, first=first, indent=indent)
+            elif most:
+                found = fitting(text, self._console.width, first=first, indent=indent, most=most)
+            cut |= found[-1].endswith(CUT)
+            for line in found:
+                whole = Text(line)
+                whole.stylize("bold", 0, self._indent + width)
+                self._console.print(whole, soft_wrap=True)
+        return cut
 
 
 def print_trimmed(what: RenderableType, console: Console) -> None:

@@ -70,7 +70,6 @@ def render(found: Detection, console: Console, *, verbose: bool = False) -> None
 
 
 def totals(found: Detection) -> Iterator[str]:
-    """What it comes to, in words."""
     counts = found.counts
     if counts.planted:
         yield (

@@ -2,7 +2,7 @@
 
 run_folder     cases before they run, traces and the report after; saved_traces: read again
 bundle         a run as one zip; unpacking: one that comes from elsewhere
-origin         date, command and state of the code; last_pass: what has changed since the last one;
-               last_failed: which cases failed when they were last run
+origin         date, command and state of the code; earlier_runs: which cases failed when they were
+               last run, and what has changed since the last pass
 trust          which code a saved run makes distcheck run; own_objects: where that is defined
 """

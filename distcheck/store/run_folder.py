@@ -36,13 +36,13 @@ from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.recordings.traces.moving import SAVE, TRACES, TraceFilesRequest
+from distcheck.recordings.traces.seal import SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
@@ -73,7 +73,6 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> Provenance:
-        """Where it was run."""
         return Provenance(environment=self.environment, digests=self.digests, seal=self.seal)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.recordings.traces import seal
-from distcheck.recordings.traces.moving import LOAD, TRACES, TraceFilesRequest
+from distcheck.recordings.traces.seal import LOAD, TRACES, TraceFilesRequest
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json
 from distcheck.store.run_folder import SavedCase

@@ -6,10 +6,9 @@ forked, and the ranks are its threads. `plugin.py` is the door; beside it:
 
     marker      what `@pytest.mark.world(...)` may say
     fixtures    which fixtures belong to the ranks
-    front       in the pytest process: starts a world, waits, decides, passes subtests on
+    front       in the pytest process: starts a world, waits, decides; tries other schedules
     rank        in a rank: runs the body, tells what happened
     threads     ranks of a simulated world: what each has of its own
-    schedules   a test that passed in one, under other schedules
     session     in a rank: its copy of pytest's session, kept from the terminal
     examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
     messages    what a rank tells

@@ -155,7 +155,6 @@ def is_rejection(error: BaseException | None) -> bool:
 
 
 def said() -> PassedToHypothesis:
-    """What this rank has passed to hypothesis in this example."""
     context = hypothesis_compat.context()
     if context is None:
         return PassedToHypothesis()

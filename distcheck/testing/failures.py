@@ -55,7 +55,6 @@ _types: dict[tuple[str, ...], type[WorldFailure]] = {}
 
 
 def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
-    """The failure to raise for a world in which a rank failed."""
     longrepr = longrepr_of(ended, config)
     groups = _groups(ended)
     reports = [ended.reports.get(ranks[0]) for ranks, _ in groups]
@@ -65,7 +64,6 @@ def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
 
 
 def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
-    """The report of all ranks."""
     entries: list[_Entry] = [_line(ended.timeout)] if ended.timeout else []
     groups = _groups(ended)
     crash: ReprFileLocation | None = None

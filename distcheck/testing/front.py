@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -18,9 +18,12 @@ import pytest
 
 from distcheck import backends
 from distcheck.errors import DistcheckError, HelperError, NotSimulatedError
+from distcheck.judge.schedules import found_by, timelines
 from distcheck.machine import devices
+from distcheck.plan.scheduled import how_many
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
+from distcheck.records.schedules import Searched
 from distcheck.testing import (
     blas,
     examples,
@@ -29,7 +32,6 @@ from distcheck.testing import (
     kept,
     pytest_compat,
     rank,
-    schedules,
     threads,
     timeouts,
 )
@@ -41,7 +43,7 @@ from distcheck.testing.messages import RUN, RankReport, Seen, Subtest
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds import turns
-from distcheck.worlds.launch import start_world
+from distcheck.worlds.launch import search_schedules, start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 
@@ -182,7 +184,11 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     refused = ""
     with turns.turn():
         try:
-            ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
+            if options.reuse:
+                ended = kept.run(prepared)
+            else:
+                with _pool(prepared) as pool:
+                    ended = _run_in(pool, prepared)
         except NotSimulatedError as error:
             instead = 'leave backend="simulated" away'
             refused = str(error).replace("give --backend gloo", instead)
@@ -230,11 +236,6 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
         )
 
 
-def _run_fresh(prepared: Prepared) -> Ended:
-    with _pool(prepared) as pool:
-        return _run_in(pool, prepared)
-
-
 def _run_in(pool: Pool, prepared: Prepared) -> Ended:
     world = start_world(pool, ranks_of(prepared.options, RUN))
     return wait(pool, world, listen(world, prepared.item))
@@ -243,7 +244,7 @@ def _run_in(pool: Pool, prepared: Prepared) -> Ended:
 def _try_schedules(prepared: Prepared) -> None:
     __tracebackhide__ = True
     with turns.turn(), _pool(prepared) as pool:
-        schedules.search(
+        search(
             pool,
             prepared.item,
             prepared.options,
@@ -363,3 +364,83 @@ def _skip(reason: str) -> NoReturn:
 def _refuse(text: str) -> NoReturn:
     """No frame for a traceback to hide: pytest remarks on a failure of which every one is."""
     pytest.fail(text, pytrace=False)
+
+
+# -- schedules of a simulated world ----------------------------------------------------------------
+
+
+def search(
+    pool: Pool,
+    item: pytest.Function,
+    options: WorldOptions,
+    run_again: Callable[[WorldOptions], Ended],
+) -> None:
+    """Fails the test if it fails under another schedule; `run_again` gives the report of one."""
+    __tracebackhide__ = True
+    try:
+        found = search_schedules(
+            pool,
+            ranks_of(options, RUN),
+            schedules=how_many(options.schedules, options.switches),
+            switches=options.switches,
+            look=lambda: timeouts.check(item),
+        )
+    except DistcheckError as error:
+        raise pytest.fail.Exception(f"schedules could not be run: {error}", pytrace=False) from None
+    if why := _why_not_compared(found):
+        _refuse(why)
+    if found.other is not None:
+        _fail(found, item, options, run_again)
+
+
+def _why_not_compared(found: Searched) -> str:
+    """Why schedules show nothing, although the test has passed; empty where they do."""
+    for run in (found.usual, found.again):
+        if run.end != "finished":
+            return (
+                f"the test passed, and ended in a {run.end} when it was run again under the same "
+                f"schedule ({run.what}): it depends on something that no schedule controls, such "
+                "as the clock, or the system's random numbers"
+            )
+    if found.other is not None and not found.repeats:
+        return (
+            f"the test passed, and ended in a {found.other.end} under schedule "
+            f"{found.other.schedule} ({found.other.what}), but not each time: it depends on "
+            "something that no schedule controls, such as the clock, or the system's random numbers"
+        )
+    if found.other is None and found.late:
+        return (
+            f"{len(found.late)} of {found.ran} schedules did not end in time (first "
+            f"{found.late[0]}); give a longer deadline_s"
+        )
+    return ""
+
+
+def _fail(
+    found: Searched,
+    item: pytest.Function,
+    options: WorldOptions,
+    run_again: Callable[[WorldOptions], Ended],
+) -> None:
+    __tracebackhide__ = True
+    other = found.other
+    assert other is not None
+    marker = f'@pytest.mark.world({options.size}, backend="{options.backend}", '
+    said = (
+        f"passed under the usual schedule, and failed under schedule {other.schedule} "
+        f"({found_by(found)})"
+    )
+    text = "\n".join(
+        [
+            said,
+            f'run it again: {marker}schedule="{other.schedule}")',
+            *timelines(found.usual, other),
+        ]
+    )
+    ended = run_again(replace(options, schedule=other.schedule, schedules=0, switches=0))
+    if all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes):
+        _refuse(f"{text}\nit ended in a {other.end} ({other.what}), and passed when run again")
+    failure = failures.failure_of(ended, item.config)
+    assert failure.longrepr is not None
+    failure.longrepr.addsection("schedule", text)
+    raise failure

@@ -68,7 +68,6 @@ def _left_something(ended: Ended) -> bool:
 
 
 def close_all() -> None:
-    """Ends every kept world."""
     while _kept:
         _kept.popitem()[1].close()
 
@@ -136,7 +135,6 @@ class KeptWorld:
         return ended
 
     def close(self) -> None:
-        """Ends the ranks."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True

@@ -127,7 +127,6 @@ class _Before:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Puts all of it back after the block."""
         import torch
 
         try:

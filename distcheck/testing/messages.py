@@ -62,7 +62,6 @@ class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: RankReport | None = None
 
     def as_failure(self) -> RankReport:
-        """What its rank would have reported, complete."""
         assert self.failure is not None
         return msgspec.structs.replace(self.failure, longrepr=self.report)
 

@@ -71,7 +71,6 @@ def note_set_up(item: pytest.Function, name: str, definition: Any) -> None:
 
 
 def note_not_set_up(item: pytest.Function, name: str) -> None:
-    """Takes that back."""
     item._request._fixture_defs.pop(name, None)
 
 

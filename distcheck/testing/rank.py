@@ -76,7 +76,6 @@ def _owned() -> Owned:
 @RUN.does
 @of_each_rank(_owned)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    """The job of a fresh rank: one test."""
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
     enter(rendezvous, fds.get(STORE, -1), prepared.options, reporter)
@@ -202,7 +201,6 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
 
 
 def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
-    """The body and its arguments, as this rank has them."""
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
     from distcheck.testing import threads

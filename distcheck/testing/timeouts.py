@@ -35,7 +35,6 @@ class Limit:
 
     @property
     def text(self) -> str:
-        """In pytest-timeout's words."""
         return f"Timeout (>{self.seconds}s) from pytest-timeout."
 
 

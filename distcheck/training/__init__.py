@@ -4,7 +4,6 @@ jobs           what the front asks of such processes; rank carries that out
 loading        from a name to a strategy or workload; loaded: what such a one has
 building       the model, data and optimizer, alike in every rank and every reference
 loop           forward, backward, exchange, the optimizer's step
-sharding       which samples a rank reads, by epoch_positions
 losses         the loss of a shard, as code under test computes it; outputs: of the model
 adapters/      calling code that was not written for distcheck; engines, scripts: two such kinds
 

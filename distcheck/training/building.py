@@ -30,8 +30,6 @@ from distcheck.training.optimizers import (
 )
 from distcheck.workloads import datasets
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-
 
 @dataclass(frozen=True)
 class Ingredients:
@@ -125,7 +123,6 @@ class Ingredients:
         self._of_workload("schedule", optimizer, step)
 
     def _of_workload(self, name: str, *arguments: object) -> None:
-        """Calls an optional method of the workload."""
         method = getattr(self.loaded.workload, name, None)
         if method is not None:
             method(*arguments)
@@ -261,7 +258,6 @@ def restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """Fills what was built anew."""
     model.load_state_dict(kept.model)
     optimizer.load_state_dict(kept.optimizer)
     devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)

@@ -81,7 +81,6 @@ class StandIn:
 
     @property
     def state(self) -> Any:
-        """What is kept for parameters."""
         return self._inner.state
 
     @property

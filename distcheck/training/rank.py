@@ -46,7 +46,6 @@ from distcheck.worlds.reporter import Reporter
 def _open(
     job: RecordRequest | DigestRequest | TrainRequest, fds: Descriptors, reporter: Reporter
 ) -> Ingredients:
-    """Joins the world, and opens what the case trains."""
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
@@ -60,7 +59,6 @@ def _open(
 
 @RECORD.does
 def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """Runs one recording rank."""
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         surroundings.allocate(job.memory_seed)
@@ -128,7 +126,6 @@ def _digest_of(model: torch.nn.Module, loss: float) -> str:
 
 @TRAIN.does
 def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """Runs one rank that only trains."""
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
     # Without a strategy, as a single process trains.
@@ -215,7 +212,6 @@ class _Nothing:
     record = synchronize = wait = wait_event = wait_stream = _nothing
 
     def query(self) -> bool:
-        """Whether it has been reached."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
@@ -223,7 +219,6 @@ class _Nothing:
         return 0.0
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has been reached."""
         return event or _Nothing()
 
 

@@ -73,7 +73,6 @@ def root_of(path: Path) -> Path:
 
 
 def _is_own(package: str, folder: Path) -> bool:
-    """Whether a package is that folder, or none that is installed."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -1,17 +1,20 @@
-"""The book of a verification: what becomes of each case as it finishes, and what is kept of it."""
+"""The book of a verification: what becomes of each case as it finishes, and what is kept of it;
+and runs that end before every case is judged.
+"""
 
+import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from distcheck.errors import DistcheckError, InternalError
+from distcheck.errors import DistcheckError, HelperError, InternalError, RankLostError
 from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
 from distcheck.store import run_folder as store
-from distcheck.store.last_pass import since_last_green
+from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun
@@ -58,7 +61,6 @@ class Book:
 
     @property
     def finished(self) -> list[CaseReport]:
-        """The reports of this start."""
         return list(self._reports.values())
 
     def change(self, runs: Sequence[CaseRun]) -> None:
@@ -238,3 +240,55 @@ def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
         traces=dict(zip(("world", "rerun"), fds, strict=False)),
         defect=InternalError(*saved.defect) if saved.defect[0] else None,
     )
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a verification; carries the report on what had been judged by then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("interrupted")
+        self.report = report
+
+
+class GivenUpError(HelperError):
+    """The run lost what it needs; carries the report on what had been judged by then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.given_up)
+        self.report = report
+        self.exit_code = report.given_up_as
+
+
+@contextlib.contextmanager
+def reported(book: Book) -> Iterator[None]:
+    """Around the running of cases: whatever ends it takes along the report on what there is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(book.report(interrupted=True)) from None
+    except (HelperError, RankLostError) as error:
+        raise GivenUpError(book.report(given_up=error)) from error
+
+
+def nothing_judged(
+    cases: Sequence[Case],
+    reason: str,
+    whole: RunPlan | None,
+    origin: Origin,
+    *,
+    unfinished: bool = False,
+) -> Report:
+    """The report of a run that was given up before any rank of it began."""
+    unknown = [
+        CaseReport(
+            case=case,
+            strategy_file="",
+            verdict="unknown",
+            outcomes=(),
+            checks=(),
+            notes=(reason,),
+            unfinished=unfinished,
+        )
+        for case in cases
+    ]
+    return Report(environment={}, cases=tuple(unknown), plan=whole, made=origin)

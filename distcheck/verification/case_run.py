@@ -79,7 +79,6 @@ class CaseRun:
 
     @property
     def contract(self) -> Contract:
-        """What its strategy promises."""
         return self.facts.contract
 
     def cut_short(self) -> None:
@@ -88,7 +87,6 @@ class CaseRun:
             self.seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
 
     def close(self) -> None:
-        """Frees the traces."""
         while self.traces:
             os.close(self.traces.popitem()[1])
 
@@ -146,7 +144,6 @@ class CaseRun:
         return min(self.case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))
 
     def shared_trace(self, what: WorldName) -> Shared:
-        """The trace of a world, as its ranks are given it."""
         layout = self.layout
         return Shared(
             fd=self.traces[what],

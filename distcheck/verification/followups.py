@@ -31,11 +31,16 @@ from typing import Literal, get_args
 import msgspec
 
 from distcheck import backends
+from distcheck.judge import schedules
 from distcheck.plan.cells_to_run import counts_if_finished
-from distcheck.records import Case, CaseReport, Diagnosis, Outcome
+from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
 from distcheck.records.case_ids import as_file_name
 from distcheck.records.ends import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
+from distcheck.records.schedules import Searched
+from distcheck.training.jobs import DIGEST, DigestRequest
+from distcheck.worlds.launch import Ranks, search_schedules
+from distcheck.worlds.pool import Pool
 
 Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -124,7 +129,6 @@ def _simulated(report: CaseReport) -> Case | None:
 def take_in(
     reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
 ) -> list[CaseReport]:
-    """The reports with what the follow-ups have shown."""
     found = list(reports)
     for follow_up, report in done:
         change = _CHANGES.get(follow_up.kind, _with_another)
@@ -325,3 +329,83 @@ def _error(report: CaseReport) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+# -- schedules of a simulated world ----------------------------------------------------------------
+
+_OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
+
+
+def schedules_are_due(report: CaseReport) -> bool:
+    """Whether schedules of a case are to be searched: where it passed, a failure is theirs; where
+    its ranks did not finish, it may be that only buffers would save it.
+    """
+    passed = report.verdict != "fail"
+    return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)
+
+
+def with_schedules(
+    pool: Pool,
+    report: CaseReport,
+    *,
+    description: bytes,
+    data_fd: int | None,
+    show: Callable[[str], None],
+) -> CaseReport:
+    """The report with the check `schedules`. Raises CannotRunError where they cannot be run."""
+    case = report.case
+    found = _search(pool, case, description, data_fd, show)
+    replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
+    result, causes = schedules.judged(found, ranks=case.world, digests=_digests, replay=replay)
+    report = _with_contents(report, found)
+    checks = (*report.checks, result)
+    if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
+        named = [c for c in report.diagnosis if not causes or c.cause not in _OF_ENDS]
+        return msgspec.structs.replace(report, checks=checks, diagnosis=(*causes, *named))
+    return msgspec.structs.replace(
+        report,
+        checks=checks,
+        verdict=merge_verdicts([report.verdict, result.verdict]),
+        diagnosis=(*report.diagnosis, *causes),
+    )
+
+
+def _with_contents(report: CaseReport, found: Searched) -> CaseReport:
+    if report.contents is None:
+        return report
+    ended = max(found.ran - len(found.late), 0)
+    contents = msgspec.structs.replace(report.contents, schedules=ended)
+    return msgspec.structs.replace(report, contents=contents)
+
+
+def _digests(result: bytes) -> tuple[str, ...]:
+    found: tuple[str, ...] = DIGEST.decode(result)
+    return found
+
+
+def _search(
+    pool: Pool,
+    case: Case,
+    description: bytes,
+    data_fd: int | None,
+    show: Callable[[str], None],
+) -> Searched:
+    ranks = Ranks(
+        job=DIGEST,
+        backend=case.backend,
+        size=case.world,
+        request=lambda meeting: DigestRequest(
+            case=case, rendezvous=meeting, description=description
+        ),
+        deadline_s=case.deadline_s,
+    )
+    return search_schedules(
+        pool,
+        ranks,
+        schedules=case.schedules,
+        switches=case.switches,
+        fds={} if data_fd is None else {"data": data_fd},
+        on_progress=lambda ran: show(
+            f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"
+        ),
+    )

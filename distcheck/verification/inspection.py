@@ -19,8 +19,8 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
-from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
+from distcheck.machine.resources import cores
 from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
@@ -309,7 +309,6 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
 
 
 def _traits(model: torch.nn.Module) -> Iterator[str]:
-    """What its parameters have, of TRAITS."""
     whole = [p for p in model.parameters() if type(p.data) is torch.Tensor and p.numel()]
     if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
         yield "tied"
@@ -322,7 +321,6 @@ def _traits(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _output(calls: Calls) -> TensorSpec | None:
-    """What the model returns for one sample."""
     rows = calls.rows
     if rows is None or _name(rows.dtype) not in BYTES:
         return None

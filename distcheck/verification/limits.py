@@ -5,7 +5,7 @@ import resource
 
 from distcheck.backends import name_of
 from distcheck.errors import CannotRunError
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.layout import TraceLayout, spec_bytes
 from distcheck.records import Case

@@ -9,17 +9,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
-from distcheck.records import VerdictName, merge_verdicts
+from distcheck.records import code_of, verdict_of
 from distcheck.records.searches import Explored
-from distcheck.reports.document import SCHEMA, CaseEntry, Document
+from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
 from distcheck.reports.document_screen import screen_of
-from distcheck.reports.documents import OF_A_CELL, check_document, code_of
+from distcheck.reports.documents import OF_A_CELL, check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.terminal import console_for
@@ -48,7 +48,6 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
 
 
 def read_part(file: str) -> Part:
-    """The report in a file."""
     return Part(file, read_document(Path(file)))
 
 
@@ -56,7 +55,7 @@ def show_whole(
     whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Shows what was joined of parts, and writes its files; returns its exit code."""
-    lines = screen_of(whole, width=console_for().width, quiet=quiet)
+    lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
             say(line)
@@ -108,11 +107,9 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     without_plan = [part for part in parts if part not in of_plan]
     found += _without_plan(without_plan, {case["id"] for case in found})
     not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]
-    searched = [one["verdict"] for one in explored if one["verdict"] != "not run"]
-    verdicts = [*(case["verdict"] for case in found), *searched]
     whole = {
         "schema": SCHEMA,
-        "verdict": merge_verdicts([cast("VerdictName", each) for each in verdicts]),
+        "verdict": "unknown",
         "exit_code": 0,
         "totals": totals_of([case["verdict"] for case in found], left_out),
         "made": _made(parts),
@@ -133,7 +130,9 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
             for part in parts
         ],
     }
-    return whole | {"exit_code": int(_exit_code(whole, parts))}
+    document = msgspec.convert(whole, Document)
+    code = int(_exit_code(document, parts))
+    return whole | {"verdict": verdict_of(document), "exit_code": code}
 
 
 def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
@@ -228,9 +227,9 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
     return found
 
 
-def _exit_code(whole: Mapping[str, Any], parts: Sequence[Part]) -> ExitCode:
+def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
     """As for one run; it could not be saved where a part could not."""
-    code = code_of(msgspec.convert(whole, Document))
+    code = code_of(whole)
     unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
     stands = code in (ExitCode.MISMATCH, ExitCode.RANK_FAILED)
     return ExitCode.CANNOT_RUN if unsaved and not stands else code

@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -15,6 +14,7 @@ import xxhash
 from distcheck.backends import backend_names, name_of
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.errors import CannotRunError, DistcheckError, LeftOutError, RankLostError, UsageError
+from distcheck.errors.defects import OWN_CODE
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
@@ -54,7 +54,6 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
 
-_OWN = str(Path(__file__).parents[1])
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _BY_THE_KERNEL = "the kernel does that where memory is short, and so does kill -9"
 
@@ -86,7 +85,7 @@ def _where(child: Child) -> str:
     """The innermost place that it was at, as far as it could say."""
     text = child.stacks.text if child.stacks is not None else ""
     crashed = child.low_level_stacks.rpartition("Current thread")[2]
-    low = [one for one in _PLACE.findall(crashed) if not one[0].startswith(_OWN)]
+    low = [one for one in _PLACE.findall(crashed) if not one[0].startswith(OWN_CODE)]
     places = _PLACE.findall(text)[-1:] or low[:1]  # innermost last, and first
     return f" at {places[0][0]}:{places[0][1]}" if places else ""
 

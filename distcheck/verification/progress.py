@@ -9,39 +9,25 @@ NOT_FINISHED = "skipped: this code does not handle missing gradients, which is o
 
 
 class Listener(Protocol):
-    """Hears of progress as it happens."""
+    """Hears of progress as it happens; a subclass overrides what it cares for."""
 
     def preparing(self, what: str) -> None:
-        """Before any case runs."""
-        ...
+        return
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
         """Every case that will run; `before` others were judged by an earlier start of the run."""
-        ...
+        return
 
     def progress(self, case: Case, what: str) -> None:
-        """A case moved on."""
-        ...
+        return
 
     def finished(self, case: Case, verdict: str) -> None:
         """A case has been judged, with this verdict; or NOT_FINISHED."""
-        ...
+        return
 
 
 class Silent(Listener):
     """A listener that shows nothing."""
-
-    def preparing(self, what: str) -> None:
-        """Nothing."""
-
-    def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
-        """Nothing."""
-
-    def progress(self, case: Case, what: str) -> None:
-        """Nothing."""
-
-    def finished(self, case: Case, verdict: str) -> None:
-        """Nothing."""
 
 
 def step_in_words(step: int, steps: int, phase: str) -> str:

@@ -33,10 +33,16 @@ from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
-from distcheck.verification import followups, limits, preparation, schedules, verdicts
-from distcheck.verification.book import Book, given_up_on
+from distcheck.verification import followups, limits, preparation, verdicts
+from distcheck.verification.book import (
+    Book,
+    GivenUpError,
+    Interrupted,
+    given_up_on,
+    nothing_judged,
+    reported,
+)
 from distcheck.verification.case_run import CaseRun, is_separate
-from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.guesses import Guesses
 from distcheck.verification.progress import Listener, Silent
@@ -224,10 +230,9 @@ def _run_all(
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:
-    """Adds to the reports what schedules of their worlds have shown, where they were asked for."""
     for report in book.finished:
-        if schedules.is_due(report):
-            found = schedules.searched(
+        if followups.schedules_are_due(report):
+            found = followups.with_schedules(
                 pool,
                 report,
                 description=data.description,
@@ -257,7 +262,6 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
 def _follow_up(
     pool: Pool, book: "Book", data: preparation.Data, session: Session, listener: Listener
 ) -> None:
-    """Runs what the reports call for, and takes in what it shows."""
     wanted = followups.follow_ups(book.finished)
     done: list[tuple[FollowUp, CaseReport]] = []
     for each in wanted:

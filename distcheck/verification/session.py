@@ -23,15 +23,14 @@ from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import TakingApart
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
-from distcheck.verification import limits, own_defects
+from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import blame
@@ -379,7 +378,7 @@ class Session:
             self._finish(run)
             return
         if what != "further" and run.defect is None:
-            run.defect = own_defects.in_rank(run.case, world.children, hung=world.hung)
+            run.defect = own_code.defect_in_rank(run.case, world.children, hung=world.hung)
         if what == "further":
             self._further_world_over(run, succeeded=world.succeeded)
             return

@@ -34,7 +34,7 @@ from torch import nn
 from distcheck.errors import UsageError
 from distcheck.records.expected_events import RateChanged
 from distcheck.workloads.cells.samples import Classifier
-from distcheck.workloads.datasets.synthetic import hash24
+from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
 VOLUME = (4, 6, 6)
@@ -47,10 +47,9 @@ FOR_ADAMW = 50  # whose every update is about as large as its rate; SGD's rate i
 RATES = (0.0, 1.0, 0.1)  # of it, step by step, again and again
 _VOXELS = VOLUME[0] * VOLUME[1] * VOLUME[2]
 _COLUMNS = {"tokens": 2 * TOKENS, "marked": 1, "volume": _VOXELS}
-_TEST_OFFSET = 1 << 40
 
 
-class CompositeSamples:
+class CompositeSamples(ComputedSamples):
     """Rows of numbers: the digits of six tokens, from the first word, always, to the last one, a
     mark that one sample in 48 has, and a volume of 4x6x6 values in [-1, 1). The same bits in every
     process.
@@ -59,15 +58,11 @@ class CompositeSamples:
     shape = (sum(_COLUMNS.values()),)
     classes = CLASSES
 
-    def size(self, *, train: bool) -> int:
-        """As many as CIFAR-10 has."""
-        return 50_000 if train else 10_000
-
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs [n, columns] and labels [n]."""
-        rows = ids if train else ids + _TEST_OFFSET
+        rows = self.rows(ids, train=train)
         numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(self.shape[0]))
         digits, mark, voxels = numbers.split(list(_COLUMNS.values()), dim=1)
         digits[:, :2], digits[:, -2:] = 0, DIGIT - 1
@@ -214,7 +209,6 @@ class CompositeWorkload(Classifier):
         return CompositeSamples()
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """For the samples of its own."""
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

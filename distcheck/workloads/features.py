@@ -32,7 +32,6 @@ class Numbers:
     classes = CLASSES
 
     def size(self, *, train: bool) -> int:
-        """As many as the table has rows."""
         return SAMPLES
 
     def read(
@@ -61,7 +60,6 @@ class Table(nn.Module):
         self.features = nn.ParameterList([nn.Parameter(_rows(view)) for view in range(views)])
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One number."""
         rows, views = inputs[:, 0].long(), iter(self.features)
         return self.loss(
             **{
@@ -86,7 +84,6 @@ class Workload:
         return Table(self._make(), self._given)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Of the rows of the batch."""
         loss: torch.Tensor = model(batch.inputs, batch.labels)
         return loss
 

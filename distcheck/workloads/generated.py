@@ -93,7 +93,6 @@ class Scale(nn.Module):
         self.factor = nn.Parameter(torch.empty(()).uniform_(0.5, 1.0))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
         return inputs * self.factor
 
 
@@ -106,7 +105,6 @@ class Table(nn.Module):
         self.pattern = between(torch.arange(size), 0.5, 1.5) / size  # a constant, not a buffer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
         return (inputs + (self.entries * self.pattern.to(self.entries)).sum()) / 2
 
 
@@ -120,7 +118,6 @@ class Running(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
         if self.training:
             with torch.no_grad():
                 self.mean.mul_(0.75).add_(inputs.mean(), alpha=0.25)

@@ -22,6 +22,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.errors import UsageError
+from distcheck.workloads.datasets.synthetic import ComputedSamples
 
 FEATURES, HIDDEN, IMAGE, CHANNELS, OUTPUTS = 12, 8, 4, 2, 4
 HEAD_FEATURES = 6
@@ -93,7 +94,7 @@ def _only_gradient(value: torch.Tensor) -> torch.Tensor:
     return value - value.detach()
 
 
-class LatticeSamples:
+class LatticeSamples(ComputedSamples):
     """Sample i, column j is `mix(i, j)`: cotangents in -1..1, everything else in -2..2.
 
     The cotangents of the scalar and the large vector are in 1..3, so that their gradients, a
@@ -102,10 +103,6 @@ class LatticeSamples:
 
     shape = (sum(WIDTHS.values()),)
     classes = 1
-
-    def size(self, *, train: bool) -> int:
-        """As many as CIFAR-10 has."""
-        return 50_000 if train else 10_000
 
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
@@ -139,7 +136,6 @@ class Lattice:
         return per_sample.sum() * (batch.total / power_of_two)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
     def samples(self) -> LatticeSamples:

@@ -17,31 +17,26 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.records.expected_events import Padding
-from distcheck.workloads.datasets.synthetic import hash24
+from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
 LENGTH, VOCABULARY = 16, 64  # token numbers that every dtype holds exactly
 WIDTH, HEADS, BLOCKS = 32, 4, 2
 PADDING = 0  # the token that fills up
 IGNORED = -100  # the target that no loss counts, as torch's cross_entropy has it
 _ONE_IN, _SHORT = 8, 5
-_TEST_OFFSET = 1 << 40
 
 
-class Sequences:
+class Sequences(ComputedSamples):
     """Sample i: its tokens, and the token that follows each; the same in every process."""
 
     shape = (LENGTH,)
     classes = VOCABULARY
 
-    def size(self, *, train: bool) -> int:
-        """As many as CIFAR-10 has."""
-        return 50_000 if train else 10_000
-
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n, LENGTH] as numbers, and targets [n, LENGTH]."""
-        rows = ids if train else ids + _TEST_OFFSET
+        rows = self.rows(ids, train=train)
         numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(LENGTH + 1))
         tokens = 1 + numbers % (VOCABULARY - 1)
         # As many as there are targets: the last token of a sequence has none.

@@ -53,7 +53,6 @@ class Workload(CellWorkload):
     """On the samples of cells."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """For these samples."""
         return Model(classes)
 
     def samples(self) -> CellSamples:

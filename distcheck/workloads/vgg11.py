@@ -55,7 +55,6 @@ class VGG11Workload(Classifier):
         return VGG11(classes)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The course's settings."""
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 

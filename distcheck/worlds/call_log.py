@@ -40,7 +40,6 @@ class CallLog:
         self._count = 0
 
     def write(self, ranks: tuple[int, ...], call: Posted) -> None:
-        """Notes a call in place of the oldest one."""
         data = self._encoder.encode(Logged(ranks, call))
         if len(data) <= _SLOT_BYTES - _HEADER.size:
             start = self._count % _SLOTS * _SLOT_BYTES

@@ -34,7 +34,6 @@ def is_pythons(file: str) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Whether a file is of an installed package."""
     return bool({*PACKAGES} & {*Path(file).parts})
 
 

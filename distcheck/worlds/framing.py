@@ -16,7 +16,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message with its length in front."""
     body = _encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -64,7 +63,6 @@ class Line:
         self._frames = Frames(kind)
 
     def fileno(self) -> int:
-        """For selectors."""
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
@@ -98,7 +96,6 @@ class Line:
         return self._frames.decode(self._exactly(length)), fds
 
     def close(self) -> None:
-        """Ends the connection."""
         self._connection.close()
 
     def _exactly(self, count: int) -> bytes:

@@ -50,7 +50,6 @@ class Job(Generic[Asked, Answer]):
         return run
 
     def encode(self, request: Asked) -> bytes:
-        """A request, as it travels."""
         assert isinstance(request, self.request), f"{self.target} is asked a {self.request}"
         return _encoded(request)
 

@@ -108,7 +108,6 @@ def _leave_it_to_the_front(number: int, frame: object) -> None:
 
 
 def _end_as(code: int) -> None:
-    """Ends this process as the one that it kept has ended."""
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)

@@ -45,7 +45,6 @@ class Kept:
 
     @classmethod
     def of_ranks(cls, pool: Pool, ranks: Ranks[Any], fds: Mapping[str, Shared] = NO_FDS) -> "Kept":
-        """Ranks that meet."""
         return cls(pool, ranks.size, lambda own: start_world(pool, ranks, fds=fds, own_fds=own))
 
     @classmethod
@@ -81,7 +80,6 @@ class Kept:
         return first
 
     def close(self) -> None:
-        """Ends all processes."""
         end_now(self._pool, self.world)
         self.hang_up()
 

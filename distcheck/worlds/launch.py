@@ -247,7 +247,6 @@ def job_result(world: World) -> bytes:
 
 
 def error_of(child: Child) -> DistcheckError:
-    """The error that a failed child stands for."""
     raised = child.raised
     if raised is None:
         how = f"signal {child.exit_signal}" if child.exit_signal else f"code {child.exit_code}"

@@ -209,7 +209,6 @@ def garbled() -> Raised:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, or that it cannot."""
     try:
         return str(error)
     except Exception as another:  # theirs

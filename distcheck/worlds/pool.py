@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.worlds import messages
 from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.local.helper_process import (
@@ -62,7 +61,6 @@ class Interpreters:
 
     @property
     def ready(self) -> bool:
-        """Whether all have imported torch."""
         started = self._started == len(self._made)
         return started and not self.error and not any(one.importing for one in self._made)
 
@@ -95,7 +93,6 @@ class Interpreters:
             one.look_at_helper()
 
     def let_go(self) -> None:
-        """Tells them to end."""
         for one in self._made:
             one.let_go()
 
@@ -158,7 +155,6 @@ class Pool(Forker):
         return {}
 
     def ranks_here(self, world: int) -> int:
-        """How many ranks of a world are on this machine."""
         return world
 
     def describe(self) -> dict[str, Any]:

@@ -180,7 +180,6 @@ _log_fd = -1
 
 
 def is_installed() -> bool:
-    """Whether this process notes its calls."""
     return _installed
 
 
@@ -385,12 +384,10 @@ def _splits(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype of torch's: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _count(group: Any) -> int:
-    """How many calls torch has counted in a group; -1 where it does not count."""
     from distcheck.machine import compat  # imports torch, which the front must not
 
     try:

@@ -13,7 +13,6 @@ leave = os._exit  # which a child replaces by what tells of it
 
 
 def flush() -> None:
-    """Passes on what this process has printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -17,9 +17,7 @@ Region = tuple[int, int]  # offset and length, in bytes
 class Readable(Protocol):
     """What a selector takes."""
 
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
+    def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,6 @@ class Shared:
 
 
 def descriptors_of(fds: Mapping[str, Shared]) -> dict[str, int]:
-    """Those of this machine, by name."""
     return {name: given.fd for name, given in fds.items()}
 
 

@@ -14,8 +14,8 @@ from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import SETTING_UP
 
 # Of the time between two looks, by any one rank; gloo's threads and ours run for 0.4 % of it.
-_BUSY_SHARE = 0.02
-_BUSY_DEADLINES = 10.0
+BUSY_SHARE = 0.02
+BUSY_DEADLINES = 10.0  # what works and never goes on may take that many deadlines
 # Chosen: a first use may compile extensions, in processes that are not counted here; DeepSpeed's
 # took 30 s of two cores.
 SETTING_UP_S = 600.0
@@ -62,7 +62,7 @@ class StallWatch:
             return False
         if (
             any(child.starting for child in children)
-            or worked > _BUSY_SHARE * elapsed
+            or worked > BUSY_SHARE * elapsed
             or any(child.is_awake for child in children)
         ):
             self._busy_s += elapsed
@@ -70,4 +70,4 @@ class StallWatch:
             self._idle_s += elapsed
         sets_up = any(c.progress is not None and c.progress.phase == SETTING_UP for c in children)
         allowed_s = max(self._deadline_s, SETTING_UP_S) if sets_up else self._deadline_s
-        return self._idle_s >= allowed_s or self._busy_s >= _BUSY_DEADLINES * allowed_s
+        return self._idle_s >= allowed_s or self._busy_s >= BUSY_DEADLINES * allowed_s

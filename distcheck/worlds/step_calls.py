@@ -55,7 +55,6 @@ class StepCalls:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """A step begins."""
         self._heard.clear()
         self._before, self._noted = self._counted(), 0
 

@@ -85,7 +85,6 @@ class Surroundings(msgspec.Struct, frozen=True):
         return tuple(found)
 
     def describe(self, world: int) -> str:
-        """In one line, for the report."""
         parts = []
         if "interpreters" in self.factors:
             seeds = " and ".join(map(str, HASH_SEEDS[:world]))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 
 _LEAST_TURNS = 2  # one world alone leaves gaps while its ranks wait for each other
 _LOOK_EVERY_S = 0.004

@@ -162,7 +162,6 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether every rank is gone."""
         return self._phase is Phase.OVER
 
     @property

@@ -68,7 +68,7 @@ def mine(model, step):
 '''
 LAUNCHER = '''
 """Variables of a launcher that nobody has written."""
-from distcheck.worlds.launchers.launch import Launch, number, tcp
+from distcheck.worlds.launchers import Launch, number, tcp
 
 NAME = "mine"
 

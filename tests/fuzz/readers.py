@@ -20,11 +20,10 @@ import click
 import msgspec
 
 from distcheck import cli
-from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
+from distcheck.backend_probe.table import read_sweeps, render_json
 from distcheck.compare import command as comparing
-from distcheck.compare.judging import judge
-from distcheck.compare.records import CompareRequest
+from distcheck.compare.records import CompareRequest, judge
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.job import judging
@@ -46,7 +45,7 @@ from distcheck.records.training_runs import (
 )
 from distcheck.reports import training_report
 from distcheck.store import bundle
-from distcheck.store.last_pass import since_last_green
+from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job

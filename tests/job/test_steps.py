@@ -165,7 +165,7 @@ def test_a_step_with_a_closure_is_a_step(how: str, tmp_path: Path) -> None:
     assert job.steps == (0, 1, 2)
     for step in job.steps:
         record = job.records[0, step]
-        assert (len(record.trained), record.evaluations) == (1, 1)
+        assert len(record.trained) == 1
         local, given = (job.gradient(kind, 0, step, "weight") for kind in KINDS)
         assert local is not None
         assert given is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.verification import run as verification
 from distcheck.worlds import turns
 from distcheck.worlds.turns import turn

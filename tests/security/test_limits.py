@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 import distcheck
-from distcheck.backend_probe.document import read_sweeps
+from distcheck.backend_probe.table import read_sweeps
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration
@@ -68,9 +68,8 @@ WITHOUT_LIMIT = {
     "job/replaying.py": "this run's own folder",
     "job/running.py": "this run's own folder",
     "job/settings.py": "this run's own folder",
-    "machine/cores.py": "/proc and /sys",
     "machine/devices.py": "/proc",
-    "machine/free_memory.py": "/sys",
+    "machine/resources.py": "/proc and /sys",
     "records/causes/__init__.py": "the package's own table",
     "training/sources_only.py": "code that is about to be imported",
     "testing/threads.py": "code that a test has imported",

@@ -17,7 +17,7 @@ import pytest
 from distcheck.errors import CannotRunError
 from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
-from distcheck.verification.allowed_jobs import Allowed
+from distcheck.verification.own_code import Allowed
 from distcheck.worlds.framing import frame
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings

@@ -24,7 +24,7 @@ from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.records import Case, CaseReport, CheckResult
 from distcheck.records.picture_sums import MOST_ELEMENTS, NONFINITE, merge_aggregates
 from distcheck.reports.json_report import as_entries
-from distcheck.store.last_pass import since_last_green
+from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.run_folder import Store
 from tests import documents
 

@@ -117,9 +117,9 @@ LIGHT = (
     "distcheck.plan.matrix",
     "distcheck.cli.forecast",
     "distcheck.verification.merging",
-    "distcheck.cli.rendering",
+    "distcheck.cli.kept_runs",
     "distcheck.reports.html_report",
-    "distcheck.store.last_pass",
+    "distcheck.store.earlier_runs",
     "distcheck.job.running",
     "distcheck.job.inside.start",
 )

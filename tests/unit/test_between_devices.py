@@ -15,7 +15,7 @@ from distcheck.judge.diagnosis import observation
 from distcheck.judge.oracles import between_devices, kinks
 from distcheck.judge.oracles.kinks import OtherSides
 from distcheck.judge.oracles.whole_batch import WholeBatch, _Sides
-from distcheck.machine import cores, devices, seeds
+from distcheck.machine import devices, resources, seeds
 from distcheck.records import Case
 
 
@@ -143,7 +143,7 @@ def test_as_many_copies_as_the_gpu_has_room_for(
 
 
 def test_without_a_gpu_copies_fill_the_cores() -> None:
-    assert devices.copies_beside(1 << 40) == min(cores.cores(), 8)
+    assert devices.copies_beside(1 << 40) == min(resources.cores(), 8)
     assert devices.gpu_bytes_taken() == 0
 
 

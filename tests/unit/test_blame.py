@@ -9,7 +9,7 @@ from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Collective, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame, messages
-from distcheck.worlds.remote.links import RemoteChild
+from distcheck.worlds.remote.fleet import RemoteChild
 
 _FRAMES = """  File "/x/mine.py", line 8, in sync
     mean(model)

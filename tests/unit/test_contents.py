@@ -28,7 +28,7 @@ from distcheck.records.expected_events import (
 from distcheck.records.mistakes import NOTHING, Shown, both
 from distcheck.records.schedules import ScheduleRun, Searched
 from distcheck.training.jobs import TRAITS, CaseFacts
-from distcheck.verification import schedules
+from distcheck.verification import followups
 from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import FACTORS, Surroundings
@@ -174,8 +174,8 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     """A case of `--schedules 200` of which two did not end; the others show nothing of it."""
     usual = ScheduleRun("", "finished", results=(b"a",))
     found = Searched(usual, usual, ran=200, distinct=150, late=("7", "9"))
-    monkeypatch.setattr(schedules, "_search", lambda *_: found)
-    monkeypatch.setattr(schedules, "_digests", lambda _: ("a",))
+    monkeypatch.setattr(followups, "_search", lambda *_: found)
+    monkeypatch.setattr(followups, "_digests", lambda _: ("a",))
     report = CaseReport(
         case=PLAIN,
         strategy_file="",
@@ -184,7 +184,7 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
         checks=(),
         contents=Run().contents,
     )
-    searched = schedules.searched(Pool(), report, description=b"", data_fd=None, show=print)
+    searched = followups.with_schedules(Pool(), report, description=b"", data_fd=None, show=print)
     assert searched.contents is not None
     two = "orders of arrival other than those of two worlds"
     assert f"{two}, and of 198 schedules of one case" in not_shown(

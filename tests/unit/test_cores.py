@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.machine import cores
+from distcheck.machine import resources
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_quota_bounds_the_cores(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "self").write_text(groups)
-    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "_OF_THIS_PROCESS", tmp_path / "self")
+    monkeypatch.setattr(resources, "_MOUNT", tmp_path / "cgroup")
+    monkeypatch.setattr(resources, "_OF_THIS_PROCESS", tmp_path / "self")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert cores.cores() == found
+    assert resources.cores() == found

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
+from distcheck.machine.resources import KEEPS_FREED_MEMORY
 
 BYTES = 64 << 20
 PROGRAM = f"""
 import sys, psutil
-from distcheck.machine.free_memory import keep_freed_memory
+from distcheck.machine.resources import keep_freed_memory
 if sys.argv[1:]:
     keep_freed_memory()
 used = bytearray({BYTES})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Report
 from distcheck.reports import github, junit
+from distcheck.reports.document import decoded
 from distcheck.reports.files import check_outputs, errors_annotated
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import as_document
@@ -65,12 +66,14 @@ def test_every_format_says_where_a_report_comes_from() -> None:
         "2026-01-31 12:00:00+01:00 · commit 0123456789ab with changes · "
         "distcheck verify --strategy 'a|b.py:f'"
     )
-    assert describe_origin(document) == line
+    assert describe_origin(decoded(document).made) == line
     assert github.step_summary(document).endswith(line.replace("|", "\\|") + "\n")
     document["made"] |= {"clean": True, "command": ""}
-    assert describe_origin(document) == "2026-01-31 12:00:00+01:00 · commit 0123456789ab"
+    assert (
+        describe_origin(decoded(document).made) == "2026-01-31 12:00:00+01:00 · commit 0123456789ab"
+    )
     del document["made"]
-    assert describe_origin(document) == "", "of an earlier version"
+    assert describe_origin(decoded(document).made) == "", "of an earlier version"
     assert "properties" not in junit.render(document)
 
 

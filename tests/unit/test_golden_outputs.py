@@ -12,9 +12,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from distcheck.compare.outputs import KnownCase, as_report
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.compare.screen import headline, render, render_page
+from distcheck.compare.screen import KnownCase, as_report, headline, render, render_page
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.records.parting import Moment, TraceComparison

@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 
 from distcheck.errors import RankLostError
-from distcheck.verification.allowed_jobs import Allowed
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.verification.own_code import Allowed
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 from distcheck.worlds.remote.host import Host

@@ -200,7 +200,7 @@ def test_what_was_accepted_left_out_or_put_together_is_said() -> None:
     why = {"kind": "quantised:8", "widened": "widens R", "not_owed": ["agreement: it rounds"]}
     document["cases"][1]["accepted"] = why
     document["left_out"] = {"fp16-lattice": "it would overflow"}
-    document["parts"] = [{}, {}]
+    document["parts"] = [{"file": "a", "shard": 1, "exit_code": 1, "environment": {}}] * 2
     text = Page(html_report.render(document)).visible
     assert "All 2 cases passed, 1 of them with an accepted deviation." in text
     assert "pass quantised:8 accepted" in text
@@ -402,7 +402,7 @@ def test_worst_elements_are_those_of_the_cause() -> None:
     )
     report = msgspec.structs.replace(report, checks=checks)
     (case,) = documents.document(report)["cases"]
-    view = html_report._case_view("c0", case, name="a", opened=True, pictured=False)
+    view = html_report._case_view("c0", case, name="a", where="", opened=True, pictured=False)
     assert [element["parameter"] for element in view["elements"]] == [documents.VGG11[1]]
 
 

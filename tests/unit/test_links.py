@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from distcheck.worlds.remote import wire
-from distcheck.worlds.remote.links import Link
+from distcheck.worlds.remote.fleet import Link
 
 
 class Line:

@@ -6,7 +6,7 @@ from torch.utils.data import DistributedSampler
 
 from distcheck.training.epoch_positions import shard_sizes, steps_per_epoch, stretch_of
 from distcheck.training.loading import load_workload
-from distcheck.training.sharding import Shards
+from distcheck.training.loop import Shards
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(0, 300)).map(
     lambda t: (t[0], max(t[0], t[1]), max(t[0], t[1]) + t[2])  # world <= batch <= size

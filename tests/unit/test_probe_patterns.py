@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from distcheck.backend_probe import patterns, rank
-from distcheck.backend_probe.command import plan_probes
-from distcheck.backend_probe.document import read_sweeps, render_json
+from distcheck.backend_probe.command import _Episode, cell_of, plan_probes
 from distcheck.backend_probe.operations import OPERATIONS
 from distcheck.backend_probe.records import (
     Baseline,
@@ -22,8 +21,7 @@ from distcheck.backend_probe.records import (
     exit_code_of,
 )
 from distcheck.backend_probe.scene import FORMS, Buffer, ProbeScene, lay_out
-from distcheck.backend_probe.sweep import _Episode, cell_of
-from distcheck.backend_probe.table import render_text
+from distcheck.backend_probe.table import read_sweeps, render_json, render_text
 from distcheck.errors import ExitCode, UsageError
 from distcheck.worlds.world import World
 

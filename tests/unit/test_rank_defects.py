@@ -9,7 +9,7 @@ from distcheck.errors import InternalError
 from distcheck.errors.defects import is_of_a_program
 from distcheck.records import Adaptation, Case
 from distcheck.training import loop
-from distcheck.verification import own_defects
+from distcheck.verification import own_code
 from distcheck.worlds import blame, messages
 from distcheck.worlds.local.children import Child
 
@@ -27,7 +27,7 @@ def raised(kind: str, message: str = "x", *, own: bool = True, at: float = 1.0) 
 
 
 def met(case: Case, *children: Child) -> InternalError | None:
-    return own_defects.in_rank(case, children, hung=False)
+    return own_code.defect_in_rank(case, children, hung=False)
 
 
 def changed(**change: Any) -> Case:
@@ -96,7 +96,7 @@ def test_others_frames_make_it_theirs_and_so_does_an_earlier_rank() -> None:
 
 @pytest.mark.parametrize("workload", ["lattice", "cnn", "tied_weights", "generated:scale"])
 def test_built_in_cases(workload: str) -> None:
-    assert own_defects.is_own_alone(changed(workload=workload))
+    assert own_code.is_own_alone(changed(workload=workload))
 
 
 def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:

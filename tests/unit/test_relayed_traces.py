@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from distcheck.worlds.remote import wire
+from distcheck.worlds.remote.fleet import RemoteShare
 from distcheck.worlds.remote.host import written_parts
-from distcheck.worlds.remote.links import RemoteShare
 
 PAGE = 4096
 REGIONS = {0: ((0, PAGE), (4 * PAGE, 2 * PAGE)), 1: ((PAGE, PAGE), (6 * PAGE, 2 * PAGE))}

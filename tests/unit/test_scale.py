@@ -15,6 +15,7 @@ from distcheck.errors import UsageError
 from distcheck.plan.scale import plan_scale
 from distcheck.records import Case, CaseReport, Difference, Report
 from distcheck.reports import html_report, scale, scale_screen
+from distcheck.reports.document import decoded
 from distcheck.reports.json_report import as_document, read_document, render_json
 from tests import documents
 from tests.stored import compare
@@ -95,7 +96,7 @@ def grown() -> list[CaseReport]:
 
 
 def test_a_curve_has_its_worlds_in_order_and_names_the_first_that_fails() -> None:
-    ring, tree = scale.curves(documents.document(*grown())["cases"])
+    ring, tree = scale.curves(decoded(documents.document(*grown())).cases)
     assert [(p.world, p.error, p.verdict) for p in ring.points] == [
         (2, 2e-9, "pass"), (8, 8e-9, "pass"), (16, 1.6e-8, "fail"),
     ]  # fmt: skip
@@ -111,7 +112,7 @@ def test_what_is_unknown_is_no_pass_and_says_why() -> None:
     reports[1] = msgspec.structs.replace(
         reports[1], verdict="unknown", checks=(), outcomes=(), notes=("no bound is left",)
     )
-    (curve,) = scale.curves(documents.document(*reports)["cases"])
+    (curve,) = scale.curves(decoded(documents.document(*reports)).cases)
     assert curve.comes_to == "does not fail, and is unknown in world 8"
     assert (curve.points[1].error, curve.points[1].reason) == (None, "no bound is left")
     text = screen(reports)

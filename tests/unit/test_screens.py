@@ -23,10 +23,10 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART
-from distcheck.reports import brief, training_screen
+from distcheck.reports import brief, training_report
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.failures import ends_of_ranks
-from distcheck.reports.json_report import as_document, render_json
+from distcheck.reports.json_report import document_of, render_json
 from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render, render_text, summarize
 from distcheck.reports.wrapping import wrap
@@ -290,7 +290,7 @@ def test_screens(name: str, width: int) -> None:
 @pytest.mark.parametrize("name", ["two-causes", "job", "several"])
 def test_screens_of_documents(name: str, width: int) -> None:
     """What `merge` and `report` print."""
-    lines = screen_of(as_document(REPORTS[name]), width=width)
+    lines = screen_of(document_of(REPORTS[name]), width=width)
     assert all(len(line) <= width or "replay" in line for line in lines)
     compare(f"document-{name}-{width}.txt", "\n".join(lines))
 
@@ -342,7 +342,7 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
     more = 'distcheck explain no-sync | distcheck open | -v    # all of "...": distcheck open or -v'
     assert screen.splitlines()[-1] == f"more   {more}"
     assert "..." not in render_text(report, width=80, verbose=True)
-    *_, whole = screen_of(as_document(report), width=80)
+    *_, whole = screen_of(document_of(report), width=80)
     assert whole == 'more    all of "...": --html FILE'
     assert "all of" not in render_text(REPORTS["mismatch"], width=80)
 
@@ -619,11 +619,11 @@ def test_the_screen_of_training(width: int) -> None:
         "mean_step_s": 0.8123, "median_step_s": 0.8011, "max_step_s": 1.2345,
     }  # fmt: skip
     lines = [
-        *training_screen.heading(trained, "2.15.0+cpu", width=width),
-        *training_screen.epoch(row, 20, width=width),
-        *training_screen.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
+        *training_report.heading(trained, "2.15.0+cpu", width=width),
+        *training_report.epoch(row, 20, width=width),
+        *training_report.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
     ]
-    training_screen.print_failure(trained, crash().outcomes, console)
+    training_report.print_failure(trained, crash().outcomes, console)
     failure = stream.getvalue().splitlines()
     assert all(len(line) <= width for line in [*lines, *failure[:-1]])
     assert failure[0].startswith("FAIL")

@@ -22,7 +22,8 @@ from distcheck.plan.thorough import SearchBeside, beside, widened
 from distcheck.records import Report
 from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
-from distcheck.reports.wording import describe_search, searches_of
+from distcheck.reports.document import decoded
+from distcheck.reports.wording import describe_search
 from distcheck.verification.merging import Part, join
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.pool import Pool
@@ -292,7 +293,7 @@ def test_services_and_pages_say_how_far_it_went(document: dict[str, Any], kind: 
     root = ElementTree.fromstring(junit.render(document).encode())
     (case,) = (case for case in root.iter("testcase") if case.get("name") == "explore")
     assert [child.tag for child in case] == ([kind] if kind else [])
-    (line,) = searches_of(document)
+    (line,) = map(describe_search, decoded(document).explored)
     assert line.startswith("explore: ddp: ")
     assert line in html_report.render(document)
     assert "explore: ddp: " in github.step_summary(document)

@@ -21,7 +21,7 @@ from distcheck.worlds.call_log import (
     logged,
 )
 from distcheck.worlds.messages import Proven
-from distcheck.worlds.remote.links import RemoteChild
+from distcheck.worlds.remote.fleet import RemoteChild
 from distcheck.worlds.world import mismatch_of, or_earlier
 
 

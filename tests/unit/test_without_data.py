@@ -25,7 +25,7 @@ from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
-from distcheck.training.sharding import Shards
+from distcheck.training.loop import Shards
 from tests.unit.test_diagnosis import ENDS, Weights, equal, failed, measured
 from tests.unit.test_plan import checks
 from tests.unit.test_traces import LAYOUT, new_file

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from distcheck.backend_probe.command import plan_probes
+from distcheck.backend_probe.command import plan_probes, sweep
 from distcheck.backend_probe.records import ProbedCell
-from distcheck.backend_probe.sweep import sweep
 from distcheck.worlds.pool import Pool
 
 R, B, N, D, H, Q = "right", "wrong", "refused", "crashes", "hangs", "not tried"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from distcheck.backend_probe.document import read_sweeps
-from distcheck.backend_probe.sweep import look_at
-from distcheck.backend_probe.table import render_text
+from distcheck.backend_probe.command import look_at
+from distcheck.backend_probe.table import read_sweeps, render_text
 from distcheck.errors import UsageError
 from distcheck.machine import devices
 from distcheck.worlds.pool import Pool

@@ -17,11 +17,12 @@ from distcheck.judge import checks, job
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
-from distcheck.records import Outcome
+from distcheck.records import Outcome, ranks_failed
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT64
+from distcheck.reports.document import decoded
 from distcheck.reports.documents import check_document
-from distcheck.reports.findings import finding_of, ranks_failed
+from distcheck.reports.findings import finding_of
 from distcheck.training.jobs import INSPECT
 from distcheck.verification.followups import leave_out
 from distcheck.workloads.datasets.description import PREPARE
@@ -142,8 +143,8 @@ def test_a_defect_in_a_rank_is_no_failure_of_the_case() -> None:
     found = document(case)
     assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
     check_document(found, "r.json")
-    assert not ranks_failed(found["cases"][0])
-    assert finding_of(found["cases"][0]).headline == "outcome: internal error in rank 0"
+    assert not ranks_failed(decoded(found).cases[0])
+    assert finding_of(decoded(found).cases[0]).headline == "outcome: internal error in rank 0"
     companion = msgspec.structs.replace(
         case, case=msgspec.structs.replace(case.case, dtype="float64", layers=(IN_FLOAT64,))
     )

@@ -50,7 +50,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a plain copy of it."""
     if is_plain(tensor):
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)

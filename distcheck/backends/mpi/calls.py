@@ -106,7 +106,6 @@ def begin(group: str) -> None:
 
 
 def forget() -> None:
-    """Drops what was noted."""
     _latest.clear()
 
 

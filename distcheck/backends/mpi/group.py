@@ -296,7 +296,6 @@ class MPIGroup(PythonGroup):
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        """One tensor to one rank."""
         (tensor,) = tensors
         check("send", [tensor])
         data = buffers.plain(tensor)

@@ -74,11 +74,9 @@ class MPIWork(PythonWork):
         return self._look()
 
     def is_success(self) -> bool:
-        """Whether it completed without an error."""
         return self._look() and self._error is None
 
     def exception(self) -> Any:
-        """What went wrong, or None."""
         return self._error
 
     def source_rank(self) -> int:
@@ -143,11 +141,9 @@ class Together(PythonWork):
         self._works, self._results = works, results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits for all of them."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all of them are complete."""
         return all(work.is_completed() for work in self._works)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from distcheck.cli.completion import of
 from distcheck.cli.group import Command
+from distcheck.cli.options import completing
 
 
 def _names() -> list[str]:
@@ -16,7 +16,11 @@ def _names() -> list[str]:
 
 @click.command("explain", cls=Command)
 @click.argument(
-    "what", metavar="[CAUSE|FILE]", type=click.Path(), required=False, **of(_names, files=True)
+    "what",
+    metavar="[CAUSE|FILE]",
+    type=click.Path(),
+    required=False,
+    **completing(_names, files=True),
 )
 def command(what: str | None) -> int:
     """Explain a cause that a report names: how it shows, an example, and how to repair it; or a

@@ -114,7 +114,6 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
 
 
 def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple[Any, int]:
-    """The report, and the exit code."""
     from rich.console import Console
 
     from distcheck.errors import UsageError

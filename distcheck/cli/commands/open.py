@@ -2,12 +2,12 @@
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import RUNS
 
 
 @click.command("open", cls=OnceCommand)
-@click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **completion.RUNS)
+@click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **RUNS)
 def command(run: str | None) -> int:
     """Show the HTML report of a kept run, the last by default, in a browser.
 

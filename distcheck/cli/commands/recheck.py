@@ -4,14 +4,13 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import OnceCommand
-from distcheck.cli.options import trust_option
+from distcheck.cli.options import RUNS, trust_option
 from distcheck.reports.files import output_options, taken_from
 
 
 @click.command("recheck", cls=OnceCommand)
-@click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
+@click.argument("folder", metavar="DIR", type=click.Path(), **RUNS)
 @output_options
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @trust_option

@@ -5,16 +5,13 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
-from distcheck.cli.options import trust_option
+from distcheck.cli.options import RUNS, trust_option
 from distcheck.reports.files import GITHUB, output_options, taken_from
 
 
 @click.command("replay", cls=Command)
-@click.argument(
-    "case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **completion.RUNS
-)
+@click.argument("case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **RUNS)
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
 @trust_option

@@ -4,14 +4,14 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import RUNS
 from distcheck.errors import UsageError
 from distcheck.reports.files import output_options, taken_from
 
 
 @click.command("report", cls=OnceCommand)
-@click.argument("run", metavar="RUN.json", type=click.Path(), required=False, **completion.RUNS)
+@click.argument("run", metavar="RUN.json", type=click.Path(), required=False, **RUNS)
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of reports, and nothing else.")
 @output_options
 def command(run: str | None, *, schema: bool, **asked: Any) -> int:
@@ -23,7 +23,7 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     distcheck report --schema > report.schema.json
     """  # fmt: skip
-    from distcheck.cli.rendering import report_command, schema_command
+    from distcheck.cli.kept_runs import report_command, schema_command
 
     files = taken_from(asked)
     if schema and not run and not files:

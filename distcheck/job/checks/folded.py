@@ -102,12 +102,10 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
 
 
 def _passes(job: JobRecording, seen: ReplayedStep) -> int:
-    """How many backward passes the script made as one process."""
     return len(seen.losses) or len(job.records[0, seen.step].trained)
 
 
 def _most_passes(job: JobRecording, reference: Reference) -> int:
-    """The number of passes that most steps have."""
     counts = Counter(_passes(job, seen) for seen in reference.replayed.steps)
     return counts.most_common(1)[0][0] if counts else 1
 

@@ -16,7 +16,7 @@ import torch
 from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch, StepRecord
+from distcheck.recordings.jobs.records import Iteration, LoadedBatch
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
@@ -37,7 +37,6 @@ class _Trained:
 
 
 def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> list[Key]:
-    """What says which samples a rank trained a step on."""
     record = job.records[rank, step]
     passes = [one for one in record.passes if one.live]
     places = dict.fromkeys(place for one in passes for place in one.batches)
@@ -148,7 +147,6 @@ def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tupl
 
 
 def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
-    """A digest of each part of a sample, the largest first."""
     nothing = torch.empty(0)
     kept = [job.tensors(rank, step).get(f"data/{name}", nothing) for name in batch.leaves]
     kept.sort(key=lambda one: -one.numel())
@@ -222,7 +220,8 @@ def order(job: JobRecording) -> Iterator[CheckResult]:
     compared = False
     for rank in range(job.world):
         by_loader: dict[int, list[tuple[int, Iteration]]] = {}
-        used = {place[:2] for step in job.steps for place in _places(job.records[rank, step])}
+        passes = (one for step in job.steps for one in job.records[rank, step].passes)
+        used = {place[:2] for one in passes if one.live for place in one.batches}
         for step in job.steps:
             for begun in job.records[rank, step].iterations:
                 is_used = (begun.loader, begun.epoch) in used or not used
@@ -240,7 +239,3 @@ def order(job: JobRecording) -> Iterator[CheckResult]:
                     )  # fmt: skip
     if compared:
         yield tally.result()
-
-
-def _places(record: StepRecord) -> Iterator[Place]:
-    return (place for one in record.passes if one.live for place in one.batches)

@@ -71,7 +71,6 @@ def _unlike(passes: Sequence[Pass]) -> str:
 
 
 def _unscaled(term: Term, record: StepRecord) -> Term:
-    """The term without the scale of a GradScaler."""
     scale = [factor for factor in term.factors if factor.number == record.scale][:1]
     rest = [factor for factor in term.factors if not scale or factor is not scale[0]]
     return Term(name=term.name, reduction=term.reduction, call=term.call, factors=tuple(rest))

@@ -146,7 +146,6 @@ class Audit:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are audited."""
         return [leaf.parameter for leaf in self.leaves]
 
     @property
@@ -170,7 +169,6 @@ class Audit:
             leaf.arm(wholes)
 
     def close(self) -> None:
-        """Ends it."""
         self.armed = False
         self._handle.remove()
 

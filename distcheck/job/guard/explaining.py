@@ -52,7 +52,6 @@ def causes(found: Divergence) -> list[Diagnosis]:
 
 
 def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
-    """What an audit found, of replicas that agree."""
     evidence = sentence(one, found)
     if one.what == LEFT_OUT:
         return name_cause("dropped-rank", evidence, "job")

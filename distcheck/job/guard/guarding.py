@@ -151,7 +151,6 @@ class Guard:
 
     @property
     def world(self) -> int:
-        """How many ranks are compared."""
         return len(self._peers.ranks)
 
     def begin(self, *, hears: bool) -> "Guard":
@@ -346,7 +345,6 @@ class Guard:
         return tuple(findings), self._sums(own, names)
 
     def _documents(self, own: ReplicaState) -> list[dict[str, dict[str, Any]]]:
-        """Digests by name, of every rank."""
         mine = {name: getattr(own, name) for name in comparing.NAMED}
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine), "digests")
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]

@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck import private
 from distcheck.errors import UsageError
-from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.decoding import decode_json, read_bounded, read_written
 
 SCHEMA = "distcheck.guard/1"
 _MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
@@ -91,7 +91,6 @@ def named(ranks: tuple[int, ...]) -> str:
 
 
 def sentence(found: ReplicaFinding, of: Divergence) -> str:
-    """One finding for a person."""
     since = f"; they agreed at step {of.agreed_at}" if of.agreed_at >= 0 else ""
     groups = " and ".join(named(group) for group in found.groups[:4])
     groups += f" and {len(found.groups) - 4} more groups" if len(found.groups) > 4 else ""
@@ -156,17 +155,10 @@ def write(difference: Divergence, folder: Path) -> Path:
 
 def read(file: Path) -> Divergence:
     """A bundle again. Raises UsageError for another file, or one that is damaged."""
-    try:
-        found = decode_json(read_bounded(file, _MOST_BYTES), Divergence)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
-    except msgspec.MsgspecError as error:
-        raise UsageError(
-            f"{file} is not a bundle of distcheck.guard ({error}); give the file that its message "
-            "names"
-        ) from error
-    if found.schema != SCHEMA:
-        raise UsageError(f"{file} is of the schema {found.schema!r}; this version reads {SCHEMA}")
+    found = read_written(
+        file, Divergence, schema=SCHEMA, name=str(file), most=_MOST_BYTES,
+        why="is not a bundle of distcheck.guard ({error}); give the file that its message names",
+    )  # fmt: skip
     if not found.findings or not found.ranks or not all(one.groups for one in found.findings):
         raise UsageError(f"{file} is damaged: it holds no finding; give another file")
     for sums in found.sums:

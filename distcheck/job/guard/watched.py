@@ -33,14 +33,12 @@ class WatchedModel:
         self.forget()
 
     def forget(self) -> None:
-        """A step begins."""
         self.rows: set[int] = set()  # digests of samples, the smallest ones
         self.buffers: dict[str, int] | None = None
         self._streams: list[int] | None = None
         self.drawn = [0, 0]  # the states of streams that the first forward pass drew from
 
     def close(self) -> None:
-        """Takes the hooks out."""
         for handle in self._handles:
             handle.remove()
 

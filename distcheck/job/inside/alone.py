@@ -36,11 +36,9 @@ class _Done(PythonWork):
         self._results = results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Nothing is left to be waited for."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def get_future(self) -> Any:
@@ -78,7 +76,6 @@ class Alone(PythonGroup):
     allreduce_coalesced = broadcast = reduce = allreduce
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """The one input."""
         for output, given in zip(outputs, inputs, strict=True):
             output[0].copy_(given)
         return _done(outputs)
@@ -93,11 +90,9 @@ class Alone(PythonGroup):
     reduce_scatter_single = all_gather_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """The one part."""
         return self.all_gather_single_coalesced(outputs, inputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
-        """The one part."""
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given[0])
         return _done(outputs)
@@ -107,7 +102,6 @@ class Alone(PythonGroup):
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, *splits_and_options: Any
     ) -> Any:
-        """The one part."""
         return self.all_gather_single(output, given)
 
     def barrier(self, opts: Any = None) -> Any:

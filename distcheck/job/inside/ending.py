@@ -22,7 +22,6 @@ _PATIENCE_S = 10.0  # for MPI, which waits for all ranks; chosen: they are at th
 
 
 def leave() -> NoReturn:
-    """Ends this process as one that succeeded."""
     sys.stdout.flush()
     sys.stderr.flush()
     _finalise_mpi()

@@ -37,7 +37,6 @@ class Feeding:
                     self.lengths[begun.loader] = begun.length
 
     def passes(self, step: int, rank: int) -> list[Pass]:
-        """The forward passes of a rank."""
         return list(self._job.records[rank, step].passes)
 
     def begins_at(self, step: int) -> int:
@@ -53,7 +52,6 @@ class Feeding:
         return max(min(found), self._job.steps[0])
 
     def pairs(self, number: int, rank: int) -> Pairs:
-        """One forward pass of a rank, or of all ranks."""
         return [(one, number) for one in (range(self._job.world) if rank == ALL else (rank,))]
 
     def has(self, step: int, pairs: Pairs) -> bool:

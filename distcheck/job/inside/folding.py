@@ -16,8 +16,7 @@ import torch
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
 from distcheck.job.settings import Role
-from distcheck.machine.cores import cores
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes, cores
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
 
@@ -242,7 +241,6 @@ def _dense(names: Iterable[str], found: Sequence[torch.Tensor | None]) -> dict[s
 
 
 def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether one is the other times a factor."""
     if set(one) != set(other):
         return False
     by = state.factor_of(one, other)

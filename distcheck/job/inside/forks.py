@@ -19,7 +19,7 @@ from distcheck import private
 from distcheck.errors.masking import masked
 from distcheck.job.inside import tensors
 from distcheck.job.settings import Role
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.worlds import linux
 
 _PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch
@@ -74,7 +74,6 @@ class Forks:
         return self.read(roles) if reads else {}
 
     def read(self, roles: Sequence[Role]) -> "Written":
-        """What each copy wrote."""
         return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:

@@ -52,7 +52,6 @@ class Guarded:
         register_optimizer_step_post_hook(self._after)
 
     def _forget(self) -> None:
-        """What a rank forks is none."""
         self._has_failed = True
         self._entries.clear()
 

@@ -30,14 +30,12 @@ class HandingOut:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Counts from the beginning."""
         self.passes = 0  # forward passes of the step
         self._calls = 0  # losses since the last of them
         self._before_backward = 0  # losses since the last backward pass,
         self._passes_before = 0  # and the forward passes before that
 
     def computes_loss(self) -> None:
-        """Counts a loss."""
         self._calls += 1
         self._before_backward += 1
 
@@ -63,11 +61,9 @@ class HandingOut:
         return self.feeding.pairs(number, 0 if self.mode == BY_RANK else ALL)
 
     def iterates(self, loader: Any, iterator: Any) -> None:
-        """Numbers the loader as the recorder has."""
         self._loaders.iterates(loader, iterator)
 
     def length(self, loader: Any) -> int | None:
-        """The length that a rank saw."""
         return self.feeding.lengths.get(self._loaders.number(loader))
 
     def is_over(self, iterator: Any) -> bool:

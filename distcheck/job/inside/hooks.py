@@ -119,7 +119,6 @@ def within(call: Callable[..., Any], *given: Any) -> Any:
 
 
 def _is_heard(module: torch.nn.Module) -> bool:
-    """Whether a call of a module is one of a whole model."""
     if _listener is None or _depth or torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

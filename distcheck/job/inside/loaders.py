@@ -199,12 +199,10 @@ class InWorker(Deaf):
         self._is_over = False
 
     def fetches(self) -> None:
-        """A batch is about to be made."""
         if torch.utils.data.get_worker_info() is not None and not self._is_over:
             self._before = tensors.random_digests()
 
     def fetched(self) -> None:
-        """It is made."""
         now = tensors.random_digests() if self._before else {}
         for name, state in self._before.items():
             if now.get(name) != state:

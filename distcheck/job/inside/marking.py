@@ -25,7 +25,6 @@ def mark_rank() -> None:
 
 
 def is_of_a_rank() -> bool:
-    """Whether a rank has forked this process."""
     return os.environ.get(MARK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
 
 

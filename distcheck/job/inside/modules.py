@@ -46,7 +46,6 @@ class Part(NamedTuple):
     length: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That part of a tensor."""
         return tensor if self.axis < 0 else tensor.narrow(self.axis, self.start, self.length)
 
 
@@ -140,7 +139,6 @@ class Modules:
         return _Call(name, kind, count, given, len(self._open) - 1)
 
     def ends(self, call: _Call, result: Any) -> None:
-        """It has returned."""
         del self._open[call.depth :]
         self._tell_ops()
         returned = self._places(f"{call.name}#{call.again}/out", result)
@@ -158,7 +156,6 @@ class Modules:
             self._ops.module = self._open[-1] if self._open else ""
 
     def taken(self) -> dict[int, Seen]:
-        """What was seen, by rank."""
         return {
             rank: Seen(
                 Watched(

@@ -57,7 +57,6 @@ class Moving(Recorder):
                 own.data.copy_(state.moved(own.cpu(), moves, self._dtype))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts them back."""
         self._put_back()
         super().steps(optimizer)
 

@@ -99,7 +99,6 @@ class _Stream:
         pass
 
     def query(self) -> bool:
-        """It is done."""
         return True
 
 

@@ -55,7 +55,6 @@ class OpLog(OpMode):
             self._part = ""
 
     def taken(self) -> Ops:
-        """What was heard."""
         return Ops(tuple(self._calls), self._left_out)
 
     def region(self, name: str, inputs: Iterable[str], outputs: Iterable[str]) -> None:

@@ -155,7 +155,6 @@ class Parameters:
 
     @property
     def has_parts(self) -> bool:
-        """Whether ranks hold parts of some parameter."""
         return any(is_in_parts(one) for one in self.by_name.values())
 
 
@@ -171,7 +170,6 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def places_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of an optimizer, by their place in it."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             yield f"parameter {place} of group {number}", parameter

@@ -50,7 +50,6 @@ def world_of() -> tuple[int, int]:
 def introduce(
     folder: Path, rank: int, world: int, parameters: Parameters, axes: Sequence[records.Axis] = ()
 ) -> None:
-    """Makes the folder of a rank, and writes who it is."""
     mine = records.rank_folder(folder, rank)
     private.folder(mine, is_new=True)
     mark_rank()
@@ -160,7 +159,6 @@ def averages(parameters: Parameters) -> dict[str, str]:
 
 
 def state_digest(module: torch.nn.Module) -> str:
-    """A digest of a module's parameters."""
     held = [tensors.digest_of(tensors.whole(p)) for p in module.parameters()]
     return records.digest("".join(held).encode())
 
@@ -216,7 +214,6 @@ def exchange_seconds(model: torch.nn.Module) -> float | None:
 
 
 def ddp_in(model: torch.nn.Module) -> Any:
-    """The DistributedDataParallel that a model is, or has."""
     kind = torch.nn.parallel.DistributedDataParallel
     return next((part for part in model.modules() if isinstance(part, kind)), None)
 

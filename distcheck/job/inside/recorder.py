@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from distcheck.job.inside import arrangement, hooks, rank, tensors
 from distcheck.job.inside.contributions import Contributions
-from distcheck.job.inside.held import HeldState
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
+from distcheck.job.inside.state import HeldState
 from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings
@@ -50,11 +50,9 @@ class LossesHeard:
         value.grad_fn.register_prehook(lambda _: hooks.say("reaches", heard))
 
     def begin(self) -> None:
-        """A backward pass begins."""
         self._reached = set()
 
     def reaches(self, heard: int) -> None:
-        """It goes through one of them."""
         if heard in self._places:
             self._reached.add(self._places[heard])
 
@@ -119,7 +117,6 @@ class LinesHeard:
             lines[line_of_script()] = None
 
     def taken(self) -> dict[str, tuple[str, ...]]:
-        """All of them, in the order in which they were first called from."""
         return {kind: tuple(lines) for kind, lines in self._heard.items()}
 
 
@@ -174,20 +171,17 @@ class Recorder(Deaf):
         return self._ends[0] <= self.steps_over <= self._ends[1]
 
     def batch(self, iterator: Any, batch: Any) -> None:
-        """Notes the samples."""
         if self.steps_over <= self._ends[1]:
             self.loaders.batch(iterator, batch)
             self._lines.note("loader")
             self._origin = tensors.random_state()
 
     def length(self, loader: Any) -> None:
-        """Numbers the loader."""
         self.loaders.number(loader)
 
     # -- forward passes --------------------------------------------------------------------------
 
     def makes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Numbers the optimizer."""
         self.parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -218,7 +212,6 @@ class Recorder(Deaf):
             self._modules.enters(model, place, [(0, number)])
 
     def autocasts(self, context: Any) -> None:
-        """Notes the dtype."""
         self._held.autocasts()
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
@@ -321,7 +314,6 @@ class Recorder(Deaf):
             self._looked = True
 
     def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
-        """Notes what clipping has found."""
         if self._file is None:
             return
         self._lines.note("clip")
@@ -427,7 +419,6 @@ class Recorder(Deaf):
             backwards=self._backwards,
             carried=any(one <= self._of_step.get(number, -1) for one in backwards),
             exchanged=bool(raw) and self._exchanged.issuperset(raw),
-            evaluations=self._evaluations,
             batches=self.loaders.take(file),
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),

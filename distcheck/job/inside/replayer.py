@@ -129,11 +129,9 @@ class Replayer(Deaf):
         loader.num_workers = loader.timeout = 0
 
     def iterates(self, loader: Any, iterator: Any) -> None:
-        """Numbers the loader as the recorder has."""
         self._hands.iterates(loader, iterator)
 
     def length(self, loader: Any) -> int | None:
-        """The length that a rank saw."""
         return self._hands.length(loader)
 
     def is_over(self, iterator: Any) -> bool:
@@ -141,12 +139,10 @@ class Replayer(Deaf):
         return self._hands.is_over(iterator)
 
     def batch(self, iterator: Any, batch: Any) -> None:
-        """Puts in the recorded batch."""
         self._begin_step()
         self._hands.batch(iterator, batch)
 
     def makes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Numbers the optimizer as the recorder has."""
         self._parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -189,11 +185,9 @@ class Replayer(Deaf):
         self._loaded |= set(new)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
-        """Puts in the recorded target."""
         self._hands.target(computed, target)
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """Counts the losses of a pass."""
         self._hands.computes_loss()
         self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
         self._copies.folding.heard(self._heard[-1])

@@ -46,7 +46,6 @@ class StepFile:
         self.has_restarted = False
 
     def digest(self, name: str) -> str | None:
-        """The digest of what has a name."""
         return self._digests.get(name)
 
     def differ(self, state: Mapping[str, torch.Tensor], kind: str = "before") -> bool:
@@ -81,7 +80,6 @@ class StepFile:
         self.has_restarted = True
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a tensor as it is now."""
         self._kept[name] = tensors.held(tensor).clone()
 
     def add_data(self, tensor: torch.Tensor) -> str:
@@ -120,7 +118,6 @@ class StepFile:
         )
 
     def add_held(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """Notes what an optimizer holds."""
         plain = tensors.held(tensor)
         self._digests[name] = tensors.digest_of(plain)
         if self._is_part(name, tensor) or keep:

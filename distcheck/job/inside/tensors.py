@@ -113,7 +113,6 @@ def any_held(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def not_finite(found: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of tensors with infinities or NaN."""
     numbers = {n: t for n, t in found.items() if t.is_floating_point() or t.is_complex()}
     return [name for name, one in numbers.items() if not _is_finite(one.detach())]
 
@@ -162,7 +161,6 @@ def inputs_of(value: Any) -> list[torch.Tensor]:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is one of a model's."""
     return isinstance(tensor, torch.nn.Parameter)
 
 
@@ -201,7 +199,6 @@ def random_state() -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Puts them back."""
     end = len(torch.get_rng_state())
     torch.set_rng_state(state[:end].clone())
     libraries = bytes(state[end : end + LIBRARY_STATES_BYTES].tolist())
@@ -212,7 +209,6 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 def random_digests() -> dict[str, str]:
-    """The same streams, each as a digest."""
     found = {"torch": digest_of(torch.get_rng_state())}
     states, half = library_states(), LIBRARY_STATES_BYTES // 2
     for name, state in (("python", states[:half]), ("numpy", states[half:])):

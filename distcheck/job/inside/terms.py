@@ -82,7 +82,6 @@ def _elements(node: Node) -> int:
 
 
 def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of a term."""
     about = output_of_node(end.node, end.output)
     edge = torch.autograd.graph.GradientEdge(end.node, end.output)
     seed = torch.ones(about.shape, dtype=about.dtype)

@@ -60,7 +60,6 @@ class WatchedCopies:
 
 
 def packed_all(seen: dict[int, Seen]) -> Tensors:
-    """What was seen of several ranks, as tensors."""
     return {n: t for rank, one in seen.items() for n, t in packed(one, of_rank(rank)).items()}
 
 

@@ -71,7 +71,9 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     expected = expected.to(actual.device)
     if torch.equal(bits(actual), bits(expected)):
         return Comparison(True, actual.numel(), ulps={0: actual.numel()})
-    same = (bits(actual) == bits(expected)) | _both_nan(actual, expected)
+    same = (bits(actual) == bits(expected)) | (
+        real_parts(actual).isnan() & real_parts(expected).isnan()
+    )
     if bool(same.all()):
         return Comparison(True, actual.numel(), ulps={0: actual.numel()})
     if actual.is_complex():  # a number is the same if both its parts are
@@ -87,11 +89,6 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
         places=_places(actual, expected, zero, error, differs),
         ulps=ulp_bins(actual, expected),
     )
-
-
-def _both_nan(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """In the shape of `bits`."""
-    return real_parts(actual).isnan() & real_parts(expected).isnan()
 
 
 def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:

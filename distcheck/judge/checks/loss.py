@@ -78,7 +78,6 @@ def _add(tally: Tally, ranks: Sequence[int], step: int, loss: float, form: Form)
 
 
 def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
-    """The ranks' losses, weighted by what each is over: samples, or tokens."""
     sizes = [header.loss_over for header in expectation.headers]
     weights = [size * len(sizes) / max(1, sum(sizes)) for size in sizes]
     pairs = zip(losses, weights, strict=True)

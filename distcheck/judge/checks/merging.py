@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from distcheck.records import CheckResult, Compared, Difference, VerdictName, merge_verdicts
 from distcheck.records.mistakes import merge_shown
+
+Result = TypeVar("Result", bound=Any)  # of a check: `CheckResult`, or its entry in a document
 
 
 def share_of_bound(difference: Difference) -> float:
@@ -84,13 +87,14 @@ def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
     )
 
 
-def earliest_failure(results: Sequence[CheckResult]) -> CheckResult | None:
-    """The failed result that diverges first: by step, then in the order of the checks.
+def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -> Result | None:
+    """The failed result, or the first of another `verdict`, that diverges first: by step, then in
+    the order of the checks.
 
     A wrong gradient at one step shows in what the next step computes from it, so the order of the
     checks alone would name a consequence. Results that failed without a place come last.
     """
-    failed = [result for result in results if result.verdict == "fail"]
+    failed = [result for result in results if result.verdict == verdict]
     return min(
         failed,
         key=lambda result: result.first.step if result.first is not None else math.inf,

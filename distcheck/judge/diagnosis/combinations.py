@@ -66,7 +66,6 @@ def holds(
     weights: Sequence[float],
     slack: float = 0.0,
 ) -> bool:
-    """Whether a rank's result is this combination, in every one of the parameters."""
     return all(
         distance(parameter, rank, weights) <= bound(step, parameter, weights, slack)
         for parameter in parameters

@@ -181,7 +181,6 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     undeclared: bool = True
 
     def number(self, position: int) -> int:
-        """The number of a rank in the world that was run."""
         return self.ranks[position] if self.ranks else position
 
 
@@ -250,6 +249,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     factor: float | None
 
 
+MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are one
 
 

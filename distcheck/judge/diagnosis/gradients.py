@@ -92,7 +92,6 @@ def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
-    """The same, with what has no gradient at all."""
     if not step.missing:
         return found
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))

@@ -143,7 +143,6 @@ class Held:
         )
 
     def _near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two tensors are one but for rounding."""
         return float((one - other).norm()) <= max(self._allowed, _LEFT_OVER * float(other.norm()))
 
     def _all_near(self, held: Sequence[torch.Tensor], other: torch.Tensor) -> bool:

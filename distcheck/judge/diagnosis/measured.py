@@ -161,7 +161,6 @@ class Measured:
         return [weight / self.world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
-        """What backward should have left on a rank."""
         return self._keep("left", rank, lambda: self._left(rank))
 
     def shard(self, rank: int) -> torch.Tensor:
@@ -206,7 +205,6 @@ class Given(Measured):
     """
 
     def _mean(self) -> Interval:
-        """The mean of what was left."""
         parts = [self._left_on(rank) for rank in range(self.world)]
         return interval(parts, self.shares, rescaled=True)
 

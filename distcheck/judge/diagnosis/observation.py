@@ -23,7 +23,7 @@ from distcheck.contract import (
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.backward import measured_passes
-from distcheck.judge.diagnosis.facts import Elsewhere, Facts, Overlap
+from distcheck.judge.diagnosis.facts import MOST_EARLIER, Elsewhere, Facts, Overlap
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
@@ -53,7 +53,6 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.rendezvous import enter_world_of_one
 from distcheck.worlds.reporter import Reporter
 
-_MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 _ORDERS: tuple[Order, ...] = (
     RankOrder(), BackendAllReduce(), BackendReduce(), RingOrder(), DDPBuckets(),
     DDPBuckets(rebuilt_at=None), DDPBuckets(rebuilt_at=2),
@@ -107,7 +106,7 @@ class _Look:
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
         self._large = elements > MOST_KEPT  # then one step, and the one before it
-        self._reach = 1 if self._large else _MOST_EARLIER
+        self._reach = 1 if self._large else MOST_EARLIER
 
     def at_update(self) -> dict[str, Any]:
         """The optimizer's step where its check failed."""
@@ -130,7 +129,6 @@ class _Look:
         return {"forward_twice": ran_twice(self._expect(step))}
 
     def at_gradients(self) -> dict[str, Any]:
-        """The gradients, or what is exchanged in their place."""
         step, mesh = self._job.steps[0], self._references.mesh
         accepted = acceptance.read(self._job.case.accept)
         written = step < self._written
@@ -151,7 +149,6 @@ class _Look:
         return {}
 
     def _at_steps(self) -> dict[str, Any]:
-        """Every step that was written."""
         steps = [step for step in self._job.steps if step < self._written]
         steps = steps[:1] if self._large else steps
         if not steps:
@@ -342,7 +339,6 @@ def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
 
 
 def _begins_alike(trace: TraceReader) -> bool:
-    """Whether all ranks begin with the same bits."""
     ranks, model = range(trace.layout.world), trace.layout.model
     kinds = ((Kind.PARAMETER, model.parameters), (Kind.BUFFER, model.buffers))
     return all(

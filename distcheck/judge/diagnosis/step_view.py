@@ -98,7 +98,6 @@ class StepView(ABC):
         return {}
 
     def loss_factor(self, rank: int) -> float:
-        """What a rank's loss is promised to be multiplied by."""
         return self.unscaled[rank]
 
     def unmoved(self) -> tuple[int, ...]:

@@ -162,7 +162,6 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
 
 
 def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """All that a factor of the mean may be."""
     general = _scale(step, way, where)
     evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
     found = tokens.of_factor(step, way.factor, evidence)
@@ -280,10 +279,6 @@ def _is_right(ways: Sequence[Reading]) -> bool:
     return any(way.kind == "mean" and way.factor == 1.0 for way in ways)
 
 
-def _is_mean(ways: Sequence[Reading]) -> bool:
-    return any(way.kind in ("mean", "plain mean") for way in ways)
-
-
 def _one_right(
     step: StepFacts,
     parameters: Sequence[ParameterFacts],
@@ -302,7 +297,11 @@ def _one_right(
     ]
     right = right or summed
     others = [way for rank, way in enumerate(ways) if rank not in right]
-    if len(right) != 1 or not others or any(map(_is_mean, others)):
+    if (
+        len(right) != 1
+        or not others
+        or any(w.kind in ("mean", "plain mean") for way in others for w in way)
+    ):
         return []
     elements = sum(p.elements for p in parameters)
     off = [

@@ -40,7 +40,6 @@ class Averages:
 
     @classmethod
     def seen_in(cls, trace: TraceReader, period: int) -> "Averages":
-        """As the ranks of a trace average."""
         written = trace.steps_written()
         telling = sorted(
             next((step for step in range(phase, written, period) if _moved(trace, step)), phase)

@@ -94,7 +94,6 @@ def _flattened(
 
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Tensor:
-    """The way back."""
     if like.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     if not permuted:

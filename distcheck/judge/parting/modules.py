@@ -97,11 +97,9 @@ class Both:
 
     @property
     def compared(self) -> int:
-        """How many calls both have."""
         return len(self._pairs)
 
     def wrong(self) -> Wrong | None:
-        """The first wrong module."""
         return self._forward() or self._backward()
 
     def _forward(self) -> Wrong | None:
@@ -290,7 +288,6 @@ class Words:
     wrong: str
 
     def sentence(self, wrong: Wrong | None, step: int, rank: int, compared: int) -> str:
-        """One sentence on the first wrong module."""
         if wrong is None:
             return f"no module of {compared} calls makes another thing of what it is given"
         at = f"step {step}, rank {rank}"
@@ -322,7 +319,6 @@ OF_BITS = Words("first module that parts", "have the same bits", "has others")
 
 
 def label(call: ModuleCall) -> str:
-    """A call as a report names it."""
     again = f", call {call.call}" if call.call else ""
     number = f", forward pass {call.number}" if call.number else ""
     return f"{call.name or 'the model'} ({call.kind}{again}{number})"

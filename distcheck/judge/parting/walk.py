@@ -52,7 +52,6 @@ class Walk:
         self._judge_step(step, changed, is_first=is_first)
 
     def result(self) -> TraceComparison:
-        """What they have in common."""
         moments = [
             Moment(kind=kind, tensors=count, changed=self._changed[kind])
             for kind, count in self._compared.items()

@@ -26,13 +26,12 @@ import msgspec
 import torch
 
 from distcheck import private
-from distcheck.errors import UsageError
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
+from distcheck.recordings.jobs.records import read_own
 from distcheck.recordings.jobs.sketches import SLOTS, sketch
 from distcheck.recordings.jobs.watched import Seen
 from distcheck.recordings.recording import Kind
-from distcheck.records.decoding import decode_json, read_bounded
 
 FILE = "yardstick.json"
 SPREADS = 8.0  # chosen: as for a job against its reference
@@ -190,7 +189,6 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def write(yardstick: Yardstick, folder: Path) -> None:
-    """Beside the recording that it is of."""
     private.write(folder / FILE, msgspec.json.encode(yardstick))
 
 
@@ -199,7 +197,4 @@ def read(folder: Path) -> Yardstick:
     file = folder / FILE
     if not file.exists():
         return Yardstick(why="the recording was kept without one")
-    try:
-        return decode_json(read_bounded(file), Yardstick)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+    return read_own(file, Yardstick)

@@ -76,7 +76,6 @@ def units_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]:
 
 
 def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
-    """The mesh with the names that the script has for its axes."""
     return Mesh(tuple((axis.name, axis.size) for axis in axes)) if axes else None  # type: ignore[misc]
 
 
@@ -200,7 +199,6 @@ class _Unit:
             self._kept[f"sums/{name}"] = sketches.sketch(value)
 
     def own(self, rank: int, key: str) -> torch.Tensor | None:
-        """What a rank has written of a tensor."""
         if (rank, self._step) not in self._job.records:
             return None
         held = self._job.tensors(rank, self._step)
@@ -308,7 +306,6 @@ def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
-    """A pass of ranks that have pieces of its samples."""
     inputs = [*zip(*(p.inputs for p in several), strict=True)]
     whole = [len(set(digests)) == 1 for digests in inputs]
     if all(whole):

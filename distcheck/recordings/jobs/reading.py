@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.machine.free_memory import available_bytes
+from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
     KeptRecording,
     RankRecord,
@@ -102,7 +102,6 @@ class JobRecording:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
         return self.ranks[0].world
 
     @property
@@ -111,7 +110,6 @@ class JobRecording:
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
-        """The number that a rank has in the job."""
         return self.units[rank][0] if self.units else rank
 
     @property
@@ -120,7 +118,6 @@ class JobRecording:
         return self.ranks[0].divided_by
 
     def at(self, step: int) -> list[StepRecord]:
-        """The records of one step, by rank."""
         return [self.records[rank.rank, step] for rank in self.ranks]
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -168,7 +165,6 @@ class JobRecording:
         return [rank for rank in range(self.world) if self.holds(rank, step, name)]
 
     def holds(self, rank: int, step: int, name: str) -> bool:
-        """Whether the optimizer of a rank has a parameter."""
         return f"after/{name}" in self.records[rank, step].digests
 
     def sums(self, rank: int, step: int, name: str) -> torch.Tensor | None:
@@ -194,7 +190,6 @@ class JobRecording:
     # -- as every recording ----------------------------------------------------------------------
 
     def names(self, kind: Kind) -> list[str]:
-        """The tensors of a kind at any step."""
         if kind not in self._names:
             stems = _OF_STATE.get(kind, ["before/", "after/"])
             known = kind in STEMS or kind in _OF_STATE
@@ -203,7 +198,6 @@ class JobRecording:
         return self._names[kind]
 
     def steps_written(self) -> int:
-        """How many steps every rank has finished."""
         return len(self.steps)
 
     def header(self, rank: int, step: int) -> JobHeader:

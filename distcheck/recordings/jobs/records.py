@@ -146,7 +146,6 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight(self) -> float:
-        """What it is multiplied by."""
         return math.prod(factor.number for factor in self.factors)
 
 
@@ -248,7 +247,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     carried    whether gradients of the optimizer's step before are still in what it was given
     exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
                the script first used the gradients
-    evaluations  how often the optimizer called its closure
     lines        where the script calls what is heard: FILE:LINE, by what it is (`LINES`); empty
                  for one that is a package's
     averages     at the first and last step: digests of models that look like one that trains
@@ -274,7 +272,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     backwards: int = 1
     carried: bool = False
     exchanged: bool = False
-    evaluations: int = 0
     batches: tuple[LoadedBatch, ...] = ()
     iterations: tuple[Iteration, ...] = ()
     clips: tuple[Clip, ...] = ()
@@ -350,7 +347,6 @@ def checksum_of(file: Path, most: int | None = None) -> str:
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where one rank writes."""
     return folder / f"rank-{rank:04d}"
 
 
@@ -361,12 +357,12 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
 
 def read_step(file: Path) -> StepRecord:
     """A record again. Raises UsageError for one that is damaged."""
-    return _read(file, StepRecord)
+    return read_own(file, StepRecord)
 
 
 def read_rank(file: Path) -> RankRecord:
     """A rank's record again. Raises UsageError for one that is damaged."""
-    return _read(file, RankRecord)
+    return read_own(file, RankRecord)
 
 
 def for_others(record: RankRecord) -> RankRecord:
@@ -376,15 +372,16 @@ def for_others(record: RankRecord) -> RankRecord:
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
     """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
-    return _read(file, Samples).samples if file.exists() else ()
+    return read_own(file, Samples).samples if file.exists() else ()
 
 
 def read_manifest(file: Path) -> KeptRecording:
     """What a kept recording must hold. Raises UsageError for a file that is damaged."""
-    return _read(file, KeptRecording)
+    return read_own(file, KeptRecording)
 
 
-def _read(file: Path, kind: type[Read]) -> Read:
+def read_own(file: Path, kind: type[Read]) -> Read:
+    """A file of a recording. Raises UsageError for one that is damaged."""
     try:
         return decode_json(read_bounded(file), kind)
     except (OSError, msgspec.MsgspecError) as error:

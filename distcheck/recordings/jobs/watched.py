@@ -94,7 +94,6 @@ def named_places(call: ModuleCall) -> Iterator[tuple[str, int]]:
 
 
 def shapes_of(watched: Watched) -> dict[str, Shape | None]:
-    """The shape of each tensor, by what it is of its call."""
     return {
         name: watched.tensors[place].shape
         for call in watched.calls

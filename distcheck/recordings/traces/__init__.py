@@ -4,5 +4,5 @@ layout      where everything lies in the file
 header      what is recorded of a step beside tensors
 writer      a rank's pen
 reader      tensors, digests and headers, by rank and step
-files       the same in folders, sealed (seal) with checksums; moving says who asks for that
+files       the same in folders, sealed with checksums (seal, which says who asks for that)
 """

@@ -27,8 +27,8 @@ from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import ENTRY, TraceLayout
-from distcheck.recordings.traces.moving import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.records import TensorSpec
 from distcheck.records.decoding import read_bounded
 from distcheck.worlds.jobs import Descriptors
@@ -123,7 +123,6 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
 def _held(
     layout: TraceLayout, index: bytes, slot: int
 ) -> Iterator[tuple[int, Kind, int, TensorSpec]]:
-    """The tensors of a slot whose bytes this trace holds."""
     for rank in range(layout.world):
         for kind in Kind:
             if slot >= layout.slots(kind):

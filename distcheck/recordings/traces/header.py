@@ -77,7 +77,6 @@ def write_header(index: mmap.mmap, layout: TraceLayout, at: int, header: StepHea
 
 
 def read_header(index: mmap.mmap, layout: TraceLayout, at: int) -> StepHeader:
-    """The header at a place."""
     header = HEADER.unpack_from(index, at)
     written, settings, implementation, samples, loss, factor, epoch, *sizes = header
     rng_bytes, digest, library_bytes, tokens, positions = sizes

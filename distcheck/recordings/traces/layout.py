@@ -56,7 +56,6 @@ OWNED_BY = 0xFFFF0000
 
 
 def spec_bytes(spec: TensorSpec) -> int:
-    """Size of a tensor in bytes."""
     return spec.elements * BYTES[spec.dtype]
 
 
@@ -118,7 +117,6 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def header_bytes(self) -> int:
-        """Size of one step header."""
         ready_order = 4 * len(self.model.parameters)
         states = RNG_STATE_BYTES + LIBRARY_STATES_BYTES
         return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order + self.line_bytes)
@@ -130,12 +128,10 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def entries_per_rank(self) -> int:
-        """Table entries of one rank."""
         return self._entries_before[-1]
 
     @cached_property
     def table_offset(self) -> int:
-        """Where the slot tables begin."""
         return self.world * self.steps * self.header_bytes
 
     @cached_property
@@ -171,7 +167,6 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.index_bytes + self.world * self.data_bytes_per_rank
 
     def header_offset(self, rank: int, step: int) -> int:
-        """Where a rank's header of a step begins."""
         return (rank * self.steps + step) * self.header_bytes
 
     def lines_offset(self, rank: int, step: int) -> int:
@@ -179,7 +174,6 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.header_offset(rank, step + 1) - self.line_bytes
 
     def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
-        """Where the table entry of a tensor lies."""
         entry = (
             rank * self.entries_per_rank
             + self._entries_before[kind]
@@ -189,7 +183,6 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.table_offset + entry * ENTRY.size
 
     def data_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
-        """Where the bytes of a tensor lie."""
         starts, slot_bytes = self._tensor_offsets[kind]
         within = self._data_before[kind] + slot * slot_bytes + starts[index]
         return self.index_bytes + rank * self.data_bytes_per_rank + within

@@ -42,7 +42,6 @@ class TraceReader:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
         return self.layout.world
 
     def names(self, kind: Kind) -> list[str]:
@@ -56,7 +55,6 @@ class TraceReader:
         return self if tuple(ranks) == self.ranks else _OfRanks(self, ranks)
 
     def header(self, rank: int, step: int) -> StepHeader:
-        """The step header of a rank."""
         return read_header(self._map, self.layout, self.layout.header_offset(rank, step))
 
     def lines(self, rank: int, step: int) -> StepLines | None:
@@ -85,7 +83,6 @@ class TraceReader:
         return owner if 0 <= owner < self.layout.world and order != TOGETHER else None
 
     def own_entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """What the rank itself recorded."""
         at = self.layout.entry_offset(rank, kind, slot, index)
         digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
         together = order >= OWNED_BY
@@ -112,7 +109,6 @@ class TraceReader:
         return self._mapped(entry.holder, kind, slot, index)
 
     def tensors(self, rank: int, kind: Kind, slot: int) -> list[torch.Tensor | None]:
-        """All tensors of a kind in one slot, in the layout's order."""
         count = len(self.layout.specs(kind))
         return [self.tensor(rank, kind, slot, index) for index in range(count)]
 

@@ -3,7 +3,7 @@
     checksums.json    the digest of about.json, and that of the index.bin of every run
 
 Tensors have theirs in the index. A trace without this file, or of another schema, is refused: its
-damage could not be noticed.
+damage could not be noticed. The front asks a process for the move between memory and folders.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ import xxhash
 
 from distcheck import private
 from distcheck.errors import UsageError
+from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.worlds.jobs import Job
 
 SCHEMA = "distcheck.trace/3"
 _NAME = "checksums.json"
@@ -30,7 +32,6 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(data: bytes) -> str:
-    """The digest of a file's content."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -93,3 +94,23 @@ class _Schema(msgspec.Struct, frozen=True):
 
 def _damaged(folder: Path, how: str) -> str:
     return f"the trace in {folder} is damaged: {how}; record the run again"
+
+
+TRACES = ("trace", "rerun")  # of a case, as they are saved
+
+
+class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Move traces between shared memory and a folder.
+
+    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`. Without
+    `tensors`, only the indexes are moved.
+    """
+
+    folder: str
+    layout: TraceLayout
+    indexes: tuple[str, ...] = ()
+    tensors: bool = True
+
+
+SAVE = Job("distcheck.recordings.traces.files:save_job", TraceFilesRequest, tuple[str, ...], TRACES)
+LOAD = Job("distcheck.recordings.traces.files:load_job", TraceFilesRequest, type(None), TRACES)

@@ -69,13 +69,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def suggestions(self) -> Mapping[str, str]:
-        """By variant."""
         return {_USUAL: self.suggestion} if isinstance(self.suggestion, str) else self.suggestion
 
 
 @cache
 def causes() -> Mapping[str, Cause]:
-    """Every cause by its name."""
     found = {}
     for family in FAMILIES:
         named_by = ("job",) if family == "jobs" else ("verify",)

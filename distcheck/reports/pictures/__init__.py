@@ -75,7 +75,6 @@ class Drawing:
 
     @property
     def width(self) -> int:
-        """How much room there is."""
         return self._width
 
     def path(self, kind: str, d: str, *, title: str = "") -> None:
@@ -107,7 +106,6 @@ class Drawing:
 
 
 def cell(x: float, y: float, width: float, height: float) -> str:
-    """The path of a rectangle."""
     return f"M{short(x)} {short(y)}h{short(width)}v{short(height)}h-{short(width)}z"
 
 
@@ -160,9 +158,9 @@ def as_float(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def figure(value: float) -> str:
-    """A number for a table or an axis: three digits."""
-    return f"{value:.3g}"
+def figure(value: float | None) -> str:
+    """A number for a table or an axis: three digits; a dash where there is none."""
+    return "-" if value is None else f"{value:.3g}"
 
 
 def plural(number: int, what: str) -> str:
@@ -201,7 +199,6 @@ class NumberAxis:
         return f"{value:.{min(9, max(3, digits))}g}"
 
     def __call__(self, value: float) -> float | None:
-        """Its height on the page."""
         if not math.isfinite(value):
             return None
         share = (value - self._low) / (self._high - self._low)

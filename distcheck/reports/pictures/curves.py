@@ -63,7 +63,7 @@ def draw(
     title = f"{what.capitalize()} by {unit}"
     says = f"Each point is the mean of {stretch} {unit}s." if stretch > 1 else ""
     rows = [
-        [str(i * stretch + 1), *("" if i >= len(c) else _number(c[i]) for c in thinned)]
+        [str(i * stretch + 1), *("" if i >= len(c) else figure(c[i]) for c in thinned)]
         for i in range(places)
     ]
     heads = [unit, *runs]
@@ -94,7 +94,3 @@ def _means(curve: Curve, stretch: int) -> list[float | None]:
         whole = len(part) == len(curve[first : first + stretch])
         found.append(sum(part) / len(part) if whole else None)
     return found
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else figure(value)

@@ -24,7 +24,6 @@ _LABEL_LETTERS = 27
 
 
 def draw_bound(name: str, check: dict[str, Any]) -> Picture:
-    """The heat map of a check that has bounds."""
     found = check["map"]
     shares = [[None if c == "-" else float(c) for c in row.split()] for row in found["rows"]]
     grid = _Grid(name, found)
@@ -61,7 +60,6 @@ def draw_bound(name: str, check: dict[str, Any]) -> Picture:
 
 
 def draw_bits(name: str, check: dict[str, Any]) -> Picture:
-    """The mask of a check that compares bits."""
     found = check["map"]
     grid = _Grid(name, found)
     same, differs, crosses = [], [], []
@@ -118,11 +116,9 @@ class _Grid:
         self.drawing.text(self._left - 6, self.bottom + 13, "step", kind="faint", end="end")
 
     def cell(self, x: int, y: int) -> str:
-        """The path of one cell."""
         return cell(*self._place(x, y))
 
     def cross(self, x: int, y: int) -> str:
-        """The path of a cross in one cell."""
         return cross(*self._place(x, y))
 
     def _place(self, x: int, y: int) -> tuple[float, float, float, float]:

@@ -3,6 +3,7 @@
 import math
 
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, figure, line
+from distcheck.reports.pictures import point as place_at
 from distcheck.reports.scale import Curve, described
 
 _LEFT, _RIGHT, _TOP, _HEIGHT = 58, 14, 10, 170
@@ -37,8 +38,8 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
             drawing.text(x(world), bottom + 16, str(world), kind="faint", end="middle")
             placed = x(world)
     drawing.text(_LEFT - 6, bottom + 16, "world", kind="faint", end="end")
-    bounds = [_place(x(p.world), y(p.bound)) for p in curve.points]
-    errors = [_place(x(p.world), y(p.error)) for p in curve.points]
+    bounds = [place_at(x(p.world), y(p.bound)) for p in curve.points]
+    errors = [place_at(x(p.world), y(p.error)) for p in curve.points]
     drawing.path("required", line(bounds))
     drawing.path("within" if curve.first_failure is None else "off", line(errors))
     for point, place in zip(curve.points, errors, strict=True):
@@ -50,11 +51,12 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
         drawing.path("over" if failed else "bar", cell(*box), title=_in_words(curve, point.world))
         if failed:
             drawing.path("cross", cross(*box))
+    at_edge = any(p.verdict == "fail" and not _drawn(p.error) for p in curve.points)
     title = f"Error against world: order {curve.order}"
     says = (
         f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
         f"{described(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"
-        f"{'; at the upper edge, one without an error to draw' if _edge(curve) else ''}."
+        f"{'; at the upper edge, one without an error to draw' if at_edge else ''}."
     )
     table = Table(
         ["world", "verdict", "error", "bound", "error / bound", "where"],
@@ -62,23 +64,13 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
             [
                 str(p.world),
                 p.verdict,
-                "-" if p.error is None else figure(p.error),
-                "-" if p.bound is None else figure(p.bound),
-                "-" if p.share is None else figure(p.share),
+                *map(figure, (p.error, p.bound, p.share)),
                 p.where or p.cause,
             ]
             for p in curve.points
         ],
     )
     return Picture(title, says, drawing.markup(bottom + 22, title=title, says=says), table)
-
-
-def _place(x: float, y: float | None) -> tuple[float, float] | None:
-    return None if y is None else (x, y)
-
-
-def _edge(curve: Curve) -> bool:
-    return any(p.verdict == "fail" and not _drawn(p.error) for p in curve.points)
 
 
 def _drawn(value: float | None) -> bool:

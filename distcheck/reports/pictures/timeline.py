@@ -66,7 +66,6 @@ class _Strips:
         self._unfinished: list[tuple[float, float]] = []
 
     def add(self, column: int, y: float, state: str) -> None:
-        """One call of one rank."""
         place = (_LABEL + self._width * column, y, self._width - 1.5, _ROW - 5.0)
         look = {"missing": "open", "not seen": "open", "differs": "over"}.get(state, "same")
         self._paths[look].append(cell(*place))
@@ -76,7 +75,6 @@ class _Strips:
             self._unfinished.append((place[0] + place[2] / 2, y + 11))
 
     def draw(self) -> None:
-        """Puts them into the drawing."""
         for kind, paths in self._paths.items():
             self._drawing.path(kind, "".join(paths))
         for x, y in self._unfinished:

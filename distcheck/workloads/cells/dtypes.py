@@ -22,7 +22,6 @@ class MixedLayers(nn.Module):
         self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = self.in_single(inputs.flatten(1)).tanh()
         hidden = self.in_double(hidden.double()).tanh()
         hidden = self.in_short(hidden.to(torch.bfloat16)).tanh()
@@ -50,7 +49,6 @@ class ComplexLayers(nn.Module):
         self.outputs = nn.Linear(2 * WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = inputs.flatten(1).to(self.weight.dtype) @ self.weight.t()
         parts = torch.view_as_real(hidden).flatten(1).to(self.outputs.weight.dtype)
         logits: torch.Tensor = self.outputs(parts.tanh())
@@ -97,7 +95,6 @@ class Words(nn.Module):
         self.outputs = nn.Linear(_COLUMNS, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         rows = inputs[:, 0, 0, 0].long() // 2
         logits: torch.Tensor = self.outputs(self.words(rows).tanh())
         return logits

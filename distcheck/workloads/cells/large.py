@@ -21,7 +21,6 @@ class Wide(nn.Module):
         self._products = products
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         features = inputs.flatten(1)
         pixels = features[:, :64]
         products = (pixels.unsqueeze(2) * pixels.unsqueeze(1)).flatten(1)[:, : self._products]

@@ -25,7 +25,6 @@ class Copies(nn.Module):
         self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = self.inputs(inputs.flatten(1)).tanh()
         for layer in self.layers:
             hidden = layer(hidden).tanh()
@@ -171,7 +170,6 @@ class Normalised(nn.Module):
         self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         logits: torch.Tensor = self.outputs(self.norm(self.inputs(inputs.flatten(1))).tanh())
         return logits
 

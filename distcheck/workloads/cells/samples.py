@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.workloads.datasets.synthetic import hash24
+from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
 SHAPE = (3, 8, 8)
 FEATURES = 3 * 8 * 8
 WIDTH = 16  # of hidden layers
 _CLASSES = 4
-_TEST_OFFSET = 1 << 40
 
 
-class CellSamples:
+class CellSamples(ComputedSamples):
     """`size` images of 3x8x8 with values in [-1, 1), four classes; the test split has as many."""
 
     shape = SHAPE
@@ -35,7 +34,7 @@ class CellSamples:
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [n, 3, 8, 8] in `dtype`, labels [n] int64; the same bits in every process."""
-        rows = ids if train else ids + _TEST_OFFSET
+        rows = self.rows(ids, train=train)
         keys = rows.unsqueeze(1) * 1009 + torch.arange(FEATURES)
         images = hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype).view(-1, *SHAPE)
         self.mark(images[:, 0, 0, 0], ids)

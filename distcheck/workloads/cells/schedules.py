@@ -114,7 +114,6 @@ class Overflowing(Layers):
         self.gate = nn.Parameter(torch.zeros(3))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         factor = torch.where(inputs[:, 0, 0, 0] == _MARK, _LARGE, 1.0).to(inputs.dtype)
         nothing = (self.gate - self.gate.detach()).sum() * factor
         return super().forward(inputs) + nn.functional.pad(nothing.unsqueeze(1), (0, 3))

@@ -27,7 +27,6 @@ class Additions(nn.Module):
         self.added = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         features = inputs.flatten(1)
         logits: torch.Tensor = self.linear(features)
         classes = logits.shape[1]
@@ -109,7 +108,6 @@ class TransposedLayers(nn.Module):
         self.second = nn.Parameter((torch.randn(WIDTH, classes) / 4).t())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = nn.functional.linear(inputs.flatten(1), self.first).tanh()
         return nn.functional.linear(hidden, self.second)
 

@@ -55,7 +55,6 @@ class Branches(Layers):
         self.of_others = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = self.middle(self.inputs(inputs.flatten(1)).tanh()).tanh()
         logits: torch.Tensor = self.outputs(hidden)
         is_marked = inputs[:, 0, 0, 0] == _MARK
@@ -83,7 +82,6 @@ class Experts(Layers):
         self.uses_late = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = self.middle(self.inputs(inputs.flatten(1)).tanh()).tanh()
         if self.uses_late:
             hidden = hidden + self.late(hidden).tanh()

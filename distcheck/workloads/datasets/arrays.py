@@ -37,7 +37,6 @@ class ArraySamples:
         self._map = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
 
     def size(self, *, train: bool) -> int:
-        """Samples in the split."""
         return self._about.train_size if train else self._about.test_size
 
     def read(

@@ -50,21 +50,28 @@ def _uniform(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype)
 
 
-class SyntheticSamples:
+class ComputedSamples:
+    """Samples that a hash of their index makes: as many as CIFAR-10 has."""
+
+    def size(self, *, train: bool) -> int:
+        return 50_000 if train else 10_000
+
+    def rows(self, ids: torch.Tensor, *, train: bool) -> torch.Tensor:
+        """Numbers of which no two samples of either split share one."""
+        return ids if train else ids + _TEST_OFFSET
+
+
+class SyntheticSamples(ComputedSamples):
     """50,000 training and 10,000 test images, 3x32x32, ten classes, mean 0, variance about 1."""
 
     shape = (_CHANNELS, _SIZE, _SIZE)
     classes = _CLASSES
 
-    def size(self, *, train: bool) -> int:
-        """As many as CIFAR-10 has."""
-        return 50_000 if train else 10_000
-
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [n, 3, 32, 32] in `dtype`, labels [n] int64."""
-        ids = ids if train else ids + _TEST_OFFSET
+        ids = self.rows(ids, train=train)
         labels = hash24(ids * 8191 + 1) % _CLASSES
         pixels = torch.arange(_CHANNELS * _SIZE * _SIZE)
         patterns = _patterns(dtype)
@@ -89,7 +96,6 @@ class RememberedSamples(SyntheticSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See above."""
         key = ids.numpy().tobytes(), train, dtype
         if key not in _made:
             images, labels = super().read(ids, train=train, dtype=dtype)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, local_number, number, tcp
 
 NAME = "mpirun"
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap", "mpiexec", "mpirun")

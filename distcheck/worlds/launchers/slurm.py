@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, local_number, number, tcp
 
 NAME = "srun"
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that kernels hand out by themselves

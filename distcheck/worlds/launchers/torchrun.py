@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, local_number, number, tcp
 
 NAME = "torchrun"
 

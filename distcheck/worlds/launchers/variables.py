@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, local_number, number, tcp
 
 NAME = "RANK and WORLD_SIZE"
 

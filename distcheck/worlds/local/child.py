@@ -110,7 +110,6 @@ def _imported_since(inherited: int) -> list[str]:
 
 
 def is_own(module: str) -> bool:
-    """Whether a module is distcheck's."""
     return module.startswith("distcheck.")
 
 

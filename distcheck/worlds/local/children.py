@@ -113,7 +113,6 @@ class Child:
 
     @property
     def called(self) -> list[Logged]:
-        """The latest calls that it logged, oldest first."""
         return logged(self._stacks_fd)
 
     @property
@@ -122,7 +121,6 @@ class Child:
         return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Notes an event."""
         if isinstance(event, messages.Progress):
             self.progress = event
             self.progress_count += 1
@@ -158,7 +156,6 @@ class Child:
         self._output_bytes = self.output_left_out = 0
 
     def take_output(self, data: bytes) -> None:
-        """Keeps the end of the output."""
         if self.on_output is not None:
             self.on_output(data)
         self._output.append(data)

@@ -377,7 +377,6 @@ class LocalShare(Share):
         self._close_pipe("_release")
 
     def close(self) -> None:
-        """Frees descriptors."""
         for rank, child in self.children.items():
             self._places[rank].forget(child)
         for name in ("_release", "_dump"):

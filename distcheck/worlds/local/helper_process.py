@@ -20,7 +20,7 @@ from typing import Protocol
 
 import distcheck
 from distcheck.errors import FolderGoneError
-from distcheck.machine.free_memory import KEEPS_FREED_MEMORY
+from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds.local.forks import ManyForks
 from distcheck.worlds.surroundings import HASH_SEED
@@ -120,12 +120,10 @@ class CleanHelper(HelperProcess):
 
     @property
     def pid(self) -> int:
-        """That of the interpreter."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the interpreter is there."""
         return self._process is not None and self._process.poll() is None
 
     def end(self, patience_s: float) -> None:

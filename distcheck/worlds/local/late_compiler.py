@@ -74,7 +74,6 @@ def install() -> None:
 
 
 def is_loaded() -> bool:
-    """Whether the compiler is imported, and no stand-in."""
     found = sys.modules.get(NAME)
     return found is not None and not isinstance(found, StandIn)
 
@@ -85,7 +84,6 @@ def to_share() -> list[str]:
 
 
 def load() -> None:
-    """Imports the compiler."""
     found = sys.modules.get(NAME)
     if isinstance(found, StandIn):
         found._compiler()

@@ -33,7 +33,6 @@ class _Greeting:
     words: list[Any] = field(default_factory=list)
 
     def fileno(self) -> int:
-        """For polling."""
         return self.connection.fileno()
 
 

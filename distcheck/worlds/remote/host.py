@@ -20,7 +20,7 @@ from distcheck.machine.sealed_memory import open_memory, seal_content, sealed_me
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, start_job
-from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers import Launch
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.pool import Pool
@@ -54,7 +54,6 @@ class HostedChild(Child):
             self.pass_on(event)
 
     def take_output(self, data: bytes) -> None:
-        """Passes output on."""
         self.pass_on(messages.Printed(data))
 
     def pass_on(self, event: messages.ChildEvent) -> None:
@@ -139,7 +138,6 @@ class Host:
         self._meet(error=str(error), patience_s=_ERROR_PATIENCE_S)
 
     def close(self) -> None:
-        """Ends everything."""
         for world in list(self._shares):
             self._close_ranks(world)
         for fd in [*self._traces.values(), self._data_fd]:

@@ -31,7 +31,6 @@ def register() -> str:
 
 
 def create(options: Any, _: Any) -> "SimulatedGroup":
-    """What torch calls to make a group."""
     return SimulatedGroup(options)
 
 

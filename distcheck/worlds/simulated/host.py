@@ -42,7 +42,6 @@ _STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
 
 
 def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
-    """The job of this process."""
     SimulatedHost(msgspec.msgpack.decode(payload, type=HostRequest), fds, reporter).run()
     return b""
 
@@ -56,12 +55,10 @@ class RankReporter(Reporter):
         self._reporter, self._rank, self._begun = reporter, rank, begun
 
     def progress(self, step: int, phase: str) -> None:
-        """Says which phase of which step begins."""
         self._begun(self._rank, step)
         super().progress(step, phase)
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Sends one event as this rank's."""
         assert isinstance(event, messages.ChildEvent)
         self._reporter.send(messages.Of(self._rank, event), patience_s=patience_s)
 
@@ -73,7 +70,6 @@ class RankStream(io.TextIOBase):
         self._reporter, self._begun = reporter, ""
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def fileno(self) -> int:
@@ -81,7 +77,6 @@ class RankStream(io.TextIOBase):
         return 1
 
     def write(self, text: str) -> int:
-        """Sends whole lines."""
         lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
             self._send(lines + newline)
@@ -138,11 +133,9 @@ class SimulatedHost:
 
     @property
     def world(self) -> simulated.SimulatedWorld:
-        """Its world."""
         return self._world
 
     def run(self) -> None:
-        """Runs every rank to its end."""
         simulated.enter(self._world)
         compat.isolate_threads()
         flight.record_from(self._recorded)

@@ -70,7 +70,6 @@ class InFlight(compat.TorchDispatchMode):
             self._look_on()
 
     def end(self, call: SimulatedCall) -> None:
-        """A call that was waited for."""
         for address in self._calls.pop(call, ()):
             left = [held for held in self._held.get(address, ()) if held.call is not call]
             if left:
@@ -81,7 +80,6 @@ class InFlight(compat.TorchDispatchMode):
             self._look_away()
 
     def not_waited_for(self) -> list[SimulatedCall]:
-        """The calls that are in flight."""
         return list(self._calls)
 
     def read(self, tensor: torch.Tensor, how: str) -> None:

@@ -185,7 +185,6 @@ class ProcessSettings:
         return names, [compat.fresh_groups_state(), *others], self._torch_now()
 
     def take(self) -> Any:
-        """Those of the rank that ran."""
         self._now = self._torch_now()
         values = [_values(module, names, get) for module, names, get in self._modules]
         return values, [one.__dict__ for one in self._objects], self._now
@@ -393,7 +392,6 @@ class Isolation:
 
 @cache
 def is_of_ranks(file: str) -> bool:
-    """Whether every rank imports a file anew."""
     return _is_theirs(file, _shared_folders())
 
 

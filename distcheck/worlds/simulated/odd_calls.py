@@ -35,7 +35,6 @@ class OddCalls:
                 yield name, text
 
     def posted(self, call: SimulatedCall) -> None:
-        """Looks at a call that is posted now."""
         self._look_for_gaps(call)
         if len(call.outputs) > 1 and (len(call.outputs) <= _MANY or call.rank == 0):
             self._look_for_overlaps(call)

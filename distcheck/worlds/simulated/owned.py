@@ -26,11 +26,9 @@ class Owned:
     begin: Callable[[], Sequence[Any]] = tuple
 
     def read(self) -> list[Any]:
-        """The values that are there now."""
         return [getattr(owner, name, ABSENT) for owner, name in self.places]
 
     def write(self, values: Sequence[Any]) -> None:
-        """Puts values in place."""
         for (owner, name), value in zip(self.places, values, strict=True):
             if value is not ABSENT:
                 setattr(owner, name, value)
@@ -49,6 +47,5 @@ def of_each_rank(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
 
 
 def owned_by(function: Callable[..., Any]) -> Owned:
-    """What the ranks of a job own."""
     find: Callable[[], Owned] = getattr(function, _NAME, Owned)
     return find()

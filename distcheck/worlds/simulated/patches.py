@@ -35,11 +35,9 @@ class PatchedName:
     original: Any
 
     def value(self) -> Any:
-        """What is there now."""
         return vars(self.owner).get(self.name, _MISSING)
 
     def put(self, value: Any) -> None:
-        """Makes it so."""
         if value is self.value():
             return
         if value is _MISSING:
@@ -65,7 +63,6 @@ class Patches:
         _watching.patches = self
 
     def take(self) -> list[Any]:
-        """The values of the rank that ran."""
         return [place.value() for place in self._places]
 
     def give(self, own: Sequence[Any]) -> None:
@@ -79,7 +76,6 @@ class Patches:
         _watching.patches = None
 
     def before(self, module: ModuleType) -> None:
-        """A module is about to run."""
         file = module.__file__
         if file is None or file in self._files or not self._is_own(module):
             return
@@ -89,7 +85,6 @@ class Patches:
                 self._add(owner, name)
 
     def after(self, module: ModuleType) -> None:
-        """A module has run."""
         file = module.__file__
         if file is None or file in self._files or self._is_own(module):
             return

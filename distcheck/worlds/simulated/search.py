@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from distcheck.errors import ExitCode
-from distcheck.machine.cores import cores
+from distcheck.machine.resources import cores
 from distcheck.records.schedules import (
     Schedule,
     ScheduleRun,
@@ -55,14 +55,11 @@ class RunAll(Protocol):
 
     def __call__(
         self, schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
-    ) -> list[ScheduleRun]:
-        """See above."""
-        ...
+    ) -> list[ScheduleRun]: ...
 
 
 @SEARCH.does
 def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
-    """The job of this process."""
     return search(ScheduleForks(asked, fds, reporter).run_all, asked.schedules, asked.switches)
 
 
@@ -315,7 +312,6 @@ class _Collected(Reporter):
         return tuple(name for name in new if name.partition(".")[0] in _SHARED)
 
     def tell(self, end: str, what: str) -> None:
-        """Writes a run."""
         world: Any = None if self.host is None else self.host.world
         chooser = None if world is None else world.chooser
         results = tuple(self._results[rank] for rank in sorted(self._results))

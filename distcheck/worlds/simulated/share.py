@@ -75,12 +75,10 @@ class RankOfHost(Child):
 
     @property
     def is_awake(self) -> bool:
-        """Whether its process is."""
         return self._host.awake_now
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is."""
         return not self.gone and self._host.is_stopped
 
     @property
@@ -109,7 +107,6 @@ class HostProcess(Child):
 
     @property
     def runs(self) -> int:
-        """The rank that runs, or ran last."""
         return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
 
     def take(self, event: messages.AnyEvent) -> None:
@@ -213,7 +210,6 @@ class SimulatedShare(Share):
         self._share.release()
 
     def close(self) -> None:
-        """Frees descriptors."""
         self._share.close()
         if self._host.turn_fd >= 0:
             os.close(self._host.turn_fd)

@@ -25,7 +25,6 @@ class SimulatedStore(Store):
         world.stores.append(self)  # torch keeps its half in C++ alone, which then finds no method
 
     def set(self, key: str, value: Any) -> None:
-        """Stores a value."""
         self._world.stored[key] = _as_bytes(value)
         self._world.wake_store()
 
@@ -38,7 +37,6 @@ class SimulatedStore(Store):
         return self._world.stored[key]
 
     def append(self, key: str, value: Any) -> None:
-        """Adds to the end of a value."""
         self.set(key, self._world.stored.get(key, b"") + _as_bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -46,7 +44,6 @@ class SimulatedStore(Store):
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Stores several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 

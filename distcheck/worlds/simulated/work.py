@@ -63,7 +63,6 @@ class SimulatedWork(PythonWork):
         return None
 
     def result(self) -> Any:
-        """The tensors that it has written."""
         self._finish()
         return self._results
 

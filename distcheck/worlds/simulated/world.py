@@ -99,7 +99,6 @@ class Channel:
         return []
 
     def missing(self, call: SimulatedCall) -> list[int]:
-        """The ranks that a call waits for."""
         if call.is_message:
             if call.peer is not None:
                 return [call.peer]
@@ -354,7 +353,6 @@ class SimulatedWorld:
         return self._channels[waits_for.group].missing(waits_for)
 
     def _waits(self) -> dict[int, Wait]:
-        """What each rank waits for, of those that wait."""
         found = {}
         for runner in self.baton.runners:
             on = runner.waits_for
@@ -373,7 +371,6 @@ _here: SimulatedWorld | None = None
 
 
 def enter(world: SimulatedWorld) -> None:
-    """Makes it the world of this process."""
     global _here
     _here = world
 
