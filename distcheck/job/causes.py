@@ -574,7 +574,7 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
 
 
 def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
-    evidence = f"step {step}: gradients are {factor:.9g}x the single-process reference"
+    evidence = f"step {step}: gradients are {factor:.6g}x the single-process reference"
 
     def close(other: float) -> bool:
         return abs(factor - other) <= _LEFT * other
