@@ -11,7 +11,7 @@ from pathlib import Path
 from distcheck.records.causes import Cause, InJobs, causes
 
 FOLDER = Path(__file__).parent
-PAGES = ("diagnosis.md", "jobs.md")
+PAGES = ("diagnosis.md", "jobs.md", "guard.md")
 PART = re.compile(
     r"(<!-- causes: ([a-z ]+); made by docs/make_causes.py -->\n).*?(<!-- end -->)", re.S
 )
