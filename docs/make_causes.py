@@ -1,4 +1,4 @@
-"""Writes what pages say of causes from the table of causes: every part between two markers.
+"""Write the cause tables of the documentation: every section between two markers.
 
 python docs/make_causes.py
 """
@@ -8,32 +8,32 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from distcheck.records.causes import Cause, causes
+from distcheck.records.causes import Cause, InJobs, causes
 
 FOLDER = Path(__file__).parent
-PAGES = ("diagnosis.md", "jobs.md")
+PAGES = ("diagnosis.md", "jobs.md", "guard.md")
 PART = re.compile(
     r"(<!-- causes: ([a-z ]+); made by docs/make_causes.py -->\n).*?(<!-- end -->)", re.S
 )
-HEAD = "| cause | named when | try | easily confused with |\n|---|---|---|---|\n"
+HEAD = "| cause | symptoms | repair | easily confused with |\n|---|---|---|---|\n"
 
 
 def of_families(*families: str) -> str:
-    """A table of the causes of families."""
+    """Return a table of the causes of some families."""
     found = [cause for cause in causes().values() if cause.family in families]
     return HEAD + "".join(_row(c.name, c.when, c.repair, c.confused) for c in found)
 
 
 def of_jobs() -> str:
-    """A table of what jobs alone name, and of what shows otherwise there."""
+    """Return a table of the causes that only jobs name, or that have other symptoms there."""
     rows = [
-        _row(cause.name, said.when, said.repair, said.confused)
-        for cause, said in _of_jobs(causes().values())
+        _row(cause.name, entry.when, entry.repair, entry.confused)
+        for cause, entry in _of_jobs(causes().values())
     ]
     return HEAD + "".join(rows)
 
 
-def _of_jobs(found: Iterable[Cause]) -> Iterator[tuple[Cause, Cause | object]]:
+def _of_jobs(found: Iterable[Cause]) -> Iterator[tuple[Cause, Cause | InJobs]]:
     for cause in found:
         if cause.family == "jobs":
             yield cause, cause
@@ -41,12 +41,13 @@ def _of_jobs(found: Iterable[Cause]) -> Iterator[tuple[Cause, Cause | object]]:
             yield cause, cause.in_jobs
 
 
-def _row(name: str, when: str, repair: str, confused: str) -> str:
-    return f"| `{name}` | {when} | {repair} | {confused} |\n".replace(" |  |", " | |")
+def _row(name: str, when: Iterable[str], repair: str, confused: str) -> str:
+    symptoms = "<br>".join(when)
+    return f"| `{name}` | {symptoms} | {repair} | {confused} |\n".replace(" |  |", " | |")
 
 
 def named_by(command: str) -> str:
-    """The names of the causes that a command names, in a sentence's order."""
+    """Return the names of the causes that a command names, as the end of a sentence."""
     names = [f"`{name}`" for name, cause in causes().items() if command in cause.by]
     lines, line = [], ""
     for name in (*(f"{name}," for name in names[:-1]), f"{names[-1]}."):
@@ -59,7 +60,7 @@ def named_by(command: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: of_families("gradients"),
     "layouts": lambda: of_families("layouts"),
-    "beside": lambda: of_families("updates", "state", "runs"),
+    "updates and runs": lambda: of_families("updates", "state", "runs"),
     "jobs": of_jobs,
     "named by job": lambda: named_by("job"),
     "named by guard": lambda: named_by("guard"),
@@ -67,12 +68,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def made(page: str) -> str:
-    """The page with every such part made anew."""
+    """Return a page with all of these sections regenerated."""
     return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", page)
 
 
 def main() -> None:
-    """Writes the pages, to another folder where one is given."""
+    """Write the pages, optionally to another folder."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     for name in PAGES:
         (folder / name).write_text(made((FOLDER / name).read_text()))

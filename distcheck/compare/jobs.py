@@ -64,7 +64,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         lambda evidence: name_cause("module-differs", evidence, "compared"),
     )  # fmt: skip
     if walk.parted is not None and walk.parted.what == "optimizer's settings":
-        reason = f"the {walk.parted.what} are others: what follows is not compared"
+        reason = f"the {walk.parted.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
     op = walk.by_op()
     if op and causes:
@@ -78,19 +78,19 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
     for folder, job in ((then, earlier), (now, later)):
         if job.divided_by:
             raise UsageError(
-                f"{folder}: ranks hold parts of one model ({job.divided_by}), which are not put "
-                "together; record the job with DistributedDataParallel or fully_shard"
+                f"{folder}: ranks hold shards of one model ({job.divided_by}), which distcheck "
+                "cannot unshard; record the job with DistributedDataParallel or fully_shard"
             )
     if earlier.steps[0] != later.steps[0]:
         raise UsageError(
-            f"{then} begins with step {earlier.steps[0]}, and {now} with step {later.steps[0]}; "
+            f"{then} starts at step {earlier.steps[0]}, but {now} at step {later.steps[0]}; "
             "give both the same --from-step, or record the second one with --continues"
         )
     for kind in (Kind.PARAMETER, Kind.BUFFER):
         one, two = (set(job.names(kind)) for job in (earlier, later))
         if one != two:
             raise UsageError(
-                f"{then} and {now} are recordings of two models: only one of both has the "
+                f"{then} and {now} are recordings of different models: only one of them has the "
                 f"{kind.label} {min(one ^ two)}"
             )
 
@@ -117,21 +117,21 @@ def _remark(
     said = []
     steps = min(len(earlier.steps), len(later.steps))
     if walk.unmeasured and found.first is not None:
-        said.append(f"how far two right runs may part was not measured: {walk.unmeasured}")
+        said.append(f"the noise floor was not measured: {walk.unmeasured}")
     if walk.blurred is not None:
         said.append(
-            f"from step {earlier.steps[walk.blurred]} on nothing is judged, since a run whose "
-            "parameters are moved by one ULP has other gradients by then, too"
+            f"nothing is judged from step {earlier.steps[walk.blurred]} on, since there perturbed "
+            "runs have diverged as far as the gradients themselves"
         )
     if len(earlier.steps) != len(later.steps):
-        said.append(f"only the {steps} steps that both have are compared")
-    local = "gradients before the exchange, which one of both does not show, are not compared"
+        said.append(f"only the {steps} common steps are compared")
+    local = "local gradients are not compared, since one of the two jobs has none"
     if not any(one.kind == "local gradients" for one in found.moments) and found.moments:
         said += [local] if earlier.world == later.world else []
     if earlier.world != later.world:
         said.append(
-            f"{earlier.world} and {later.world} ranks, each taken as one process: the gradients of "
-            "single ranks are not compared"
+            f"{earlier.world} and {later.world} ranks, each treated as a single process: local "
+            "gradients are not compared"
         )
     return "; ".join(said)
 
@@ -150,7 +150,7 @@ def _causes(
         if first is not None:
             said = (
                 f"step {earlier.steps[pair.step]}: the optimizer's settings were {first.expected}, "
-                f"and are {first.actual}"
+                f"but are {first.actual}"
             )
             rate = str(first.expected).startswith("lr ")
             cause = "learning-rate-differs" if rate else "settings-differ"
@@ -161,7 +161,7 @@ def _causes(
     clips = [_allowed(job, step) for job in (earlier, later)]
     if found.beyond_kind == "gradients" and clips[0] != clips[1]:
         was, now = (", ".join(f"{norm:g}" for norm in one) or "any" for one in clips)
-        said = f"step {earlier.steps[step]}: clipping allowed a norm of {was}, and allows {now}"
+        said = f"step {earlier.steps[step]}: the maximum norm for clipping was {was}, but is {now}"
         return [name_cause("clip-norm-differs", said, "compared")]
     if found.beyond_kind in _OF_GRADIENTS:
         fitted = fitting.fit(_pairs(earlier, later, step))
@@ -188,7 +188,7 @@ def _of_bits(
     computed = found.first is not None and walk.parted is None and found.kind not in CHOSEN
     if not alike or not computed or earlier.world != later.world or found.first is None:
         return []
-    said = f"the same command twice has other bits, first at step {found.first.step}: {found.kind}"
+    said = f"the same command run twice differs, first at step {found.first.step}: {found.kind}"
     return [name_cause("nondeterministic", f"{said} of {found.first.parameter}")]
 
 
@@ -202,11 +202,11 @@ def _pairs(earlier: JobRecording, later: JobRecording, step: int) -> Any:
 
 
 def _of_factor(factor: float, step: int, earlier: JobRecording, later: JobRecording) -> Diagnosis:
-    said = f"step {earlier.steps[step]}: gradients are {factor:.9g} times those of the earlier job"
+    said = f"step {earlier.steps[step]}: gradients are {factor:.9g}x those of the earlier job"
     by = later.world / earlier.world
     if by != 1 and abs(factor - by) <= _LEFT * by:
-        return name_cause("missing-division", f"{said}: as many times as it has ranks", "job",
+        return name_cause("missing-division", f"{said}: the ratio of the world sizes", "job",
                           world=later.world)  # fmt: skip
     if by != 1 and abs(factor - 1 / by) <= _LEFT / by:
-        return name_cause("double-division", f"{said}: one over the number of ranks", "job")
+        return name_cause("double-division", f"{said}: the inverse ratio of the world sizes", "job")
     return name_cause("wrong-divisor", said, "job")

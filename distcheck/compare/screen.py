@@ -90,12 +90,12 @@ def _of_jobs(case: CaseComparison) -> str:
     kind = found.beyond_kind or found.kind
     where = f"step {place.step}, {kind} ({place.parameter})"
     if found.beyond is not None:
-        return f"the jobs part by more than rounding: {where}"
+        return f"the jobs diverge by more than rounding: {where}"
     if case.verdict == "pass":
         shares = [d / y for d, y in zip(found.drift, found.yardstick, strict=False) if y]
-        most = f", drift at most {max(shares):.2g} times that of one ULP" if shares else ""
-        return f"the jobs part by rounding alone, first at {where}{most}"
-    return f"the jobs part at {where}"
+        most = f"; drift at most {max(shares):.2g}x the noise floor" if shares else ""
+        return f"the jobs differ only by rounding, first at {where}{most}"
+    return f"the jobs diverge at {where}"
 
 
 def common_changes(comparison: RunsComparison) -> list[Change]:
@@ -127,7 +127,7 @@ def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
     lines += [("op", case.op)] if case.op else []
     if case.found.yardstick:
         moved = ", ".join(f"{distance:.1e}" for distance in case.found.yardstick)
-        lines.append(("one ULP", f"{moved} (the same of a run whose parameters are moved by it)"))
+        lines.append(("one ULP", f"{moved} (noise floor: the drift of runs perturbed by one ULP)"))
     for one in case.diagnosis:
         lines += [("cause", f"{one.cause}: {one.evidence}"), ("try", one.suggestion)]
     return lines

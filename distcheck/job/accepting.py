@@ -23,11 +23,11 @@ from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
 RANDOMNESS, RATES, SCHEDULE = "same-randomness", "learning-rate-differs", "scheduler-steps-per-rank"
 KINDS = {
-    RANDOMNESS: ("ranks may draw the same random numbers", "whether random streams differ"),
-    RATES: ("one factor between the learning rates of the job and of one process",
+    RANDOMNESS: ("ranks may draw the same random numbers", "independence of RNG streams"),
+    RATES: ("one factor between the learning rates of the job and of a single process",
             "the factor itself"),
-    SCHEDULE: ("the learning rate of one process, as many steps later as there are ranks",
-               "learning rates for which one process has made too few steps"),
+    SCHEDULE: ("the learning rate at step k is that of a single process at step k * world size",
+               "learning rates for which the reference has made too few steps"),
 }  # fmt: skip
 _CHECKS = {
     RANDOMNESS: ("random streams", NO_LAYER),
@@ -113,7 +113,8 @@ def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResu
         tally.count(parameter=name, rank=0, step=step, elements=1)
         if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is not as accepted
             tally.fail(
-                f"step {step}: {name} is {actual:.9g}, and by what was accepted {expected:.9g}",
+                f"step {step}: {name} is {actual:.9g}, but the accepted deviation allows "
+                f"{expected:.9g}",
                 parameter=name, rank=0, step=step, actual=actual, expected=expected,
             )  # fmt: skip
     return tally.result()
@@ -150,7 +151,7 @@ def _scaled(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
     may begin at one rate for both: then what it has risen is such a multiple.
     """
     factor = _factor(job, reference)
-    tally.remark(f"learning rates are {factor:.6g} times those of one process")
+    tally.remark(f"learning rates are {factor:.6g}x the single-process reference")
     pairs = list(_pairs(job, reference))
     begins = {n: was for step, n, own, was in pairs if step == job.steps[0] and own == was}
     tops = {n.replace("/initial_lr", "/lr"): was for _, n, _, was in pairs if "/initial_lr" in n}
@@ -178,5 +179,5 @@ def _later(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
         tally.remark("the schedule steps once per rank")
     else:
         tally.missing(
-            f"the reference covers no step that is {job.world} steps later; give more --steps"
+            f"the reference covers no step {job.world} times as far along; pass more --steps"
         )

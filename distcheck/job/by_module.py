@@ -95,7 +95,7 @@ def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
     if modules is None:
         return case
     if case.verdict == "pass" and modules.is_found:
-        said = f"what the optimizer is given is right all the same; {modules.first}"
+        said = f"the gradients passed to the optimizer are right all the same; {modules.first}"
         modules = msgspec.structs.replace(modules, first=said)
     causes = with_module(
         case.diagnosis, modules, lambda evidence: name_cause("module-differs", evidence)

@@ -1,4 +1,4 @@
-"""From failed checks of a job to named causes, each with its evidence and one thing to do."""
+"""Diagnosis of a job: maps failed checks to causes, each with its evidence and one suggestion."""
 
 from collections.abc import Iterator, Sequence
 from math import isclose
@@ -133,8 +133,8 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
         yield name_cause(
             "missing-broadcast",
-            f"step {before[-1]}: the optimizer of rank {', '.join(map(str, alone))} alone has "
-            f"{apart}, and before step {step} other ranks have not got what it stepped to",
+            f"step {before[-1]}: only the optimizer of rank {', '.join(map(str, alone))} has "
+            f"{apart}, and before step {step} the other ranks do not hold the updated values",
         )
         return
     owners: dict[int, int] = {}
@@ -149,7 +149,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if len(owners) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
         yield name_cause(
-            "missing-broadcast", f"step {step}: every parameter moved on one rank alone ({counts})"
+            "missing-broadcast", f"step {step}: only one rank updated each parameter ({counts})"
         )
 
 
@@ -159,11 +159,10 @@ def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if between or name:
         yield name_cause(
             "changed-outside-step",
-            f"{between} differs between ranks before step {step}, and after the step before it did "
-            "not"
+            f"{between} differs across ranks before step {step}, but not after the previous step"
             if between
-            else f"step {step}: {name} was written after the forward pass and before "
-            "optimizer.step(), and not on all ranks alike",
+            else f"step {step}: {name} was modified after the forward pass and before "
+            "optimizer.step(), differently across ranks",
             "job",
         )
 
@@ -180,7 +179,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
         yield name_cause(
             "average-differs",
             f"before step {job.steps[-1]} ranks hold different averages of the model, which "
-            f"neither gradients nor an optimizer move ({some_of(within, 2)})",
+            f"neither gradients nor an optimizer update ({some_of(within, 2)})",
         )
         return
     for name in last[0].averages:
@@ -190,7 +189,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
             yield name_cause(
                 "average-differs",
                 f"after step {job.steps[-1]} ranks hold different averages of the model ({name}, "
-                "of those that look like it)",
+                "one of the tensors that look like an average)",
             )
 
 
@@ -205,8 +204,8 @@ def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diag
     if fitted is None or not isclose(fitted[0][0], rescaled(reference), rel_tol=SAME_FACTOR):
         yield name_cause(
             "double-division",
-            f"gradients are {replayed.scale / max(replayed.scales):g} times those of one process, "
-            "whose loss is a sum over samples: the exchange takes the mean of the ranks' sums",
+            f"gradients are {replayed.scale / max(replayed.scales):g}x the single-process "
+            "reference, whose loss is a sum over samples: the all-reduce averages the ranks' sums",
             "job-of-sums",
             world=job.world,
         )
@@ -238,8 +237,8 @@ def _of_loss_scale(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
 def _of_clipping(step: int) -> Diagnosis:
     return name_cause(
         "clip-by-local-norm",
-        f"step {step}: what the optimizer was given is not the exchanged gradient times the factor "
-        "that clipping's own norm gives",
+        f"step {step}: the clipped gradient is not the reduced gradient times the factor that "
+        "follows from the norm used for clipping",
     )
 
 
@@ -251,14 +250,15 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if dropped:
         yield name_cause(
             "lost-micro-batch",
-            f"step {step}: of {len(passes)} backward passes number {dropped[-1]} (from 0) "
-            "is in no gradient that the optimizer got",
+            f"step {step}: backward pass {dropped[-1]} (from 0) of {len(passes)} contributes to "
+            "no gradient passed to the optimizer",
             "job",
         )
     elif record.carried:
         yield name_cause(
             "accumulated-gradient",
-            f"step {step}: the gradients of the last step are still in those that it got",
+            f"step {step}: the gradients passed to the optimizer still include those of the "
+            "previous step",
             "job",
         )
     elif (early := clipped_between(job, step)) is not None:
@@ -273,8 +273,8 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
         at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
         yield name_cause(
             "sync-on-wrong-micro-step",
-            f"step {step}: of {len(flags)} backward passes DistributedDataParallel "
-            f"exchanged in number {at} (from 0), and not in the last one",
+            f"step {step}: DistributedDataParallel synchronized in backward pass {at} (from 0) "
+            f"of {len(flags)}, but not in the last",
         )
         return
     found = of_gradients(job, step)
@@ -282,7 +282,7 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if alone and _agree_at_step(job, step) and records[0].clips:
         yield name_cause(
             "clip-before-sync",
-            f"step {step}: clipping was given each rank's own gradients, and the ranks exchanged "
+            f"step {step}: each rank clipped its local gradients, and the ranks synchronized "
             "afterwards",
         )
     else:
@@ -326,7 +326,7 @@ def _agree_at_step(job: JobRecording, step: int) -> bool:
 
 def _unexplained(failed: Failed, step: int) -> Diagnosis:
     names = ", ".join(dict.fromkeys(check for check, _ in failed))
-    evidence = f"from step {step} on: {names}; no known mistake leaves what was seen"
+    evidence = f"from step {step} on: {names}; no known mistake explains the measurements"
     return name_cause("unexplained", evidence, "job")
 
 
@@ -371,8 +371,8 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
     if updated is not None and all(_step_of(updated) < _step_of(one) for one in parted):
         yield name_cause(
             "wrong-update",
-            f"step {_step_of(updated)}: from the same gradients, settings and parameters the "
-            "optimizer of one process steps elsewhere",
+            f"step {_step_of(updated)}: given the same gradients, settings and parameters, the "
+            "optimizer of a single process computes other parameters",
             "job",
         )
 
@@ -385,20 +385,20 @@ def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) ->
         if abs(own_most - most) > _LEFT * most:
             return name_cause(
                 "clip-norm-differs",
-                f"step {step}: clipping allows a norm of {own_most:.6g}, and {most:.6g} as one "
-                "process",
+                f"step {step}: the maximum norm for clipping is {own_most:.6g}, but {most:.6g} in "
+                "a single process",
             )
         if abs(own_norm - norm) > _LEFT * norm:
             return name_cause(
                 "clip-by-local-norm",
-                f"step {step}: clipping finds a norm of {own_norm:.6g} on rank {rank}, and "
-                f"{norm:.6g} as one process",
+                f"step {step}: the norm for clipping is {own_norm:.6g} on rank {rank}, but "
+                f"{norm:.6g} in a single process",
             )
     name = result.first.parameter if result.first is not None else "a parameter"
     return name_cause(
         "changed-before-step",
-        f"step {step}: the gradient of {name} is that of one process after the exchange, and "
-        f"another one when rank {rank} steps",
+        f"step {step}: the gradient of {name} matches the single-process reference after the "
+        f"all-reduce, but not when rank {rank} steps",
     )
 
 
@@ -411,7 +411,7 @@ def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
     return name_cause(
         "clip-in-accumulation",
         f"step {step}: gradients were clipped after {early[0]} of {len(record.passes)} backward "
-        "passes, and added to afterwards",
+        "passes, and accumulated further afterwards",
     )
 
 
@@ -420,13 +420,13 @@ def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnos
     common = usual(steps)
     one = next(step for step in steps if step.step == at)
     said = (
-        f"step {at}: as one process, over {one.passes} backward passes, gradients are "
-        f"{one.factor:.6g} times those of one batch with the same samples"
+        f"step {at}: in a single process, over {one.passes} backward passes, gradients are "
+        f"{one.factor:.6g}x those of one batch with the same samples"
     )
     if expected_factor(one, common) is not None and one.passes != common.passes:
         return name_cause(
             "uneven-accumulation",
-            f"{said}, and {common.factor:.6g} times at step {common.step}, which has "
+            f"{said}, but {common.factor:.6g}x at step {common.step}, which has "
             f"{common.passes} passes",
         )
     if expected_factor(one, common) is not None:
@@ -435,15 +435,16 @@ def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnos
     if counts:
         return name_cause(
             "unweighted-tokens",
-            f"step {at}: the mean losses of the backward passes count alike, over "
-            f"{_listed(counts)} targets; {one.left:.2g} of the gradients' norm is not that of one "
-            "batch",
+            f"step {at}: the mean losses of the backward passes are weighted equally, but have "
+            f"{_listed(counts)} targets; gradients deviate from those of one batch by "
+            f"{one.left:.2g} of their norm",
             "passes",
         )
     return name_cause(
         "unexplained",
-        f"step {at}: as one process, over {one.passes} backward passes, gradients differ from "
-        f"those of one batch by more than a factor ({one.left:.2g} of their norm is left)",
+        f"step {at}: in a single process, over {one.passes} backward passes, gradients differ "
+        f"from those of one batch by more than a factor (a residual of {one.left:.2g} of their "
+        "norm)",
         "job-passes",
     )
 
@@ -471,9 +472,9 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     if not is_rate(first.parameter):
         return name_cause("settings-differ", said, "of-world")
     if at_once:
-        evidence = f"{said}: {by:.6g} times as much, with {job.world} ranks"
+        evidence = f"{said}: {by:.6g}x, at world size {job.world}"
         return name_cause("learning-rate-differs", evidence, "of-world")
-    return name_cause("scheduler-steps-per-rank", f"{said}; steps before that have the same")
+    return name_cause("scheduler-steps-per-rank", f"{said}; earlier steps agree")
 
 
 def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
@@ -487,9 +488,9 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
         or _of_weights(job, found, step)
         or name_cause(
             "unexplained",
-            f"step {step}: gradients are the mean of the ranks', and differ from those of one "
-            f"process with the same samples by more than a factor ({fitted[1]:.2g} of their norm "
-            "is left)",
+            f"step {step}: gradients are the mean of the ranks' gradients, but differ from the "
+            "single-process reference by more than a factor (a residual of "
+            f"{fitted[1]:.2g} of their norm)",
             "job-weights",
         )
     )
@@ -529,17 +530,18 @@ def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | N
         said = ", ".join(f"{one:.4g}" for one in fitted[0])
         return name_cause(
             "unweighted-mean" if by_rows else "unweighted-tokens",
-            f"step {step}: the ranks' gradients count alike, and one process weighs them by {said}"
-            + (f", as their samples {_listed(rows)}" if by_rows else ""),
+            f"step {step}: all ranks are weighted equally; the single-process reference weights "
+            f"them {said}"
+            + (f", in proportion to their samples {_listed(rows)}" if by_rows else ""),
             "job-counts",
         )
     if fitted is not None and all(one > _LEFT for one in fitted[0]):
-        times = ", ".join(f"{1 / (job.world * one):.4g}" for one in fitted[0])
-        evidence = f"step {step}: the ranks' gradients are {times} times those of one process"
+        times = ", ".join(f"{1 / (job.world * one):.4g}x" for one in fitted[0])
+        evidence = f"step {step}: the ranks' gradients are {times} the single-process reference"
         return name_cause("wrong-divisor", evidence, "job-by-rank")
     named = _of_losses(job, step)
     if counts and named is None:
-        evidence = f"step {step}: mean losses over {_listed(counts)} targets count alike"
+        evidence = f"step {step}: mean losses over {_listed(counts)} targets are weighted equally"
         return name_cause("unweighted-tokens", evidence, "job-step")
     return named
 
@@ -553,13 +555,13 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     if 0 < len(zero) < job.world and all(not counts or any(counts) for counts in heard):
         return name_cause(
             "dropped-rank",
-            f"step {step}: before the exchange all gradients of rank {_listed(zero)} are zero, and "
-            "the others' are not",
+            f"step {step}: all local gradients of rank {_listed(zero)} are zero, and those of the "
+            "other ranks are not",
             "job",
         )
     terms = [
         ", ".join(dict.fromkeys(term.name for one in record.trained for term in one.terms))
-        or "what is not a weighted sum of losses"
+        or "a term that is not a weighted sum of losses"
         for record in records
     ]
     other = next((rank for rank, one in enumerate(terms) if one != terms[0]), 0)
@@ -567,22 +569,22 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
         return None
     return name_cause(
         "loss-differs",
-        f"step {step}: the loss of rank {other} adds up {terms[other]}, and that of rank 0 "
-        f"{terms[0]}",
+        f"step {step}: the loss of rank {other} has the terms {terms[other]}, but that of rank 0 "
+        f"has {terms[0]}",
     )
 
 
 def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
-    evidence = f"step {step}: gradients are {factor:.9g} times those of one process"
+    evidence = f"step {step}: gradients are {factor:.6g}x the single-process reference"
 
     def close(other: float) -> bool:
         return abs(factor - other) <= _LEFT * other
 
     if close(world):
-        also = " (or the number of accumulated passes)" if passes == world else ""
-        evidence += f": the number of ranks{also}"
+        also = " (or the number of gradient accumulation steps)" if passes == world else ""
+        evidence += f": the world size{also}"
         return name_cause("missing-division", evidence, "job", world=world)
     if close(1 / world):
-        evidence += ": one over the number of ranks, beside the mean of the exchange"
+        evidence += ": divided by the world size once too often (the all-reduce already averages)"
         return name_cause("double-division", evidence, "job")
     return name_cause("wrong-divisor", evidence, "job")

@@ -123,7 +123,7 @@ def judge(earlier: Earlier, job: JobRecording) -> Judged:
     """The checks, the causes behind those that failed, and a sentence on what was compared."""
     if not job.steps or job.divided_by:
         missing = Tally(STATE, NO_LAYER)
-        missing.missing(job.divided_by and f"ranks hold parts of one model ({job.divided_by})")
+        missing.missing(job.divided_by and f"ranks hold shards of one model ({job.divided_by})")
         return [missing.result()], [], "nothing is compared with the job that it continues"
     _check_model(earlier, job)
     both = Continued(earlier.job, job, earlier.yard)
@@ -136,14 +136,14 @@ def judge(earlier: Earlier, job: JobRecording) -> Judged:
         _compare_samples(both)
         _compare_random(both)
         if not both.data.result().compared.elements:
-            both.data.missing("no samples and no random numbers were seen")
+            both.data.missing("no samples and no random numbers were recorded")
     results = [both.state.result(), both.data.result()]
-    note = f"it resumes before step {both.step} of the job in {earlier.folder}"
+    note = f"the job resumes before step {both.step} of the job in {earlier.folder}"
     if all(result.verdict == "pass" for result in results):
         results.append(_training(both))
         note += f", and is compared over {results[-1].compared.steps} steps"
     else:
-        note += "; what it computes from there on follows from what differs, and is not compared"
+        note += "; later results follow from these differences and are not compared"
     return results, both.found, note
 
 
@@ -153,7 +153,7 @@ def _check_model(earlier: Earlier, job: JobRecording) -> None:
         if one != two:
             other = min(one ^ two)
             raise UsageError(
-                f"{earlier.folder} is the recording of another model: only one of both has the "
+                f"{earlier.folder} is a recording of another model: only one of the two has the "
                 f"{kind.label} {other}"
             )
 
@@ -175,8 +175,8 @@ def _find_step(both: Continued) -> bool:
     if fixed:
         both.differs(
             both.state, "weights-not-restored",
-            f"{len(fixed)} parameters that the earlier job never changed ({fixed[0]} first) are "
-            "not what they were",
+            f"{len(fixed)} parameters that the earlier job never updated ({fixed[0]} first) have "
+            "different values",
         )  # fmt: skip
     if exact and (both.at > 0 or both.then.steps[0] > 0):
         return True
@@ -186,8 +186,8 @@ def _find_step(both: Continued) -> bool:
     after = digests(both.then, last, "after/")
     if all(own[name] == after.get(name, own[name]) for name in moving):
         both.state.missing(
-            f"it resumes after step {last}, the last that the earlier job recorded: record more of "
-            "that one with --steps"
+            f"the job resumes after step {last}, the last that the earlier job recorded; record "
+            "more of the earlier job with --steps"
         )
         return False
     cast = _cast(both, own)
@@ -203,8 +203,8 @@ def _find_step(both: Continued) -> bool:
     far = "" if len(lost) < len(moving) else _nearest(both)
     both.differs(
         both.state, "weights-not-restored",
-        f"{len(lost)} of {len(moving)} parameters ({lost[0]} first) are not those before step "
-        f"{both.step}, nor all of any other step{far}",
+        f"{len(lost)} of {len(moving)} parameters ({lost[0]} first) differ from those before step "
+        f"{both.step}, and no other step matches all of them{far}",
     )  # fmt: skip
     return len(lost) < len(moving)
 
@@ -221,7 +221,7 @@ def _began_anew(both: Continued) -> bool:
     """It has the parameters of the very first step: did it resume at all?"""
     both.differs(
         both.state, "weights-not-restored",
-        f"it begins with the parameters that the earlier job began with, before step {both.step}: "
+        f"the job starts with the initial parameters of the earlier job, before step {both.step}: "
         "no checkpoint was loaded into the model",
     )  # fmt: skip
     return False
@@ -251,7 +251,7 @@ def _nearest(both: Continued) -> str:
     if not distances:
         return ""
     both.at = min(distances, key=lambda place: distances[place])
-    return f"; the nearest is step {both.step}, at {distances[both.at]:.2g} of their norm"
+    return f"; step {both.step} is nearest, at {distances[both.at]:.2g} of their norm"
 
 
 # -- what it begins with ------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _compare_buffers(both: Continued) -> None:
     elif lost:
         both.differs(
             both.state, "buffers-lost",
-            f"{len(lost)} of {len(names)} buffers ({lost[0]} first) are not those before step "
+            f"{len(lost)} of {len(names)} buffers ({lost[0]} first) differ from those before step "
             f"{both.step}",
         )  # fmt: skip
 
@@ -291,7 +291,7 @@ def _compare_optimizer(both: Continued) -> bool:
     if not own:
         both.differs(
             both.state, "optimizer-state-lost",
-            f"the optimizer begins without {', '.join(keys)}, which the earlier job's had of "
+            f"the optimizer starts without {', '.join(keys)}, which the earlier job had for "
             f"{len({n.rpartition('/')[0] for n in then})} parameters before step {both.step}",
         )  # fmt: skip
     elif elsewhere:
@@ -307,7 +307,7 @@ def _compare_optimizer(both: Continued) -> bool:
         both.differs(
             both.state,
             "step-counter-lost",
-            f"of the optimizer's state, {said} before step {both.step}",
+            f"optimizer state: {said} before step {both.step}",
         )
     elif dtype := both.rounded_to(both.step, [f"optim/{name}" for name in lost]):
         both.differs(
@@ -318,8 +318,8 @@ def _compare_optimizer(both: Continued) -> bool:
     else:
         both.differs(
             both.state, "optimizer-state-lost",
-            f"the optimizer's state ({lost[0]} first, {len(lost)} of {len(then)}) is not that "
-            f"before step {both.step}",
+            f"the optimizer's state ({lost[0]} first, {len(lost)} of {len(then)}) differs from "
+            f"that before step {both.step}",
         )  # fmt: skip
     return bool(own) and not elsewhere
 
@@ -343,7 +343,7 @@ def _name_settings(both: Continued, later: int) -> None:
         if key in other and mine[key] != other[key]
     ]
     if not found:
-        said = f"step {step}: the optimizer has another number of groups"
+        said = f"step {step}: the number of param_groups differs"
         both.differs(both.state, "settings-differ", said, "resumed")
         return
     elsewhere = [
@@ -363,10 +363,12 @@ def _name_settings(both: Continued, later: int) -> None:
     elif later:
         both.differs(
             both.state, "schedule-restarts",
-            f"{said}; it is right in steps before that, as the optimizer has it",
+            f"{said}; it is right at earlier steps, where it is restored with the optimizer",
         )  # fmt: skip
     elif elsewhere:
-        both.differs(both.state, "schedule-restarts", f"{said}: that of step {elsewhere[0]}")
+        both.differs(
+            both.state, "schedule-restarts", f"{said}; it is the value of step {elsewhere[0]}"
+        )
     else:
         both.differs(both.state, "learning-rate-differs", said, "resumed")
 
@@ -376,7 +378,7 @@ def _compare_scaler(both: Continued) -> None:
     both.state.count(parameter="scale", rank=0, step=both.first, elements=then is not None)
     if now != then:
         both.differs(both.state, "scaler-lost",
-                     f"the loss is scaled by {now or 1:g}, and was by {then or 1:g} at step "
+                     f"the loss scale is {now or 1:g}, and was {then or 1:g} at step "
                      f"{both.step}")  # fmt: skip
 
 
@@ -395,8 +397,8 @@ def _compare_averages(both: Continued) -> None:
     if moving - set(own):
         both.differs(
             both.state, "ema-lost",
-            f"the average of the model that the earlier job held before step {both.step} is not "
-            "there, or is not moved any more",
+            f"the average of the model that the earlier job held before step {both.step} is "
+            "missing, or is no longer updated",
         )  # fmt: skip
 
 
@@ -460,7 +462,7 @@ def _name_samples(both: Continued, later: int, rank: int) -> None:
         both.differs(
             both.data, "data-order-differs",
             f"step {step}: {len(set(rows) & set(others[place]))} of {len(rows)} samples{who} are "
-            "those that the earlier job had, and the others come in an order that it never had",
+            "those of the earlier job, and the others are in an order that it never had",
         )  # fmt: skip
 
 
@@ -481,7 +483,7 @@ def _compare_random(both: Continued) -> None:
         if own != then:
             both.differs(
                 both.data, "random-state-lost",
-                f"rank {rank} draws other random numbers in the forward pass than at step "
+                f"rank {rank} draws different random numbers in the forward pass than at step "
                 f"{both.step}",
             )  # fmt: skip
             return
@@ -495,7 +497,7 @@ def _training(both: Continued) -> CheckResult:
     tally = Tally(TRAINING, NO_LAYER)
     missing = why_not(one, two)
     if missing:
-        tally.missing(f"what it computes is not compared: {missing}")
+        tally.missing(f"training is not compared: {missing}")
         return tally.result()
     walk = walk_jobs(one, two, [(both.yard, both.at)])
     _name_parted(both, walk, tally)
@@ -509,12 +511,13 @@ def _training(both: Continued) -> CheckResult:
     elif found.first is not None and walk.parted is None:
         if walk.unmeasured:
             tally.missing(
-                f"bits differ ({_place(both, found.first, found.kind)}), and how far two right "
-                f"runs may part is not known: {walk.unmeasured}"
+                f"the jobs are not bit-identical ({_place(both, found.first, found.kind)}), and "
+                f"the noise floor is not known: {walk.unmeasured}"
             )
         else:
             tally.remark(
-                f"bits differ within their bounds, first at {_place(both, found.first, found.kind)}"
+                "the jobs are not bit-identical, but within the bounds, first at "
+                f"{_place(both, found.first, found.kind)}"
             )
     return tally.result()
 
@@ -532,8 +535,8 @@ def _name_parted(both: Continued, walk: JobWalk, tally: Tally) -> None:
     else:
         step = both.then.steps[both.at + pair.step]
         both.differs(both.data, "random-state-lost",
-                     f"step {step}: {pair.what} of rank {pair.rank} differ, and before they did "
-                     "not")  # fmt: skip
+                     f"step {step}: {pair.what} of rank {pair.rank} differ, but not at earlier "
+                     "steps")  # fmt: skip
     for one in both.found[before:]:
         tally.fail(one.evidence, parameter=pair.what, step=pair.step)
 
@@ -544,8 +547,8 @@ def _place(both: Continued, place: Difference, kind: str) -> str:
 
 def _fail(both: Continued, tally: Tally, beyond: Difference, kind: str) -> None:
     said = (
-        f"{_place(both, beyond, kind)}: further from the earlier job's than rounding explains, "
-        "though parameters, optimizer's state, samples and random numbers were the same"
+        f"{_place(both, beyond, kind)}: differs from the earlier job by more than rounding, "
+        "although parameters, optimizer state, samples and random numbers were the same"
     )
     tally.fail(said, parameter=beyond.parameter, step=beyond.step)
     both.found.append(name_cause("unexplained", said, "resumed"))

@@ -101,7 +101,7 @@ def judge(
     if not_finite and not_finite[0].first is not None:  # what follows from it is not judged
         results += not_finite
         job, reference = _until(not_finite[0].first.step, job, reference)
-        missing = missing or "nothing is judged after numbers that are not finite"
+        missing = missing or "nothing is judged after the first inf or NaN"
     own_steps = averaging(job)
     if own_steps is not None:  # its steps need not be those of one process
         reference, missing = None, own_steps.reason
@@ -258,23 +258,23 @@ def _outcome_check(
         verdict = "unknown"
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in job.uneven.items())
         reasons.append(
-            f"ranks made different numbers of steps ({counts}), and only those that all made are "
-            "compared: right where Join or the like looks after the last ones; give --steps "
-            f"{min(job.uneven.values())}"
+            f"ranks made different numbers of steps ({counts}), and only steps that all of them "
+            "made are compared: right if Join or similar code handles the last steps; pass "
+            f"--steps {min(job.uneven.values())}"
         )
     elif asked.continues is not None:
         pass  # as far as both recordings go
     elif job.processes == 1:
         verdict = "unknown"
         reasons.append(
-            "the job has one rank, which exchanges nothing; start at least 2: distcheck job "
-            "--world 2 -- python train.py"
+            "the job has one rank, which has nothing to synchronize; start at least 2: distcheck "
+            "job --world 2 -- python train.py"
         )
     elif len(job.steps) < asked.steps:
         verdict = "unknown"
         last = asked.from_step + len(job.steps)
         reasons.append(
-            f"the job ended after step {last - 1}; {asked.steps} steps were to be recorded: give "
+            f"the job ended after step {last - 1}, before {asked.steps} steps were recorded; pass "
             f"--steps {len(job.steps)}"
         )
     return CheckResult(
@@ -290,7 +290,7 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
     """A check that passed and compared nothing is unknown."""
     if result.check == "outcome" or result.verdict != "pass" or result.compared.elements:
         return result
-    said = "; ".join(filter(None, ["nothing was there to be compared", result.reason]))
+    said = "; ".join(filter(None, ["there was nothing to compare", result.reason]))
     return msgspec.structs.replace(result, verdict="unknown", reason=said)
 
 
@@ -316,9 +316,9 @@ def _if_seen(result: CheckResult) -> CheckResult:
     if result.verdict != "fail" or result.layer != IN_FLOAT32:
         return result
     said = (
-        "the loss is computed by the script, from tensors that do not come from a DataLoader, and "
-        "the reference may have other ones (rewards of an environment, samples of the script's "
-        "own generator); read them from a DataLoader, or give --no-reference"
+        "the script computes the loss from tensors that do not come from a DataLoader, and the "
+        "reference may have different tensors (rewards of an environment, samples of the script's "
+        "own generator); read them from a DataLoader, or pass --no-reference"
     )
     return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
 
@@ -341,9 +341,10 @@ def if_interacts(
     if not (unread and is_it):
         return result
     said = (
-        "a term of the loss is not a mean over samples, and one batch of all samples has another "
-        "one than the ranks' batches (a loss that balances experts over each rank's own samples is "
-        "such a term); leave it out for this check, or compute it over the samples of all ranks"
+        "a term of the loss is not a mean over samples, so its value for one batch of all samples "
+        "differs from that of the ranks' batches (for example a load-balancing loss over each "
+        "rank's own samples); leave it out for this check, or compute it over the samples of all "
+        "ranks"
     )
     return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
 
@@ -354,8 +355,8 @@ def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
     if result.verdict != "fail" or result.check not in ("initial state", "agreement") or not name:
         return result
     said = (
-        f"ranks that train one model hold different tensors as {name}; whether these are parts of "
-        "one, or copies that differ, is not known without a DTensor or a reference"
+        f"ranks that share a model hold different tensors as {name}; without a DTensor or a "
+        "reference, shards of one tensor cannot be distinguished from replicas that differ"
     )
     return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
 
@@ -365,9 +366,9 @@ def _divided(by: str) -> CheckResult:
         check="agreement",
         layer=NO_LAYER,
         verdict="unknown",
-        reason=f"ranks hold parts of one model ({by}), which are not put together here: have the "
-        "job judged with DistributedDataParallel or fully_shard in its place, and judge the layout "
-        "by distcheck verify",
+        reason=f"ranks hold shards of one model ({by}), which distcheck job cannot unshard: judge "
+        "the job with DistributedDataParallel or fully_shard instead, and judge the layout with "
+        "distcheck verify",
     )
 
 
@@ -382,23 +383,26 @@ def _no_reference(missing: str) -> CheckResult:
 
 def _of_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
     if reference is None:
-        return f"no reference run, since {missing}: judged by what the ranks show of each other"
+        return f"no reference run, since {missing}: ranks are compared only with each other"
     replayed = reference.replayed
     how = {
-        settings.TOGETHER: "the ranks' batches put together",
+        settings.TOGETHER: "the ranks' batches concatenated",
         settings.IN_TURN: "the ranks' batches one after the other",
-        settings.BY_RANK: "each rank's batches by themselves, and the mean of their gradients",
+        settings.BY_RANK: "each rank's batches separately, and the mean of their gradients",
     }.get(replayed.mode, "batches of the ranks")
-    text = f"the reference is the same script as one process, with {how}"
+    text = f"the reference is the same script in a single process, with {how}"
     text += f" ({replayed.why})" if replayed.why else ""
     text += ", the micro-batches of a step in one forward pass" if job.joined else ""
     if reference.replaced:
-        text += f"; its options say one rank in place of {', '.join(reference.replaced)}"
+        text += f"; its options request one rank instead of {', '.join(reference.replaced)}"
     covered = {one.step for one in replayed.steps} & {*job.steps}
     text += f"; it covers {len(covered)} of {len(job.steps)} steps"
-    ended = len(replayed.steps) < len(job.steps) and "the script makes no more as one process"
+    ended = (
+        len(replayed.steps) < len(job.steps)
+        and "the script makes no more steps in a single process"
+    )
     text += f", since {replayed.failure or ended}" if replayed.failure or ended else ""
-    text += "; its tolerances are measured by moving every parameter by one ULP"
+    text += "; its tolerances are measured by perturbing every parameter by one ULP"
     text += "" if replayed.steps[0].draws else ", which failed"
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
@@ -411,26 +415,24 @@ def _notes(
     notes = [_of_reference(job, reference, missing)]
     if asked.on_cpu:
         notes.append(
-            "the job ran on CPUs in place of GPUs, over gloo (--on-cpu): kernels and NCCL are "
+            "the job ran on CPUs instead of GPUs, over gloo (--on-cpu): GPU kernels and NCCL are "
             "not judged"
         )
     count, size, seconds = needless(job)
     if count:
-        measured = "" if seconds is None else f" and {1000 * seconds:.3g} ms of waiting"
+        measured = "" if seconds is None else f" and {1000 * seconds:.3g} ms of waiting time"
         notes.append(
-            f"DistributedDataParallel exchanged in {count} backward passes that another one of the "
-            f"same step followed, {size / 1e6:.3g} MB{measured} each: right and slower than "
-            "no_sync()"
+            f"DistributedDataParallel synchronized in {count} backward passes before the last of "
+            f"their step, {size / 1e6:.3g} MB{measured} each: correct, but slower than no_sync()"
         )
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:
         notes.append(
-            f"from step {sums[0]} on gradients were beyond --budget and kept as 64 sums each; what "
-            "cancels in all of them is not seen"
+            f"from step {sums[0]} on gradients exceeded --budget and were kept as 64 sums each; "
+            "errors that cancel in all sums are not detected"
         )
     if any(not [n for n in r.digests if n.startswith("local/")] for r in job.records.values()):
         notes.append(
-            "gradients before the exchange were not seen (parameters that are divided among the "
-            "ranks, as by FSDP, have none)"
+            "local gradients were not recorded (sharded parameters, as in FSDP, have none)"
         )
     return notes

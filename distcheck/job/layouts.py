@@ -1,4 +1,4 @@
-"""Causes of wrong gradients where ranks train one model together: which axis they come from."""
+"""Causes of wrong gradients in model-parallel jobs, by the mesh axis that they come from."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,16 +61,16 @@ def _of_norm(
         names = apart.parameters(step)
         held = [apart.gradient(Kind.GRADIENT, rank, step, name) for name in names]
         norms.append(math.hypot(*(norm_of(one) for one in held if one is not None)))
-    said = f"step {step}: after clipping the gradients of one process have a norm of {allowed:.6g}"
+    said = f"step {step}: after clipping, the gradients of a single process have norm {allowed:.6g}"
     if all(abs(norm - allowed) <= _SAME_NORM * allowed for norm in norms):
         return [name_cause(
-            "clip-by-local-norm", f"{said}, and here the parts of every rank by themselves do"
+            "clip-by-local-norm", f"{said}, and here the shards of each rank by themselves do"
         )]  # fmt: skip
     if abs(math.hypot(*norms) - allowed) <= _SAME_NORM * allowed:
         return [name_cause(
             "clip-by-local-norm",
-            f"{said}, and here what ranks {', '.join(map(str, group))} hold does, where what "
-            "several have alike is counted once for each",
+            f"{said}, and here the tensors of ranks {', '.join(map(str, group))} do if replicated "
+            "tensors are included once per rank",
         )]  # fmt: skip
     return []
 

@@ -58,7 +58,7 @@ def recorded_again(
         with contextlib.suppress(OSError):
             shutil.rmtree(project.folder)
     if ran.hung:
-        raise DistcheckError(f"it made no progress for {deadline_s:g} s")
+        raise DistcheckError(f"the command made no progress for {deadline_s:g} s")
     running.check_recorded(recorded, ran, command)
     return recorded
 
@@ -71,7 +71,7 @@ def measured(
     yardstick of its recording (`judge/parting/yardstick.py`). `copy` is the project before it ran.
     """
     if copy.missing or not job.steps or job.divided_by:
-        whole = job.divided_by and f"ranks hold parts of one model ({job.divided_by})"
+        whole = job.divided_by and f"ranks hold shards of one model ({job.divided_by})"
         return Yardstick(why=copy.missing or whole or "no step was recorded")
     moved = []
     for draw in range(1, DRAWS + 1):

@@ -75,17 +75,15 @@ def replay(
     """
     first = job.ranks[0]
     if first.backend == "mpi":
-        raise NoReferenceError("the reference cannot stand in for MPI's own start of ranks")
+        raise NoReferenceError("ranks started through MPI cannot be replaced by a single process")
     if not all(record.whole for record in job.at(job.steps[0])):
-        raise NoReferenceError(
-            "the first step was beyond --budget, so its parameters were not kept"
-        )
+        raise NoReferenceError("the first step exceeded --budget, so its parameters were not kept")
     there = Path.cwd() if command else Path(first.folder)
     place = copy.of(there)
     if place is None or not place.is_dir():
         raise NoReferenceError(
-            f"ranks work in {there}, which is not in {copy.project}, of which there is a copy; "
-            "start the job there"
+            f"ranks work in {there}, which is not in the copied folder {copy.project}; start the "
+            "job there"
         )
     is_forked = first.process and not (job.folder / f"python-{first.process}").exists()
     spawned = bool(is_forked) or _is_spawned(first.arguments)
@@ -117,7 +115,9 @@ def replay(
         # There are scripts that leave, or raise, where they see fewer GPUs than they are to use.
         ran = run(msgspec.structs.replace(asked, gpus=job.processes))
     if ran.hung:
-        raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")
+        raise NoReferenceError(
+            f"the script made no progress for {deadline_s:g} s in a single process"
+        )
     return _read(folder, ran, replaced)
 
 
@@ -137,8 +137,8 @@ def _of_launcher(job: JobRecording) -> Sequence[str]:
             return said[1:]
         process = int(said[0]) if said[0].isdecimal() else 0
     raise NoReferenceError(
-        "the script starts its ranks itself, and its own command is not known; give the one that "
-        "trains as one process, --reference COMMAND"
+        "the script starts its ranks itself, and its own command is not known; pass the command "
+        "that trains in a single process, --reference COMMAND"
     )
 
 
@@ -170,11 +170,11 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
         else:
             why = f"raises {ran.raised[0][1][:300]}"
         raise NoReferenceError(
-            f"as one process the script {why} before its first step; give the command that trains "
-            "as one process, --reference COMMAND"
+            f"the script {why} before its first step in a single process; pass the command that "
+            "trains in a single process, --reference COMMAND"
         )
     replayed = read_own(file, Replayed)
     if not replayed.steps:
-        failure = replayed.failure or "as one process the script makes no step"
+        failure = replayed.failure or "the script makes no step in a single process"
         raise NoReferenceError(failure, joins=replayed.joins)
     return Reference(folder, replayed, replaced)

@@ -33,7 +33,7 @@ from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
 Explain = Callable[[JobRecording, int, Kind], list[Diagnosis]]
-_SAME = "a single process does the same, so a comparison with it does not show this"
+_SAME = "a single process does the same, so comparing with it does not reveal this"
 # Mistakes of a synchronization; other explanations may be what a script means.
 _MISTAKES = {
     "stale-gradient", "accumulated-gradient", "wrong-parameter-order", "shared-bucket",
@@ -123,13 +123,13 @@ def _remark(one: Changed, explain: Explain) -> Diagnosis:
     if named:
         first = named[0]
         return msgspec.structs.replace(first, evidence=f"{first.evidence}; {_SAME}")
-    how = "another gradient than the mean of the ranks' local gradients"
+    how = "a gradient other than the mean of the ranks' local gradients"
     if one.factor is not None:
-        how = f"{number_text(one.factor)} times the mean of the ranks' local gradients"
+        how = f"{number_text(one.factor)}x the mean of the ranks' local gradients"
     return name_cause(
         "changed-before-step",
         f"step {one.step}: the script modifies gradients between backward and optimizer.step(), "
-        f"which is given {how}; {_SAME}",
+        f"which receives {how}; {_SAME}",
         "meant",
     )
 

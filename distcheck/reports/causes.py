@@ -1,4 +1,4 @@
-"""The table of causes on a screen: all of them, or one with its example."""
+"""The table of causes on a screen: all causes, or one with its example."""
 
 import re
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from distcheck.records.causes import FAMILIES, Cause, causes
 _HEADINGS = {
     "gradients": "In the gradients",
     "layouts": "In layouts",
-    "updates": "In the update, the loss and its last bits",
+    "updates": "In parameter updates, the loss and bit-identity",
     "state": "In state and data",
-    "runs": "In how ranks run",
-    "jobs": "In whole jobs alone",
+    "runs": "In runs and schedules",
+    "jobs": "In whole jobs only",
 }
 _WIDTH = 80
 
 
 def listed() -> Iterator[str]:
-    """Every cause with what it is, a line each, by family."""
+    """List every cause with its description, by family."""
     table = causes()
     longest = max(map(len, table))
     for family in FAMILIES:
@@ -33,13 +33,15 @@ def listed() -> Iterator[str]:
 
 
 def explained(cause: Cause) -> Iterator[str]:
-    """One cause: what it is, how it shows, an example, and what to do."""
+    """Explain one cause: its description, symptoms, repair and example."""
     yield from wrap(f"{cause.name}: {_plain(cause.what)}", _WIDTH, subsequent_indent="  ")
     yield ""
+    yield "symptoms:" if len(cause.when) > 1 else "symptom:"
+    for symptom in cause.when:
+        yield from wrap(_plain(symptom), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     for heading, text in (
-        ("seen as", cause.when),
-        ("repair, or look at", cause.repair),
-        ("not to be confused with", cause.confused),
+        ("repair", cause.repair),
+        ("easily confused with", cause.confused),
         ("needs", cause.needs),
         ("named by", ", ".join(f"distcheck {name}" for name in cause.by)),
         ("reported in", ", ".join(cause.seen)),

@@ -325,7 +325,7 @@ def test_it_takes_what_the_table_says(name: str, tmp_path: Path) -> None:
 NO_HOPE = """
 [no-hope]
 what = "a rank gives up"
-when = "a rank raises NoHopeError"
+when = ["a rank raises NoHopeError"]
 repair = "hope"
 suggestion = "hope"
 wrong = "raise NoHopeError"
@@ -341,7 +341,7 @@ CAUSE = Added(
             '    if cause.error.startswith("NoHopeError"):\n'
             '        return [name_cause("no-hope", cause.error)]',
         ),
-        "distcheck/records/causes/runs.toml": ("# How ranks ran", NO_HOPE),
+        "distcheck/records/causes/runs.toml": ("# Runs and exit states", NO_HOPE),
     },
     use=(),
     says="no-hope: NoHopeError: sync; hope",

@@ -179,7 +179,7 @@ def test_a_script_for_gpus_cannot_run_here(tmp_path: Path) -> None:
 def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
     ran, case = run(tmp_path, FOR_GPUS, "--on-cpu")
     assert (ran.returncode, case["verdict"]) == (0, "pass"), ran.stdout + ran.stderr
-    assert any("in place of GPUs" in note for note in case["notes"])
+    assert any("instead of GPUs" in note for note in case["notes"])
     checks = {(c["check"], c["layer"]) for c in case["checks"]}
     assert {("gradients", "S32"), ("loss", "S32"), ("loss scaler", "-")} <= checks
 
@@ -211,7 +211,7 @@ def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
     ran, case = run(tmp_path, STARTS_ITS_RANKS, torchrun=False)
     assert (ran.returncode, case["verdict"], case["world"]) == (5, "unknown", 2)
     reasons = {c["check"]: c["reason"] for c in case["checks"]}
-    assert reasons["outcome"].startswith("the job ended after step 2; 4 steps were to be recorded")
+    assert reasons["outcome"].startswith("the job ended after step 2, before 4 steps were recorded")
     gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     assert [(c["verdict"], c["compared"]["ranks"]) for c in gradients] == [("pass", 2)] * 2
 

@@ -165,7 +165,9 @@ def test_unusual_right_restarts_pass(name: str, tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(wholes: dict[str, Whole], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is the recording of another model: only one of both has"):
+    with pytest.raises(
+        UsageError, match="is a recording of another model: only one of the two has"
+    ):
         continuing.judge(wholes[BY_HAND].earlier, make(tmp_path))
 
 
@@ -180,4 +182,4 @@ def test_a_job_that_resumes_at_the_end_is_not_judged(
         Whole(Earlier(folder, before, Yardstick()), whole.there), BY_HAND, tmp_path, steps=1
     )
     assert results[0].verdict == "unknown"
-    assert "record more of that one with --steps" in results[0].reason
+    assert "record more of the earlier job with --steps" in results[0].reason

@@ -205,7 +205,7 @@ def test_the_same_samples_without_an_axis_are_a_failure(tmp_path: Path) -> None:
 def test_other_samples_on_a_rank_of_one_model_are_named(tmp_path: Path) -> None:
     job = shared(tmp_path, lambda facts: None)
     result = disjoint(job)
-    assert "ranks 0 and 1 train one model together, and read different samples" in result.reason
+    assert "ranks 0 and 1 share a model, but read different samples" in result.reason
     assert [found.cause for found in diagnose(job, [result])] == ["data-differs"]
 
 
@@ -333,7 +333,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
     make(folder, change, steps=1)
     on_axes(folder, Axis(name="cp", kind="sequence", size=2))
     (result,) = random_streams(moved_runs.read_whole(folder, tmp_path / "whole"))
-    assert (result.verdict, "pieces of the same samples" in result.reason) == ("fail", True)
+    assert (result.verdict, "shards of the same samples" in result.reason) == ("fail", True)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def walked(folder: Path, how: str) -> JobWalk:
 
 
 FIRST = {
-    "noise": "1 (Middle): its inputs have the same bits, its output has others",
-    "reordered": "1 (Middle): its inputs have the same bits, its output has others",
-    "other": "1 (Middle): its inputs agree, its output does not",
+    "noise": "1 (Middle): its inputs are bit-identical, but its output is not",
+    "reordered": "1 (Middle): its inputs are bit-identical, but its output is not",
+    "other": "1 (Middle): its inputs agree, but its output does not",
 }
 
 
@@ -74,7 +74,7 @@ def test_the_first_module_that_parts_is_named(how: str, tmp_path: Path) -> None:
     walk = walked(tmp_path, how)
     found = walk.by_module()
     assert found is not None
-    assert found.first.startswith(f"first module that parts: {FIRST[how]}"), found.first
+    assert found.first.startswith(f"first divergent module: {FIRST[how]}"), found.first
     assert (found.name, found.step) == ("1", 0)
     assert (walk.result().beyond is not None) == (how == "other")
 
@@ -84,7 +84,7 @@ def test_no_module_is_named_where_the_loss_is_another(tmp_path: Path) -> None:
     found = walked(tmp_path, "loss").by_module()
     assert found is not None
     assert not found.is_found
-    assert found.first.endswith("look at the loss"), found.first
+    assert found.first.endswith("check the loss"), found.first
 
 
 # -- made up -------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_module_between_right_and_wrong(
 def test_gradients_may_have_one_factor_beside_a_reference() -> None:
     twice = [(value, 2 * gradient) for value, gradient in RIGHT]
     assert compared(chain(*twice), chain(*RIGHT), fits=True).first.startswith("no module")
-    assert "look at the loss" in compared(chain(*twice), chain(*RIGHT)).first
+    assert "check the loss" in compared(chain(*twice), chain(*RIGHT)).first
     twice[1] = (2.0, 3.0)  # and this one has not
     assert compared(chain(*twice), chain(*RIGHT), fits=True).name == "b"
 

@@ -71,11 +71,11 @@ model = torch.nn.Sequential(torch.nn.Linear(3, 4), Middle(4, 4), torch.nn.Linear
 """
 FOUND = {
     "same": "",
-    "forward": "planted.noisy in 1 is given the same bits, and makes others of them",
-    "backward": "planted.noisy, in backward is given the same bits, and makes others of them",
-    "draws": "aten.randn.generator in 1 draws random numbers, and others than in the earlier job",
-    "data": "aten.add.Tensor in 1 is given other bits, which come from no operator",
-    "others": "other operators run: ",
+    "forward": "planted.noisy in 1: its inputs are bit-identical, but its outputs are not",
+    "backward": "planted.noisy, in backward: its inputs are bit-identical, but its outputs are not",
+    "draws": "aten.randn.generator in 1 draws different random numbers than in the earlier job",
+    "data": "inputs of aten.add.Tensor in 1 are not bit-identical; they come from no operator",
+    "others": "different operators run: ",
 }
 
 
@@ -93,7 +93,7 @@ def test_the_first_operator_that_parts_is_named(how: str, tmp_path: Path) -> Non
     if how == "same":
         other = record(script, tmp_path / "again", how, "1", world=1, modules=True, ops=True)
         assert first_op([(0, 0, one.records[0, 0].ops, other.records[0, 0].ops)]).startswith(  # type: ignore[list-item]
-            "no operator of"
+            "none of "
         )
         return
     walk = walk_jobs(one, two, [])
@@ -125,7 +125,7 @@ def test_what_comes_from_an_exchange_or_a_region_is_said() -> None:
     exchange = op("c10d.allreduce_", "a", "")
     later = [op("aten.div", given, "c", part="backward") for given in ("b", "x")]
     one, two = (Ops((exchange, last)) for last in later)
-    assert "which come from the exchange, c10d.allreduce_" in first_op([(3, 1, one, two)])
+    assert "they come from communication, c10d.allreduce_" in first_op([(3, 1, one, two)])
     one, two = (Ops((op(COMPILED, "a", made, module="net.0"),)) for made in "bc")
     assert "within net.0, which torch.compile has compiled" in first_op([(0, 0, one, two)])
 
@@ -134,6 +134,6 @@ def test_of_ranks_the_one_that_makes_other_bits_is_named() -> None:
     given = [Ops((op("aten.div", one, "c"),)) for one in "ab"]
     made = [Ops((op("aten.mm", "a", "a"), op("aten.mul", "a", one))) for one in "ab"]
     said = first_op([(0, 0, *given), (0, 1, *made), (1, 0, *given)])  # type: ignore[arg-type]
-    assert "aten.mul is given the same bits" in said
+    assert "aten.mul: its inputs are bit-identical" in said
     assert "(step 0, rank 1, number 1)" in said
     assert parted(made[0], made[0]) is None

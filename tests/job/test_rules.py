@@ -304,7 +304,7 @@ def test_the_mean_of_the_ranks_sums_is_a_remark(
     assert case.verdict == verdict
     said = [*case.remarks, *case.diagnosis]
     assert [one.cause for one in said] == ["double-division"] * (scale != max(scales))
-    assert all("0.5 times those of one process" in one.evidence for one in said)
+    assert all("0.5x the single-process reference" in one.evidence for one in said)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_a_loss_that_is_scaled_by_rank_is_named(tmp_path: Path) -> None:
     alone = reference(job, tmp_path)
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     assert found.cause == "wrong-divisor"
-    assert "are 1, 2 times those of one process" in found.evidence
+    assert "are 1x, 2x the single-process reference" in found.evidence
 
 
 def test_what_one_rank_writes_between_backward_and_step_is_named(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_what_one_rank_writes_between_backward_and_step_is_named(tmp_path: Path)
     alone = reference(job, tmp_path)
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     assert found.cause == "changed-outside-step"
-    assert "step 1: weight was written after the forward pass" in found.evidence
+    assert "step 1: weight was modified after the forward pass" in found.evidence
 
 
 def _adds(facts: Facts, of_rank_one: float, *names: str) -> None:
@@ -492,7 +492,7 @@ def test_a_loss_with_a_term_of_one_rank_alone_is_named(
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     assert found.cause == cause
     if names:
-        assert "rank 1 adds up cross_entropy, a sum, and that of rank 0 cross_ent" in found.evidence
+        assert "rank 1 has the terms cross_entropy, a sum, but that of rank 0 has" in found.evidence
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -509,7 +509,7 @@ def test_a_rank_whose_loss_counts_nothing_is_named(silent: int, tmp_path: Path) 
     alone = reference(job, tmp_path, **({"loss": 0.0} if silent == 0 else {}), raw=float(silent))
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     assert found.cause == "dropped-rank"
-    assert f"all gradients of rank {silent} are zero" in found.evidence
+    assert f"all local gradients of rank {silent} are zero" in found.evidence
 
 
 def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def test_two_jobs_name_the_operator(tmp_path: Path) -> None:
         cli("job", tmp_path, "--steps", "2", "--save", name, "--ops", "--no-reference", "--",
             sys.executable, "train.py")  # fmt: skip
     ran = cli("compare", tmp_path, "one", "two", "--json", "both.json", "--html", "page.html")
-    assert ran.stdout.count("first operator that parts: aten.randn.generator in 1"), ran.stdout
+    assert ran.stdout.count("first divergent operator: aten.randn.generator in 1"), ran.stdout
     case = json.loads((tmp_path / "both.json").read_text())["cases"][0]
     assert case["modules"]["name"] == "1"
-    assert case["op"].startswith("first operator that parts: aten.randn")
+    assert case["op"].startswith("first divergent operator: aten.randn")
     assert '<ul class="modules">' in (tmp_path / "page.html").read_text()
 
 

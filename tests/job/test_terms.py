@@ -171,22 +171,25 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
     result = exchange.loss_scale(job, job.steps)
     assert result is not None
     assert result.verdict == "unknown"
-    assert f"by the weight {number:.6g} in it, or by the number of passes" in result.reason
+    assert (
+        f"because of the weight {number:.6g} in the loss, or because of the number of passes"
+        in result.reason
+    )
 
 
 @pytest.mark.parametrize(
     ("found", "cause", "said"),
     [
         ((term("ce", 1 / 4), term("aux")), "accumulation-not-scaled",
-         "aux counts 4 times, and ce once"),
+         "ce is divided by the 4 gradient accumulation steps, but aux is not"),
         ((term("ce", 1 / 4), whole("aux", 2.0)), "accumulation-not-scaled",
-         "aux counts 4 times, and ce once"),
+         "ce is divided by the 4 gradient accumulation steps, but aux is not"),
         ((term("ce"), term("aux", 0.1)), "accumulation-not-scaled",
-         "the loss is not divided by the 4 accumulated passes, so that it counts 4 times"),
+         "not divided by the 4 gradient accumulation steps, so gradients are 4x too large"),
         ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled",
-         "the loss is not divided by the 4 accumulated passes"),
+         "the loss is not divided by the 4 gradient accumulation steps"),
         ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "scaled-twice",
-         "the loss is twice divided by the 4 accumulated"),
+         "the loss is divided twice by the 4 gradient accumulation steps"),
     ],
 )  # fmt: skip
 def test_terms_that_are_not_divided_once_are_named(
@@ -203,13 +206,19 @@ def test_terms_that_are_not_divided_once_are_named(
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        ((term("ce", 1 / 4), term("aux", 0.1)), "aux is not, unless that is in its weight 0.1"),
+        (
+            (term("ce", 1 / 4), term("aux", 0.1)),
+            "aux is not, unless the division is in its weight 0.1",
+        ),
         ((term("ce", 0.4), term("aux", 0.1)), "none of its terms is divided by the number"),
         (
             (term("ce", 1 / 4, 1 / 4), term("aux", 1 / 4, 1 / 4)),
-            "by the number of passes twice",
+            "by the number of backward passes twice",
         ),
-        ((term("ce", 1 / 4), term("l2", reduction="sum", call=-1)), "unless that is within it"),
+        (
+            (term("ce", 1 / 4), term("l2", reduction="sum", call=-1)),
+            "unless the division is within the term",
+        ),
     ],
 )
 def test_it_is_said_why_the_scale_of_terms_is_not_known(
@@ -228,7 +237,10 @@ def test_terms_that_change_from_pass_to_pass_are_not_judged(tmp_path: Path) -> N
         facts.passes += [facts.a_pass(1, losses=(), terms=(term("ce", 1 / 2), term("kl")))]
 
     job = make(tmp_path, change)
-    assert terms.counted(job, 0, 0).why == "its terms are weighted differently from pass to pass"
+    assert (
+        terms.counted(job, 0, 0).why
+        == "the weights of its terms change from one backward pass to the next"
+    )
 
 
 def test_the_scale_of_a_scaler_is_left_out(tmp_path: Path) -> None:

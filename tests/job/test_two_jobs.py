@@ -61,7 +61,7 @@ def test_a_kept_job_its_continuation_and_the_same_job_again(
     assert measured.steps[0]["step/weight"].distance > 0
     code, case = job(tmp_path, "--continues", "whole", *command, "saved.pt")
     assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
-    assert case["notes"][0].startswith("it resumes before step 2 of the job in whole")
+    assert case["notes"][0].startswith("the job resumes before step 2 of the job in whole")
     if len(names) > 1:
         compared = cli("compare", tmp_path, *names)
         assert compared.returncode == 0, compared.stdout

@@ -191,8 +191,8 @@ def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
     ("end", "advice"),
     [
         (RankEnd.RAISED, "read rank 1's traceback first"),
-        (RankEnd.EXITED, "look for sys.exit() or os._exit() in what rank 1 calls"),
-        (RankEnd.KILLED, "look for what sent rank 1 a signal"),
+        (RankEnd.EXITED, "look for sys.exit() or os._exit() in the code that rank 1 runs"),
+        (RankEnd.KILLED, "look for the sender of the signal to rank 1"),
     ],
 )
 def test_the_advice_is_about_what_a_rank_has_left(end: RankEnd, advice: str) -> None:

@@ -118,7 +118,7 @@ def not_derived() -> Iterator[tuple[str, str]]:
 
 
 def test_the_page_lists_all_that_is_not_derived() -> None:
-    section = PAGE.read_text().partition("## What is measured, and not derived")[2]
+    section = PAGE.read_text().partition("## Measured constants")[2]
     rows = [row for row in section.partition("\n## ")[0].splitlines() if row.startswith("| `")]
     listed = {
         (row.split("|")[2].strip(" `"), text)

@@ -218,21 +218,21 @@ def test_a_document_holds_what_it_is_made_from() -> None:
 def test_the_page_on_what_equal_means_names_each_of_them() -> None:
     """Its list is that of the code: a feature is named there by a word that it has here."""
     page = Path("docs/what-equal-means.md").read_text()
-    section = " ".join(page.partition("## What a pass does not show")[2].split())
+    section = " ".join(page.partition("## Not covered by a pass")[2].split())
     words = {
         "groups": "several parameter groups", "schedule": "a learning-rate schedule",
         "alike": "two parameters of one shape", "tied_or_unused": "without a gradient on every",
         "absent_on_some": "or on some", "zero_on_some": "gradients of zero on some ranks",
         "non_finite": "infinite or NaN", "unfrozen": "unfrozen or added",
         "keeps_gradients": "set to zero in place of None", "evaluates": "evaluation",
-        "complex": "complex", "eval_mode": "eval mode", "starts_apart": "begin with different",
+        "complex": "complex", "eval_mode": "eval mode", "starts_apart": "start with different",
         "tied": "that two modules share", "sparse": "sparse gradients",
         "not_contiguous": "another memory order", "views": "views of one storage",
         "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
         "integer_buffers": "buffers", "batch_norm": "of another kind",
         "random_numbers": "random numbers", "unequal_shards": "unequal shards",
         "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
-        "resume": "a resumed run", "late_ranks": "orders of arrival",
+        "resume": "a resumed run", "late_ranks": "arrival orders",
         "process_state": "--no-separate",
     }  # fmt: skip
     assert set(words) == set(_FEATURES)

@@ -205,9 +205,10 @@ def job() -> CaseReport:
         diagnosis=(
             Diagnosis(
                 cause="accumulation-not-scaled",
-                evidence="step 0: the loss is not divided by the 2 accumulated passes, so that it "
-                "counts 2 times",
-                suggestion="divide the loss of every pass by the number of accumulated passes",
+                evidence="step 0: the loss is not divided by the 2 gradient accumulation steps, so "
+                "gradients are 2x too large",
+                suggestion="divide the loss of every micro-batch, with all of its terms, by the "
+                "number of gradient accumulation steps",
             ),
         ),
         remarks=(
@@ -219,7 +220,7 @@ def job() -> CaseReport:
         ),
         where=CallSite(file="train.py", line=20, code="loss.backward()"),
         replay="distcheck job -- torchrun --nproc-per-node 2 train.py",
-        notes=("the reference is the same script as one process",),
+        notes=("the reference is the same script in a single process",),
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_who_did_not_answer_was_not_killed_by_somebody(monkeypatch: pytest.Monke
         assert "out-of-memory" not in told[2].detail
     (found,) = of_outcomes([told[2]])
     assert found.evidence == "no progress until the deadline: rank 2 did not answer"
-    assert found.suggestion == "see whether something stopped rank 2, or holds it in the kernel"
+    assert found.suggestion == "check whether something stopped rank 2, or blocks it in the kernel"
 
 
 SPINS = """

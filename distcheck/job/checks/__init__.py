@@ -1,11 +1,12 @@
-"""What a recording must hold: pure functions of it, each a check of the report.
+"""Checks of a recorded job: pure functions of the recording.
 
-samples     which samples the ranks had, and in which order
-ranks       what must be the same on all ranks, and what must not
-exchange    gradients are the mean of the ranks' gradients; clipping; the scale of the loss
-terms       that scale, of a loss that adds several terms up
-averaging   whether ranks step by their own gradients, and exchange parameters later
-reference   all that needs the script as one process; folded: its passes as one batch
+samples     the samples of each rank, and their order
+ranks       state that must be the same on all ranks, and RNG streams that must differ
+exchange    reduced gradients are the mean of the local gradients; clipping; the loss scale
+terms       the loss scale, for losses with several terms
+averaging   detects local SGD: ranks that step by local gradients and average parameters later
+reference   comparisons with the single-process reference
+folded      comparison of accumulated gradients with those of one batch
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -58,10 +59,10 @@ def _outranked(check: Check, job: JobRecording, agreed: Collection[int]) -> Iter
         rest = check(job, [step for step in job.steps if step not in agreed])
         if rest is None or rest.verdict != "fail":
             where = "" if result.first is None else f", from step {result.first.step} on"
-            reason = result.reason or f"what ranks hold differs from what it says{where}"
+            reason = result.reason or f"ranks do not hold the expected gradients{where}"
             result = replace(
                 result, verdict="pass", worst=None, first=None,
-                reason=f"{reason}; the optimizer got the gradients of one process all the same",
+                reason=f"{reason}; the gradients passed to the optimizer match the reference",
             )  # fmt: skip
         else:
             result = rest

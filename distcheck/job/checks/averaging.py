@@ -20,8 +20,8 @@ from distcheck.records.layers import ROUNDING
 
 CHECK = "averaging"
 _NOT_JUDGED = (
-    "and have the same parameters again {when} (local SGD): another algorithm than the mean of "
-    "gradients, which is not judged; judge the exchange by distcheck verify"
+    "and hold the same parameters again {when} (local SGD). This algorithm is not equivalent to "
+    "averaging gradients, so it is not judged; judge the synchronization with distcheck verify"
 )
 # Chosen. Of other ranks' parameters only sums are known, not how far their elements cancel.
 _ROOM = 16
@@ -51,7 +51,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
     if not joined:
         return None
     said = _NOT_JUDGED.format(when=_when(joined))
-    tally.missing(f"ranks step by their own gradients, {said}")
+    tally.missing(f"ranks step by their local gradients {said}")
     return tally.result()
 
 
@@ -69,7 +69,7 @@ def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
     later = result.first.step if result.first is not None else job.steps[0]
     step = max(one for one in job.steps if one < later)
     factor, _ = _factor(_sums(job, step, later, job.parameters(step)))
-    evidence = f"before step {later} parameters are {factor:.6g} times the mean of the ranks'"
+    evidence = f"before step {later} parameters are {factor:.6g}x the mean over the ranks"
     return name_cause("wrong-divisor", evidence, "job")
 
 

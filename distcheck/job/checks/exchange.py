@@ -20,8 +20,8 @@ from distcheck.records.layers import NO_LAYER, ROUNDING
 # (an accumulation of 2, a world of 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
 NOT_TRAINED = (
-    "no parameter had a gradient when the optimizer stepped, in any step: it trains nothing, "
-    "unless it keeps gradients elsewhere"
+    "no parameter had a gradient when the optimizer stepped, at any step: the optimizer trains "
+    "nothing, unless it keeps gradients elsewhere"
 )
 _AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
 
@@ -74,15 +74,15 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     if not result.compared.elements:
         is_trained = _is_trained(job, steps)
         tally.missing(
-            "no gradient before the exchange was seen" if is_trained else NOT_TRAINED,
+            "no local gradient was recorded" if is_trained else NOT_TRAINED,
             FindingKind.NO_LOCAL if is_trained else FindingKind.OTHER,
         )
     elif nothing:
         tally.missing("every gradient is exactly zero, so nothing can be compared")
     elif sums:
         tally.remark(
-            "gradients are the sum of the ranks' gradients, which is right where the loss is "
-            "divided by the number of ranks"
+            "gradients are the sum of the ranks' gradients, which is right if the loss is divided "
+            "by the world size"
         )
     return tally.result()
 
@@ -282,8 +282,8 @@ def carried(job: JobRecording) -> CheckResult:
             tally.count(parameter="gradients", rank=rank, step=step, elements=1)
             if record.carried:
                 tally.fail(
-                    f"step {step}: gradients of the optimizer's last step are still in what it "
-                    "gets", parameter="gradients", rank=rank, step=step,
+                    f"step {step}: the gradients passed to the optimizer still include those of "
+                    "its last step", parameter="gradients", rank=rank, step=step,
                 )  # fmt: skip
     return tally.result()
 
@@ -309,14 +309,19 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                     continue
                 if terms.may_be_weight(job, rank, step, wrong):
                     tally.missing(
-                        f"over {passes} backward passes the loss counts {total:.6g} times: by the "
-                        f"weight {wrong:.6g} in it, or by the number of passes; give the weight "
-                        "another value for this run to have it judged"
+                        f"over {passes} backward passes gradients are {total:.6g}x those of the "
+                        f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
+                        "because of the number of passes; change the weight for this run to have "
+                        "the scale judged"
                     )
                 else:
+                    division, size = (
+                        ("not divided", "too large") if wrong > 1
+                        else ("divided twice", "the right size")
+                    )  # fmt: skip
                     tally.fail(
-                        f"step {step}: the loss is {'not' if wrong > 1 else 'twice'} divided by "
-                        f"the {passes} accumulated passes, so that it counts {total:.6g} times",
+                        f"step {step}: the loss is {division} by the {passes} gradient "
+                        f"accumulation steps, so gradients are {total:.6g}x {size}",
                         parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
                     )  # fmt: skip
     return tally.result()
@@ -331,8 +336,8 @@ def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
             return
         tally.count(parameter="loss", rank=rank, step=step, elements=passes)
         tally.fail(
-            f"step {step}: over {passes} backward passes {found.alone[0]} counts {passes} times, "
-            f"and {found.others[0]} once",
+            f"step {step}: {found.others[0]} is divided by the {passes} gradient accumulation "
+            f"steps, but {found.alone[0]} is not",
             parameter="loss", rank=rank, step=step, actual=float(passes), expected=1.0,
         )  # fmt: skip
 

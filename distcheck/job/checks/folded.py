@@ -161,15 +161,15 @@ def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResul
         factor, wanted = one.factor, expected_factor(one, common)
         if wanted is not None and one.ends_epoch and one.passes < common.passes:
             tally.remark(
-                f"step {one.step}: the {one.passes} passes that the epoch has left count as "
-                f"{one.passes / common.passes:.3g} of a step"
+                f"step {one.step}: the last {one.passes} micro-batches of the epoch have "
+                f"{one.passes / common.passes:.3g}x the weight of a full step"
             )
         elif wanted is not None:
             factor = wanted
         elif one is common and one.kind == "mean" and not _near(factor, 1.0):
             tally.remark(
-                f"gradients are {factor:.6g} times those of the mean loss, taken for a weight of "
-                "the script's"
+                f"gradients are {factor:.6g}x those of the mean loss, which is taken for a loss "
+                "weight in the script"
             )
         _compare(job, tally, one, factor)
     several = [s.step for s in reference.replayed.steps if len(job.records[0, s.step].trained) > 1]

@@ -113,7 +113,7 @@ def finite(job: JobRecording) -> Iterator[CheckResult]:
                 tally = Tally("finite", NO_LAYER)
                 several = ", ".join(record.not_finite[:4])
                 tally.fail(
-                    f"step {step}: rank {rank} has infinities or NaN in {several}",
+                    f"step {step}: rank {rank} has inf or NaN in {several}",
                     parameter=record.not_finite[0], rank=rank, step=step,
                 )  # fmt: skip
                 yield tally.result()
@@ -126,7 +126,7 @@ def initial_state(job: JobRecording) -> CheckResult:
     _same_digests(job, tally, job.steps[0], ("before/", "buffer/"))
     _same_in_units(job, tally, job.steps[0], "before/")
     if job.processes == 1:
-        tally.remark("one rank has nothing to be compared with")
+        tally.remark("a single rank has no other rank to compare with")
     return tally.result()
 
 
@@ -219,7 +219,7 @@ def _of_pieces(job: JobRecording, tally: Tally) -> bool:
                 tally.count(parameter="torch", rank=unit[0], step=step, elements=len(passes))
                 if len({p.random["torch"] for p in passes}) < len(passes):
                     tally.fail(
-                        f"step {step}: ranks {', '.join(map(str, unit))}, which have pieces of the "
+                        f"step {step}: ranks {', '.join(map(str, unit))}, which hold shards of the "
                         "same samples, draw the same random numbers in the forward pass",
                         parameter="torch", rank=unit[-1], step=step,
                     )  # fmt: skip
@@ -271,8 +271,8 @@ def scaler(job: JobRecording) -> Iterator[CheckResult]:
                 )  # fmt: skip
             if any(clip.scaled for clip in own.clips):
                 tally.fail(
-                    f"step {step}: gradients are clipped while they are {own.scale or 1.0:g} times "
-                    "as large, before GradScaler.unscale_",
+                    f"step {step}: gradients are clipped while still scaled by "
+                    f"{own.scale or 1.0:g}, before GradScaler.unscale_",
                     kind=FindingKind.BEFORE_UNSCALE,
                     parameter="scale", rank=rank, step=step,
                 )  # fmt: skip

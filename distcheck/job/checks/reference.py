@@ -199,14 +199,14 @@ def contents(reference: Reference) -> Iterator[CheckResult]:
             continue
         if read.parts[largest] == "same":
             tally.fail(
-                f"rank {read.rank} has the samples that its sampler gave, and part {others[0]} of "
-                "them (from 0) is not the one that one process reads for the same indices",
+                f"rank {read.rank} reads the samples that its sampler selected, but field "
+                f"{others[0]} of them (from 0) differs from a single process at the same indices",
                 parameter="samples", rank=read.rank,
             )  # fmt: skip
         elif "same" in read.parts:
             tally.remark(
-                f"rank {read.rank}: part {others[0]} of samples (from 0) is not the one that one "
-                "process reads for the same indices, and others are"
+                f"rank {read.rank}: field {others[0]} of samples (from 0) differs from a single "
+                "process at the same indices, and other fields agree"
             )
     if tally.result().compared.elements:
         yield tally.result()
@@ -301,8 +301,8 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
                 # Derived: a setting that is sent to other ranks in float32 is rounded once.
                 if not math.isclose(mine[key], other[key], rel_tol=unit_roundoff("float32")):
                     tally.fail(
-                        f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, and "
-                        f"{other[key]:.9g} as one process",
+                        f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, but "
+                        f"{other[key]:.9g} in a single process",
                         parameter=f"param_groups[{number}]/{key}", rank=0, step=seen.step,
                         actual=mine[key], expected=other[key],
                     )  # fmt: skip

@@ -50,7 +50,7 @@ def disjoint(job: JobRecording) -> CheckResult:
     """No sample is on two ranks at the same step, nor within what was recorded of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
     if job.processes == 1:
-        tally.remark("one rank has all samples")
+        tally.remark("a single rank has all samples")
     _shared(job, tally)
     for step in job.steps:
         found = {rank: samples(job, rank, step, trained) for rank in range(job.world)}
@@ -71,7 +71,7 @@ def disjoint(job: JobRecording) -> CheckResult:
         _within_epochs(job, tally, trained)
         _drawn_alike(job, tally, trained)
     if not result.compared.elements:
-        tally.missing("no tensor with samples was seen among the arguments of the model")
+        tally.missing("no tensor with samples was found among the arguments of the model")
     return tally.result()
 
 
@@ -86,8 +86,8 @@ def _shared(job: JobRecording, tally: Tally) -> None:
             other = next((r for r, own in zip(unit, ids, strict=True) if own != ids[0]), None)
             if other is not None and all(ids):
                 tally.fail(
-                    f"step {step}: ranks {unit[0]} and {other} train one model together, "
-                    "and read different samples",
+                    f"step {step}: ranks {unit[0]} and {other} share a model, but read different "
+                    "samples",
                     kind=FindingKind.READ_APART, parameter="samples", rank=other, step=step,
                 )  # fmt: skip
                 return
@@ -167,9 +167,7 @@ def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
         for one, two in combinations(sorted(by_rank), 2):
             shared = len((by_rank[one].keys() & by_rank[two].keys()) - twice)
             if shared >= job.world:
-                said = (
-                    f"epoch {epoch}: {shared} samples of rank {one} are among those of rank {two}"
-                )
+                said = f"epoch {epoch}: ranks {one} and {two} have {shared} samples in common"
                 _report(tally, trained, said, two, job.steps[0])
 
 
@@ -179,8 +177,9 @@ def _report(
 ) -> None:  # fmt: skip
     if trained.unclear and tally.result().verdict != "unknown":
         tally.missing(
-            f"{said} by their indices, and what ranks read for these differs in every part: each "
-            "has data of its own, or they augment the same; run the job once without augmentation"
+            f"{said} by their indices, but the content differs in every field: either each rank "
+            "has its own data, or they augment the same samples; run the job once without "
+            "augmentation"
         )
     elif not trained.unclear:
         tally.fail(said, parameter="samples", rank=rank, step=step, kind=kind)

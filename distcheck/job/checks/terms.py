@@ -61,12 +61,12 @@ def may_be_weight(job: JobRecording, rank: int, step: int, number: float) -> boo
 def _unlike(passes: Sequence[Pass]) -> str:
     """Why the passes of a step have no terms in common."""
     if not passes:
-        return "no backward pass was seen"
+        return "no backward pass was recorded"
     for one in passes:
         if not one.terms:
-            return f"it is not a sum of weighted losses ({one.unread or 'none was seen'})"
+            return f"it is not a sum of weighted losses ({one.unread or 'none was recorded'})"
     if any(one.terms != passes[0].terms for one in passes[1:]):
-        return "its terms are weighted differently from pass to pass"
+        return "the weights of its terms change from one backward pass to the next"
     return ""
 
 
@@ -101,7 +101,7 @@ def _undivided(terms: Sequence[Term], passes: int) -> Counted:
     if _is_one(terms, 1.0):
         return Counted(times=float(passes))
     return Counted(
-        why="none of its terms is divided by the number of passes, and none has the weight 1"
+        why="none of its terms is divided by the number of backward passes or has the weight 1"
     )
 
 
@@ -114,7 +114,8 @@ def _divided(
     if _divisions(outer, numbers) > 1:
         return Counted(times=1 / passes)
     return Counted(
-        why="each of its terms is divided by the number of passes twice, or has such a weight"
+        why="each of its terms is divided by the number of backward passes twice, or has a weight "
+        "of that value"
     )
 
 
@@ -132,7 +133,7 @@ def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
     numbers = [factor.number for factor in alone[0].factors if factor.computed]
     weight = f" in its weight {numbers[0]:.6g}" if numbers else ""
     return Counted(
-        why=f"its term {others[0]} is divided by the number of passes, and {alone[0].name} is "
-        f"not, unless that is{weight or ' within it'}; divide the sum of the terms, to have it "
-        "judged"
+        why=f"its term {others[0]} is divided by the number of backward passes, but "
+        f"{alone[0].name} is not, unless the division is{weight or ' within the term'}; divide the "
+        "sum of the terms to have the scale judged"
     )

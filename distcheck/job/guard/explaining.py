@@ -1,4 +1,4 @@
-"""From a bundle to causes, each with its evidence and one thing to do; for `distcheck explain`."""
+"""Diagnosis of a guard's bundle, for `distcheck explain`: causes with evidence and a suggestion."""
 
 import math
 from collections.abc import Iterator
@@ -94,13 +94,13 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
         since = f"by step {found.step}"
     apart = max((distance(sums) for sums in found.sums), default=math.nan)
     far = f", at most {apart:.2g} of a tensor's norm apart" if not math.isnan(apart) else ""
-    what = f"{since}, {one.differing} of {one.compared} {one.kind} came to differ{far}"
+    what = f"{since}, {one.differing} of {one.compared} {one.kind} diverged{far}"
     rest = sum(len(group) for group in one.groups[1:])
     if len(one.groups[0]) > 1 and rest == 1:
         alone = named(one.groups[1])
         return name_cause(
             "one-rank-differs",
-            f"{what}; {alone} differs, and the {len(one.groups[0])} others agree bit for bit",
+            f"{what}; {alone} differs, and the other {len(one.groups[0])} are bit-identical",
             rank=alone,
         )
     if found.state_compared and "optimizer state" not in {f.kind for f in found.findings}:
@@ -111,16 +111,17 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
             "guard",
         )
     if not found.state_compared and not apart > _ROUNDING:
-        return _unexplained(found, also=f"; {what}: rounding, or small steps by unlike gradients")
+        return _unexplained(
+            found, also=f"; {what}: rounding, or small steps by different gradients"
+        )
     if one.differing < one.compared and one.kind == "parameters":
         return name_cause("partial-sync", f"{what}; the first is {one.first}", "guard")
     if apart <= _ROUNDING:
-        evidence = f"{what}, which is rounding: ranks computed the same in another order"
+        evidence = f"{what}, which is rounding: ranks used different summation orders"
         return name_cause("nondeterministic", evidence, "guard")
     return name_cause(
         "no-sync",
-        f"{what}, on every rank in another way ({_groups(one)}): each has stepped by its own "
-        "gradients",
+        f"{what}, differently on every rank ({_groups(one)}): each stepped by its local gradients",
         "guard",
     )
 
@@ -143,6 +144,6 @@ def _unexplained(found: Divergence, also: str = "") -> Diagnosis:
     kinds = ", ".join(one.kind for one in found.findings)
     return name_cause(
         "unexplained",
-        f"step {found.step}: {kinds}; no single known mistake leaves what was seen{also}",
+        f"step {found.step}: {kinds}; no single known mistake explains the findings{also}",
         "guard",
     )

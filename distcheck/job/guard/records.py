@@ -1,4 +1,4 @@
-"""What a guard has found, and the bundle that holds it: one JSON file, read with care."""
+"""Findings of a guard, and the bundle that stores them: one JSON file, treated as untrusted."""
 
 import math
 from pathlib import Path
@@ -16,9 +16,9 @@ _MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
 OWN, OTHER, LEFT_OUT = "own", "other", "left out"
 AGAIN, ONCE, LAST = "again", "once", "last"
 _WHEN = {
-    AGAIN: "and so it was in the next step",
-    ONCE: "and it was right in the next step",
-    LAST: "and training ended with it",
+    AGAIN: "reproduced at the next step",
+    ONCE: "not reproduced at the next step",
+    LAST: "at the last step of training",
 }
 
 
@@ -113,14 +113,15 @@ def sentence(found: ReplicaFinding, of: Divergence) -> str:
         )
     if found.kind == "exchange":
         got = {
-            OWN: f"{found.first}: each rank steps by its own gradient",
-            LEFT_OUT: f"gradients of {groups} do not count in what the optimizer gets",
+            OWN: f"{found.first}: each rank steps by its local gradient",
+            LEFT_OUT: f"the gradients passed to the optimizer do not include those of {groups}",
         }.get(
             found.what,
-            f"{found.first}: what the optimizer gets is not a mean of the ranks' gradients",
+            f"{found.first}: the gradient passed to the optimizer is not a weighted mean of the "
+            "ranks' gradients",
         )
         many = f" ({found.differing} of {found.compared} parameters)" if found.names else ""
-        return f"step {of.step}: {got}{many}, {_WHEN.get(found.when, '')}"
+        return f"step {of.step}: {got}{many}; {_WHEN.get(found.when, '')}"
     if not found.names:
         return f"step {of.step}: {found.kind} differ between {groups}{since}"
     what = {"parameters": "", "buffers": "buffer "}.get(found.kind, f"{found.kind} ")

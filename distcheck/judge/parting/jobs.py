@@ -90,7 +90,7 @@ def first_op(steps: Iterable[tuple[int, int, Ops, Ops]]) -> str:
     for step, ranks in found.items():
         rank, where = min(ranks, key=lambda of: (_ORDER.index(of[1].how), of[1].place))
         return _sentence(where, f"step {step}, rank {rank}, number {where.place}")
-    return f"no operator of {compared} parts before the jobs do" if compared else ""
+    return f"none of {compared} operators diverges before the jobs do" if compared else ""
 
 
 def _sentence(where: Parted, at: str) -> str:
@@ -98,27 +98,30 @@ def _sentence(where: Parted, at: str) -> str:
     of = "" if one.part == "forward" else f", in {one.part}"
     within = f" in {one.module}{of}" if one.module else of
     if where.how == "others":
-        return f"other operators run: {one.name}{within}, and {two.name} in the later job ({at})"
+        return (
+            f"different operators run: {one.name}{within}, but {two.name} in the later job ({at})"
+        )
     if where.how == "given":
         source = (
-            f"the exchange, {where.after}" if where.after
+            f"communication, {where.after}" if where.after
             else "no operator: compiled code, an extension, or data"
         )  # fmt: skip
-        return f"{one.name}{within} is given other bits, which come from {source} ({at})"
+        inputs = f"the inputs of {one.name}{within} are not bit-identical"
+        return f"{inputs}; they come from {source} ({at})"
     if one.name == COMPILED:
         name = one.module or "the model"
         return (
-            f"first operator that parts: within {name}, which torch.compile has compiled: it is "
-            f"given the same bits, and returns others ({at})"
+            f"first divergent operator: within {name}, which torch.compile has compiled: its "
+            f"inputs are bit-identical, but its outputs are not ({at})"
         )
     if one.draws:
         return (
-            f"first operator that parts: {one.name}{within} draws random numbers, and others than "
-            f"in the earlier job ({at})"
+            f"first divergent operator: {one.name}{within} draws different random numbers than in "
+            f"the earlier job ({at})"
         )
     return (
-        f"first operator that parts: {one.name}{within} is given the same bits, and makes others "
-        f"of them ({at})"
+        f"first divergent operator: {one.name}{within}: its inputs are bit-identical, but its "
+        f"outputs are not ({at})"
     )
 
 
@@ -197,9 +200,9 @@ def why_not(then: JobRecording, now: JobRecording) -> str:
         return ""
     records = [*then.records.values(), *now.records.values()]
     if any(one.batchnorm for one in records):
-        return "BatchNorm normalises each rank's batch, which is another one in another world"
+        return "BatchNorm normalizes each rank's batch, which depends on the world size"
     if any(part.draws or part.drew for one in records for part in one.passes if part.live):
-        return "ranks draw random numbers in a step, and those of another world draw others"
+        return "ranks draw random numbers in a step, which depend on the world size"
     return ""
 
 

@@ -289,33 +289,33 @@ class Words:
 
     def sentence(self, wrong: Wrong | None, step: int, rank: int, compared: int) -> str:
         if wrong is None:
-            return f"no module of {compared} calls makes another thing of what it is given"
+            return f"no module turned right inputs into a wrong output in {compared} calls"
         at = f"step {step}, rank {rank}"
         if wrong.call is None:
-            after = "the loss" if wrong.of == _OF_MODEL else "what the code does with it after that"
+            after = "the loss" if wrong.of == _OF_MODEL else "the code that uses it after that"
             return (
                 f"the outputs of all modules {self.right}, and the gradient of {wrong.of} "
-                f"{self.wrong} ({at}): look at {after}"
+                f"{self.wrong} ({at}): check {after}"
             )
         one = f"{self.head}: {label(wrong.call)}"
-        far = f"{wrong.error:.2g} of its norm off, " if math.isfinite(wrong.error) else ""
+        far = f"off by {wrong.error:.2g} of its norm, " if math.isfinite(wrong.error) else ""
         if wrong.what == "output":
-            return f"{one}: its inputs {self.right}, its output {self.wrong} ({far}{at})"
+            return f"{one}: its inputs {self.right}, but its output {self.wrong} ({far}{at})"
         if wrong.what == "detached":
             return (
-                f"{one}: its inputs {self.right}, and in one of both its output takes no part in "
-                f"backward ({at})"
+                f"{one}: its inputs {self.right}, but its output takes part in backward in only "
+                f"one of the two runs ({at})"
             )
         return (
-            f"{one}: the gradients that it is given {self.right}, the one that it hands back "
+            f"{one}: the gradients that it receives {self.right}, but the gradient that it returns "
             f"{self.wrong} ({far}{at})"
         )
 
 
 _OF_MODEL = "the output of the model"
 OF_REFERENCE = Words("first wrong module", "are right", "is not")
-OF_TWO = Words("first module that parts", "agree", "does not")
-OF_BITS = Words("first module that parts", "have the same bits", "has others")
+OF_TWO = Words("first divergent module", "agree", "does not")
+OF_BITS = Words("first divergent module", "are bit-identical", "is not")
 
 
 def label(call: ModuleCall) -> str:

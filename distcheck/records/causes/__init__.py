@@ -26,9 +26,9 @@ By = Literal["verify", "job", "guard", "compare"]
 
 
 class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a cause of `verify` shows in a whole job, where that is otherwise."""
+    """Symptoms and repair of a cause of `verify` in a whole job, if they differ there."""
 
-    when: str
+    when: tuple[str, ...]
     repair: str
     confused: str = ""
 
@@ -36,26 +36,27 @@ class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the table.
 
-    what        what is wrong, in one line
-    when        what must be seen for it to be named
-    repair      in short, what to do or where to look
-    confused    what else looks so, or nearly so
-    needs       what a run must have for it to be named
-    by          the commands that name it; of the family `jobs`, `job` where nothing is said
-    lines       the lines of the code under test that it is about, of a sync or of a job: of the
-                calls that a gradient was `given` to; of the only call that `exchanges` it; of the
-                only one that `reduces` it, where what backward left was right; in a job, of
-                what the recorder hears of
-    seen        public reports of it
-    wrong, right  a small example, and how it should be
-    suggestion  what a report says to do: one text, or one for each variant; `{name}` stands for
-                what the place that names the cause gives
+    what        the mistake, in one sentence of one line
+    when        observable symptoms; any of them is enough to name the cause
+    repair      a short instruction that starts with a verb
+    confused    other causes with the same or similar symptoms
+    needs       requirements on a run; without them the cause is never named
+    by          commands that name the cause; the default is `job` in the family `jobs`, and
+                `verify` in the others
+    lines       calls in the code under test to print with the cause. In a sync: all calls that a
+                gradient was `given` to, the only call that `exchanges` it, or the only call that
+                `reduces` it (if local gradients were right). In a job: events that the recorder
+                records
+    seen        public bug reports
+    wrong, right  a small example of the mistake, and the correct code
+    suggestion  advice in a report: one text, or one per variant; the caller that names the cause
+                supplies the values of `{name}` placeholders
     """
 
     name: str
     family: str
     what: str
-    when: str
+    when: tuple[str, ...]
     repair: str
     confused: str = ""
     needs: str = ""

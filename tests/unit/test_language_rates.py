@@ -1,0 +1,140 @@
+"""The language of pages and causes, by rate: nouns instead of "what"-clauses, imperative advice, no
+vague predicates, American spelling.
+
+torch.distributed and pytest use "what" 0.2 to 0.3 times per 1,000 words of their docstrings.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distcheck.records.causes import causes, shared
+from tests.sources import ROOT, text_of
+
+_MOST_WHAT = 3.0  # per 1,000 words
+# docs/reference/ is generated from help texts and docstrings; decisions are notes of their time.
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+# A page leaves this set when it is rewritten; no page enters it.
+TO_REWRITE = {"docs/whats-here.md"}
+VAGUE = re.compile(r"\b(?:beside|alike|unlike|apart|mend(?:s|ed|ing)?|slips?)\b", re.IGNORECASE)
+OPENS_VAGUELY = re.compile(r"(?:What|Which|Whether|Where|Of|Those|That)\b", re.IGNORECASE)
+VERBS = frozenset(
+    re.findall(
+        r"\S+",
+        "add all-reduce average avoid broadcast build call change check clear clip communicate "
+        "compare compute create declare divide do draw exclude fix gather give include keep leave "
+        "let load look make match multiply name pack pass post promise put read recompute reduce "
+        "remove run save scale seed select send shuffle skip sort start step store sum synchronize "
+        "test use verify wait weight wrap zero",
+    )
+)
+_CONDITIONS = ("if ", "or ", "or, ")  # they may come before the verb
+_TITLES = re.compile(r"\[What (?:equal\s+means|is where)\]", re.IGNORECASE)  # of pages
+
+
+def prose(text: str) -> str:
+    """A page without code, titles of other pages, links' targets and HTML."""
+    text = _TITLES.sub(" ", text)
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    return re.sub(r"^ {4,}\S.*$|`[^`]*`|\]\([^)]*\)|<[^>]+>", " ", text, flags=re.MULTILINE)
+
+
+def what_rate(text: str) -> float:
+    """How often "what" occurs per 1,000 words."""
+    words = re.findall(r"[A-Za-z']+", text)
+    return 1000 * sum(word.lower() == "what" for word in words) / max(1, len(words))
+
+
+def rewritten() -> list[Path]:
+    return [page for page in PAGES if page.relative_to(ROOT).as_posix() not in TO_REWRITE]
+
+
+@pytest.mark.parametrize("page", rewritten(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_uses_nouns_and_exact_predicates(page: Path) -> None:
+    text = prose(text_of(page))
+    words = len(re.findall(r"[A-Za-z']+", text))
+    assert what_rate(text) <= max(_MOST_WHAT, 2000 / max(1, words)), "name the thing itself"
+    assert VAGUE.findall(text) == []
+
+
+def test_pages_left_to_rewrite_exist() -> None:
+    assert {page for page in TO_REWRITE if not (ROOT / page).is_file()} == set()
+
+
+def entries() -> Iterator[tuple[str, str, str]]:
+    """Every text of the causes: cause, field, text."""
+    for name, cause in causes().items():
+        yield name, "what", cause.what
+        yield from ((name, "when", one) for one in cause.when)
+        yield from ((name, "repair", one) for one in [cause.repair])
+        yield from ((name, "confused", one) for one in [cause.confused] if one)
+        yield from ((name, "suggestion", one) for one in cause.suggestions.values())
+        if cause.in_jobs is not None:
+            yield from ((name, "when", one) for one in cause.in_jobs.when)
+            yield name, "repair", cause.in_jobs.repair
+    yield from (("shared", "suggestion", one) for one in shared().values())
+
+
+def test_causes_use_nouns_and_exact_predicates() -> None:
+    texts = list(entries())
+    assert what_rate(" ".join(prose(text) for _, _, text in texts)) <= _MOST_WHAT
+    assert [
+        one for one in texts if VAGUE.search(prose(one[2])) or OPENS_VAGUELY.match(one[2])
+    ] == []
+
+
+def is_imperative(text: str) -> bool:
+    """Return True if advice begins with a verb, possibly after a condition."""
+    parts = (
+        re.split(r"[,;:] ", text.removeprefix("or, ")) if text.startswith(_CONDITIONS) else [text]
+    )
+    words = (re.match(r"(?:or )?([A-Za-z-]+)", part.strip("`")) for part in parts)
+    return any(word is not None and word[1].lower() in VERBS for word in words)
+
+
+def test_advice_begins_with_a_verb() -> None:
+    advice = [one for one in entries() if one[1] in ("repair", "suggestion") and one[2] != "{how}"]
+    assert len(advice) > 200
+    assert [one for one in advice if not is_imperative(one[2])] == []
+
+
+def test_spelling_is_american() -> None:
+    folder = ROOT / "distcheck" / "records" / "causes"
+    files = [*PAGES, ROOT / "mkdocs.yml", *sorted(folder.glob("*.toml"))]
+    ran = subprocess.run(
+        [sys.executable, "-m", "codespell_lib", "--builtin", "en-GB_to_en-US", *map(str, files)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("what the exchange left, what a step is given", True),
+        ("the reduced gradients, and the gradients passed to the optimizer", False),
+    ],
+)
+def test_the_rate_is_counted(text: str, wrong: bool) -> None:
+    assert (what_rate(text) > _MOST_WHAT) == wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("divide by the world size once", True),
+        ("if the rounding is intended, pass --accept low-precision", True),
+        ("the index that picks a rank's buffer", False),
+    ],
+)
+def test_imperatives_are_recognized(text: str, right: bool) -> None:
+    assert is_imperative(text) == right
+
+
+@pytest.mark.parametrize(("text", "wrong"), [("two runs part, unlike these", True), ("outside", 0)])
+def test_vague_predicates_are_found(text: str, wrong: bool) -> None:
+    assert bool(VAGUE.search(text)) == bool(wrong)
