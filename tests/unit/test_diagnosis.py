@@ -236,7 +236,7 @@ def test_a_mean_that_was_clipped_is_told_by_its_norm() -> None:
         share = most / float(mean.norm() + 1e-6) / 3
         (found,) = explain_step(measured([[share] * 3] * 3, equal(3), only=only))
         assert found.cause == "wrong-divisor"
-        assert (f"has the norm {most:g}, as what is clipped" in found.evidence) is told
+        assert (f"norm is {most:g}, as after clipping" in found.evidence) is told
         assert (f"Training(clip_norm={most:g})" in found.suggestion) is told
 
 
@@ -267,7 +267,7 @@ def test_no_guesses(world: int, seed: int, data: st.DataObject) -> None:
     assume(max(products) - min(products) > 1e-3 * max(products))
     assume(not 0.9999 < max(drawn) * world < 1.0001)
     assert not causes(step)
-    assert "the ranks' gradients count" in gradients.describe_unexplained(
+    assert "the ranks' gradients have weights" in gradients.describe_unexplained(
         Facts(world=world, steps=(step,))
     )
 

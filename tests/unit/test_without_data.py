@@ -159,28 +159,28 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             "dropped-rank",
             [[0.5, 0.5, 0.0]] * 3,
             {},
-            ("keeps rank 3 out", "If rank 3 is a server", "give --without-data 3,"),
+            ("excludes rank 3 from", "if rank 3 is a server", "pass --without-data 3,"),
         ),
         (
             "dropped-rank",
             [THIRD, THIRD, [0.5, 0.5, 0.0]],
             {},
-            ("on ranks 1, 2 1, 1, 1; on rank 3 1, 1, 0 times",),
+            ("on ranks 1, 2 1, 1, 1; on rank 3 1, 1, 0",),
         ),
-        ("duplicated-rank", [[0.0, 1 / 3, 2 / 3]] * 3, {}, ("0, 1, 2 times", "rank 1 not at all")),
-        ("one-rank-only", [[0.0, 1.0, 0.0]] * 3, {}, ("holds rank 2's own gradient",)),
+        ("duplicated-rank", [[0.0, 1 / 3, 2 / 3]] * 3, {}, ("weights 0, 1, 2 on", "0 on rank 1")),
+        ("one-rank-only", [[0.0, 1.0, 0.0]] * 3, {}, ("holds rank 2's local gradient",)),
         (
             "one-rank-only",
             [[0.3, 0.6, 0.9], THIRD, [0.3, 0.6, 0.9]],
             {},
-            ("rank 2 alone holds the mean",),
+            ("only rank 2 holds the mean",),
         ),
-        ("no-sync", [[1.0, 0.0, 0.0], THIRD, THIRD], {}, ("rank 1 held only what",)),
+        ("no-sync", [[1.0, 0.0, 0.0], THIRD, THIRD], {}, ("rank 1 held only the local",)),
         (
             "missing-division",
             [THIRD, [1.0] * 3, [1.0] * 3],
             {},
-            ("ranks 2, 3 did not do as the others",),
+            ("the factor of ranks 2, 3 differs",),
         ),
         (
             "shared-bucket",
@@ -198,7 +198,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             "nonfinite",
             [THIRD] * 3,
             {"not_finite": NOT_FINITE},
-            ("p0, rank 1: 2 elements", "gives on ranks 1, 3", "what ranks 1, 3 read"),
+            ("p0, rank 1: 2 elements", "local gradient on ranks 1, 3", "samples of ranks 1, 3"),
         ),
         (
             "optimizer-not-stepped",
@@ -235,7 +235,7 @@ def test_what_is_listed_by_rank_says_whose_it_is() -> None:
         whole = msgspec.structs.replace(step, ranks=every)
         (found,) = explain(Facts(world=3, steps=(whole,)))
         assert "data" not in found.evidence
-        assert "keeps rank 2 out" in found.suggestion
+        assert "excludes rank 2 from" in found.suggestion
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])

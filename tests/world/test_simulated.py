@@ -298,7 +298,7 @@ def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool, name: str, tex
     assert outcomes[-1].outcome is RankEnd.ENDED, "rank 3 had no turn, and is not to blame"
     said = f"rank 2 in no collective, at {line_of(name, text)}, and kept its turn"
     assert f"{said}; rank 3 waited for a turn" in cause.evidence
-    assert cause.suggestion == "the stack of rank 2 shows where"
+    assert cause.suggestion == "read the stack of rank 2: it shows where"
 
 
 def test_a_rank_that_asks_a_person_gets_no_answer(pool: Pool) -> None:

@@ -102,8 +102,8 @@ def test_a_cause_names_the_rank_that_was_run() -> None:
     (cause,) = report.cases[0].diagnosis
     assert cause.cause == "dropped-rank"
     assert cause.evidence.endswith("(of ranks 1, 2, 3, which have data)")
-    assert "keeps rank 3 out" in cause.suggestion
-    assert "give --without-data 3," in cause.suggestion
+    assert "excludes rank 3 from" in cause.suggestion
+    assert "pass --without-data 3," in cause.suggestion
 
 
 @pytest.mark.parametrize(

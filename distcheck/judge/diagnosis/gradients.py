@@ -111,12 +111,14 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
     names = list(dict.fromkeys(name for found in step.left for name in found.parameters))
     what = "all parameters" if len(names) == step.total else ", ".join(names[:6])
     what += f" and {len(names) - 6} more" if len(names) > 6 and len(names) < step.total else ""
-    evidence = f"step {step.step}: what backward left on {ranks} is not the gradient of the shard"
+    evidence = f"step {step.step}: the local gradient on {ranks} is not the gradient of the shard"
     evidence += f" there, in {what}"
     sources = {found.source for found in step.left}
     if sources != {-1} and len(sources) == 1 and len(step.left) == len(step.shares) - 1:
         source = positions_text(step, [*sources])
-        evidence += f": it is that of {source}'s, as if all had been given {source}'s samples"
+        evidence += (
+            f": it is the gradient of {source}'s shard, as if all ranks had {source}'s samples"
+        )
     elif None not in multiples:
         shown = ", ".join(number_text(f) for f in step.left_factors if f is not None)
         evidence += f": ranks held {shown} times that"
@@ -124,14 +126,14 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
         most = max(found.distance for found in step.left)
         evidence += f" (up to {most:.2g} of it apart, as norms)"
     if step.mean_of_left:
-        evidence += "; ranks hold the right mean of what backward left, so the exchange is right"
+        evidence += "; ranks hold the right mean of the local gradients, so the all-reduce is right"
     if all(found.buffers for found in step.left):
         buffers = list(dict.fromkeys(name for found in step.left for name in found.buffers))
         return [
             name_cause(
                 "buffers-differ",
-                f"{evidence}. It is, to the bit, if other ranks' buffers are in place of those "
-                f"that are promised: {some_of(buffers)}",
+                f"{evidence}. It is bit-identical if other ranks' buffers replace the promised "
+                f"ones: {some_of(buffers)}",
                 "not-sent",
             )
         ]
@@ -141,7 +143,7 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
         return [
             name_cause(
                 "low-precision",
-                f"{evidence}; it is what the shard has under torch.autocast in {dtype}",
+                f"{evidence}; it is the gradient of the shard under torch.autocast in {dtype}",
                 "autocast",
                 dtype=dtype,
             )
@@ -178,7 +180,7 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
         found.append(
             name_cause(
                 "unexplained",
-                f"step {step.step}: nothing that is known explains "
+                f"step {step.step}: no known mistake explains "
                 f"{parameters_text(step, unexplained)} ({percent(shares[()])} of the error)",
                 "beside-others",
             )
@@ -248,7 +250,7 @@ def _missing(step: StepFacts) -> Diagnosis:
         "partial-sync",
         f"step {step.step}: {some_of(names)} ({len(names)} of "
         f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
-        "at that step, and the other ranks hold their own: what they found was never sent",
+        "at that step, and the other ranks hold their local gradients, which were never sent",
         "unused",
     )
 
@@ -261,8 +263,8 @@ def _not_finite(step: StepFacts) -> Diagnosis:
         before = positions_text(step, seen.before)
         return name_cause(
             "nonfinite",
-            f"{where}{seen.count:,} elements are finite, and the gradient that backward gives on "
-            f"{before} is infinite or NaN there",
+            f"{where}{seen.count:,} elements are finite, but the local gradient on {before} is "
+            "infinite or NaN there",
             "hidden",
         )
     where += f"{seen.count:,} elements are "
@@ -270,12 +272,11 @@ def _not_finite(step: StepFacts) -> Diagnosis:
         before = positions_text(step, seen.before)
         return name_cause(
             "nonfinite",
-            f"{where}infinite or NaN, and so they were in the gradient that backward gives on "
-            f"{before}",
+            f"{where}infinite or NaN, as they already were in the local gradient on {before}",
             "before",
             ranks=before,
         )
-    evidence = f"{where}infinite or NaN, and every rank's own gradient is finite"
+    evidence = f"{where}infinite or NaN, but every rank's local gradient is finite"
     return name_cause("nonfinite", evidence)
 
 
@@ -292,14 +293,14 @@ def describe_unexplained(facts: Facts) -> str:
     text += f"; ranks {agree}" if len(step.shares) > 1 else ""
     if step.mean_of_left:
         return (
-            f"{text}; they hold the right mean of what backward left on the ranks, so the "
-            "exchange is right and what went into it is not"
+            f"{text}; they hold the right mean of the local gradients, so the all-reduce is right "
+            "and its inputs are not"
         )
     fit = step.fits[wrong[0]] if step.fits else None
     if all_parallel(step, step.parameters):
         return (
-            f"{text}; the ranks' own gradients are multiples of each other, so what each counts "
-            "for cannot be read off the result: look at a workload where they are not"
+            f"{text}; the local gradients are multiples of each other, so their weights cannot be "
+            "measured: try a workload in which they are not"
         )
     if fit is None or not fit.identified:
         return text
@@ -315,5 +316,5 @@ def describe_left(facts: Facts) -> str:
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):
             shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)
-            return f"before the exchange ranks held {shown} times their shard's gradient"
+            return f"before the all-reduce ranks held {shown} times their shard's gradient"
     return ""

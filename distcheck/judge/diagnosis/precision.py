@@ -58,13 +58,13 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     mean = f"{where}: the mean over all samples, up to errors "
     terms = all(p.of_terms[rank] if p.of_terms else False for p in parameters for rank in p.wrong)
-    proof = f"; every result is a number of {dtype} (or a W-th of one)" if grid else ""
+    proof = f"; every result is representable in {dtype} (or 1/W of such a value)" if grid else ""
     proof = proof or (f"; each rank's gradient was rounded to {dtype} first" if terms else "")
     found = [
         name_cause(
             "low-precision",
-            f"{mean}as large as {dtype} makes when gradients are rounded to it, and larger than "
-            f"their own dtype makes{proof}",
+            f"{mean}that fit rounding to {dtype} and exceed the rounding of the gradients' own "
+            f"dtype{proof}",
             "undeclared" if step.undeclared else "usual",
             dtype=dtype,
         )
@@ -75,8 +75,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
 def _noise(what: str) -> Diagnosis:
     return name_cause(
         "noise",
-        f"{what} that no weights of the ranks' gradients explain, and no result holds numbers of a "
-        "shorter dtype only",
+        f"{what} that no rank weights explain, and no result is representable in a lower precision",
     )
 
 
@@ -102,5 +101,5 @@ def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
     if not largest:
         return []
     where = f"step {step.step}, {parameters_text(step, parameters)}"
-    share = f"{largest:.1g} of what is added up (as norms)"
+    share = f"{largest:.1g} of the sum (as norms)"
     return [_noise(f"{where}: the mean over all samples, up to errors of {share} in most elements")]

@@ -1,4 +1,4 @@
-"""Causes that show in what each rank's gradient counts for: scale, ranks left out, clipping."""
+"""Causes with wrong weights of ranks: scale, dropped and duplicated ranks, sign, clipping."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,8 +23,8 @@ def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
     return name_cause(
         "wrong-sign",
-        f"{where}: the sign is turned in what {positions_text(step, minus)} gave, as every rank "
-        f"holds it (all times {number_text(abs(way.factor))})",
+        f"{where}: the contribution of {positions_text(step, minus)} is negated on every rank (all "
+        f"times {number_text(abs(way.factor))})",
     )
 
 
@@ -34,8 +34,8 @@ def chain(way: Reading, where: str) -> Diagnosis:
     shown = ", ".join(f"{count}/{total}" for count in way.counts)
     return name_cause(
         "chained-mean",
-        f"{where}: in what every rank holds the ranks' gradients count {shown}, as where each is "
-        "averaged with what came before it, (a + b) / 2 again and again",
+        f"{where}: every rank holds the ranks' gradients with weights {shown}, as if each were "
+        "averaged with the running average, (a + b) / 2",
     )
 
 
@@ -52,8 +52,8 @@ def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     return [
         name_cause(
             "wrong-divisor",
-            f"{where}: ranks count {counts} times in what every rank holds; what was given to the "
-            f"exchange on {positions_text(step, fewer)} had another scale than on the others",
+            f"{where}: ranks have relative weights {counts} on every rank; the input of the "
+            f"all-reduce on {positions_text(step, fewer)} had a different scale than on the others",
             "some-ranks",
         )
     ]
@@ -67,7 +67,7 @@ def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     *usual, undivided = usual_factors(way.counts, step.shares)
     if factor in usual:
         return []
-    evidence = f"{where}: what is counted so is also multiplied by {number_text(factor)}"
+    evidence = f"{where}: this sum is also multiplied by {number_text(factor)}"
     if factor == undivided:
         evidence += ": the sum is not divided"
         return [name_cause("missing-division", evidence, "once", world=world)]
@@ -96,12 +96,11 @@ def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     counts = ", ".join(map(str, way.counts))
     absent = [rank for rank, count in enumerate(way.counts) if count == 0]
     evidence = (
-        f"{where}: ranks count {counts} times in what every rank holds (all times "
-        f"{number_text(way.factor)})"
+        f"{where}: ranks have weights {counts} on every rank (all times {number_text(way.factor)})"
     )
     if max(way.counts) > 1:
         if absent:
-            evidence += f", {positions_text(step, absent)} not at all"
+            evidence += f", 0 on {positions_text(step, absent)}"
         return name_cause("duplicated-rank", evidence)
     required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
     # Chosen: far above rounding in float32, far below one rank in a thousand.
@@ -187,7 +186,7 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     evidence += f", as if the sum were divided by {shown} and not by {world}"
     norm = _round_norm(step, way)
     if norm:
-        evidence += f"; all of it together has the norm {norm}, as what is clipped to that has"
+        evidence += f"; the total norm is {norm}, as after clipping to that norm"
     clipped = ["clipped"] if norm else []
     return name_cause("wrong-divisor", evidence, "usual", *clipped, world=world, norm=norm)
 
@@ -210,7 +209,8 @@ def _of_accumulation(step: StepFacts, factor: float) -> str:
             f"that is the number of micro-batches, whose mean losses ({count} of them in each "
             "shard) were added up without being divided"
         )
-    return f"that is 1 over the number of micro-batches: their share ({count} of them) counts twice"
+    share = f"their share ({count} of them)"
+    return f"that is 1 over the number of micro-batches: {share} is applied twice"
 
 
 def _round_norm(step: StepFacts, way: Reading) -> str:
@@ -244,7 +244,7 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     world = len(step.shares)
     times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
     source = positions_text(step, [way.source])
-    evidence = f"{where}: every rank holds {source}'s own gradient{times}"
+    evidence = f"{where}: every rank holds {source}'s local gradient{times}"
     found = [name_cause("one-rank-only", evidence)]
     if world != 2:
         return found
@@ -262,8 +262,8 @@ def _clipped(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     return [
         name_cause(
             "clip-before-sync",
-            f"{where}: each rank's gradient counts less the larger its norm is ({norms}), as if "
-            f"it were clipped to {way.factor:.4g} before the mean",
+            f"{where}: the weight of each rank's gradient decreases with its norm ({norms}), as if "
+            f"it were clipped to {way.factor:.4g} before averaging",
         )
     ]
 
@@ -272,7 +272,7 @@ def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Diagnosis:
     own = [next(w for w in way if w.source == rank) for rank, way in enumerate(ways)]
     factors = {number_text(way.factor) for way in own}
     times = "" if factors == {"1"} else f" times {', '.join(sorted(factors))}"
-    return name_cause("no-sync", f"{where}: every rank holds its own gradient{times}")
+    return name_cause("no-sync", f"{where}: every rank holds its local gradient{times}")
 
 
 def _is_right(ways: Sequence[Reading]) -> bool:
@@ -311,9 +311,9 @@ def _one_right(
     ]
     if min(off) <= max(1, elements // 10):
         return []
-    alone = f"{where}: {positions_text(step, right)} alone holds"
+    alone = f"{where}: only {positions_text(step, right)} holds"
     own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
-    holding_own = f", and {positions_text(step, own)} what backward had left there" if own else ""
+    holding_own = f", and {positions_text(step, own)} the local gradient" if own else ""
     if right != summed:
         mean = f"{alone} the mean over all samples{holding_own}"
         return [name_cause("one-rank-only", mean, "usual", "owners")]
@@ -341,7 +341,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
         return _own_counts(step, ways, where)
     if not rest:
         return []
-    left = f"{where}: {positions_text(step, alone)} held only what backward had left there"
+    left = f"{where}: {positions_text(step, alone)} held only the local gradient"
     found = [name_cause("no-sync", left)]
     of_rest = next((way for way in rest[0] if way.kind == "counted"), None)
     if of_rest is not None:
@@ -366,7 +366,7 @@ def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) 
     shown = "; ".join(
         f"on {positions_text(step, r)} {', '.join(map(str, c))}" for c, r in counts.items()
     )
-    evidence = f"{where}: ranks do not count alike, nor the same on every rank: {shown} times"
+    evidence = f"{where}: the weights of ranks are unequal and differ from rank to rank: {shown}"
     if max(max(counted) for counted in counts) > 1:
         return [name_cause("duplicated-rank", evidence)]
     return [name_cause("dropped-rank", evidence, "groups")]
@@ -387,14 +387,14 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
             name_cause(
                 "clip-before-sync",
                 f"{evidence}, which is {products[0]:.4g} over the norm of each rank's own "
-                "gradient: the norm was taken before the sync",
+                "local gradient: the norm was computed before the sync",
             )
         ]
     world = len(step.shares)
     for cause, named in (("missing-division", float(world)), ("double-division", 1 / world)):
         if set(factors) == {1.0, named}:
             some = [rank for rank, factor in enumerate(factors) if factor == named]
-            evidence += f": {positions_text(step, some)} did not do as the others"
+            evidence += f": the factor of {positions_text(step, some)} differs"
             return [name_cause(cause, evidence, "on-every-rank")]
     return [name_cause("wrong-divisor", evidence, "by-rank")]
 

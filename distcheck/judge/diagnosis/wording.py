@@ -52,4 +52,4 @@ def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
     got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
     required = ", ".join(f"{share:.4g}" for share in step.shares)
     whose = positions_text(step, [rank])
-    return f"in {whose}'s result the ranks' gradients count {got} (expected: {required})"
+    return f"in {whose}'s result the ranks' gradients have weights {got} (expected: {required})"
