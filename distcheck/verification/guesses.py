@@ -40,6 +40,7 @@ _LACKS = re.compile(
     r"NoneType|has no attribute|is not defined|KeyError|"
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
 )
+_NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available")
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
@@ -327,9 +328,14 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
     if not raised or len(raised) < len([o for o in ends if o.outcome != RankEnd.ENDED]):
         return None
     error = raised[0].error
+    at = f" ({raised[0].place})" if raised[0].place else ""
+    if runs[0].case.device == "cpu" and all(_NEEDS_GPU.search(one.error) for one in raised):
+        return UsageError(
+            f"strategy {runs[0].case.strategy!r} raised {error}{at}: it needs a GPU. Verify it "
+            "with --device cuda on a machine that has one"
+        )
     if not all(_LACKS.search(one.error) for one in raised):
         return None
-    at = f" ({raised[0].place})" if raised[0].place else ""
     return UsageError(
         f"strategy {runs[0].case.strategy!r} raised {error}{at} before it exchanged anything: it "
         "needs what the training script sets up. Give it by --set NAME=VALUE or --arg, or set it "

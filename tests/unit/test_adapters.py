@@ -406,3 +406,37 @@ def test_a_guarded_process_group_leaves_the_file_as_it_is(tmp_path: Path) -> Non
     )
     with world_of_one():
         load_strategy(f"{tmp_path / 'guarded.py'}:sync").sync(nn.Linear(1, 1), STEP)
+
+
+MPI_HELPER = """
+import mpi4py_of_test as MPI
+def mean(x):
+    MPI.COMM_WORLD.Allreduce(x)
+def rank():
+    return MPI.COMM_WORLD.Get_rank()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "by_mpi"),
+    [
+        ("from helper_of_mpi import mean\ndef sync(model):\n    mean(model)\n", True),
+        ("from helper_of_mpi import rank\nimport torch.distributed as dist\n"
+         "def sync(model):\n    for p in model.parameters():\n        dist.all_reduce(p.grad)\n"
+         "    rank()\n", False),
+    ],
+)  # fmt: skip
+def test_mpi_is_seen_through_a_helper(
+    text: str, by_mpi: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that go through it are none of gloo's; one that asks it for a rank may be."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mpi4py_of_test.py").write_text("class COMM_WORLD: ...\n__name__ = 'mpi4py.MPI'\n")
+    (tmp_path / "helper_of_mpi.py").write_text(MPI_HELPER)
+    (tmp_path / f"sync_{by_mpi}.py").write_text(text)
+    try:
+        loaded = load_strategy(f"{tmp_path / f'sync_{by_mpi}.py'}:sync")
+        assert loaded.contract.backend == ("mpi" if by_mpi else None)
+    finally:
+        for name in ("mpi4py_of_test", "helper_of_mpi", f"sync_{by_mpi}"):
+            sys.modules.pop(name, None)

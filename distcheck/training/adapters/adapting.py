@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -34,6 +36,9 @@ from distcheck.training.adapters.target import (
 )
 from distcheck.training.adapters.unknown import FormError
 from distcheck.training.loaded import LoadedStrategy
+
+_MOST_MODULES = 3
+_NEVER_MPI = ("torch", "numpy", "distcheck")  # whose functions exchange nothing by it
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
@@ -282,20 +287,35 @@ def _speaks_mpi(target: Target, scene: Scene) -> bool:
         held = getattr(target.value.__self__, "__dict__", {}).values()
         if any(type(value).__module__.startswith("mpi4py") for value in held):
             return True
-    if target.module is None:
-        return False
-    reached = Reached(function_of(target.value), target.module)
-    known = vars(target.module)
+    return target.module is not None and _exchanges_by_mpi(function_of(target.value), target.module)
+
+
+def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODULES) -> bool:
+    """Whether a function reaches mpi4py, by functions of at most `most` other modules as well."""
+    reached, known = Reached(function, module), vars(module)
     values = [known[name] for name in reached.read if name in known]
-    if not any(
+    # One that has torch.distributed as well may ask MPI for a rank alone, or for a logger.
+    has_torch = any(value is torch.distributed for value in values)
+    if any(
         str(getattr(value, "__name__", "")).startswith("mpi4py")
         or type(value).__module__.startswith("mpi4py")
         for value in values
     ):
+        exchanges = any(source.exchanges_by_mpi for source in reached.sources)
+        if exchanges or (not has_torch and most == _MOST_MODULES):
+            return True
+    if has_torch or not most:
         return False
-    # One that has torch.distributed as well may ask MPI for a rank alone, or for a logger.
-    exchanges = any(source.exchanges_by_mpi for source in reached.sources)
-    return exchanges or not any(value is torch.distributed for value in values)
+    elsewhere = [
+        (value, sys.modules.get(value.__module__))
+        for value in values
+        if inspect.isfunction(value) and value.__module__ != module.__name__
+    ]
+    return any(
+        _exchanges_by_mpi(value, where, most - 1)
+        for value, where in elsewhere
+        if where is not None and where.__name__.partition(".")[0] not in _NEVER_MPI
+    )
 
 
 def _watched(

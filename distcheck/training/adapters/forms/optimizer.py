@@ -96,6 +96,19 @@ def _takes_optimizer(parameter: inspect.Parameter) -> bool:
     return parameter.name in names.OPTIMIZERS or "Optimizer" in str(parameter.annotation)
 
 
+class _OfBoth(dict[str, Any]):
+    """A group of settings that are set in another group as well."""
+
+    def __init__(self, inner: dict[str, Any], made: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self._groups = (inner, made)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        for group in self._groups:
+            group[key] = value
+
+
 class Around(StandIn):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
@@ -108,10 +121,14 @@ class Around(StandIn):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those that a schedule is given."""
-        made = self._made if self._has_groups else self.optim
-        groups: list[dict[str, Any]] = getattr(made, "param_groups", self.optim.param_groups)
-        return groups
+        """Those that a schedule is given: without groups of what was made torch's own, whose
+        settings are those of the same group there as well, which may be copied in a step.
+        """
+        inner: list[dict[str, Any]] = self.optim.param_groups
+        made: list[dict[str, Any]] = getattr(self._made, "param_groups", inner)
+        if self._has_groups or made is inner or len(made) != len(inner):
+            return made if self._has_groups else inner
+        return [_OfBoth(*pair) for pair in zip(inner, made, strict=True)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapper's where it has one."""
