@@ -18,7 +18,7 @@ from distcheck.plan.source_files import (
 )
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
-from distcheck.training import loading, sources_only
+from distcheck.training import loading
 from distcheck.workloads.cells import place_of
 from distcheck.worlds.remote.secret import shared_secret
 
@@ -105,7 +105,7 @@ def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
     if file is None or not file.is_file():
         return None, {}
     registered = what == "strategy" and ":" not in spec and not loading.is_path(spec)
-    if registered or sources_only.is_installed(file):
+    if registered:
         return file, {file.name: SourceFile(file, read_source(file))}
     return file, files_of(file)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from distcheck.records.sources import parse_source, read_source
 from distcheck.training.loading import strategy_names
 from distcheck.training.scripts import root_of
+from distcheck.training.sources_only import is_installed as is_installed_file
 
 NO_DIGEST = "none"
 _OWN = "distcheck_strategies"
@@ -46,9 +47,11 @@ def files_of(path: Path) -> dict[str, SourceFile]:
     sources and compiled ones. The file comes first. Each has its path from the folder from which
     it is imported: `root_of` the file, or the current folder, for which it begins with "./".
     Nothing is imported to find out, so the name of a module that is only computed is not known.
-    Raises OSError.
+    An installed file is returned alone: around it is the whole library. Raises OSError.
     """
     content = read_source(path)
+    if is_installed_file(path):
+        return {path.name: SourceFile(path, content)}
     own, here = path.resolve(), Path.cwd()
     root = root_of(own)
     found: dict[str, SourceFile] = {}
