@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -41,13 +41,15 @@ def sources_of(path: Path) -> dict[str, SourceFile]:
     return {name: file for name, file in files_of(path).items() if file.path.suffix == ".py"}
 
 
-def files_of(path: Path) -> dict[str, SourceFile]:
+def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     """Return a file, and all that Python imports for it from around it: modules of its own folder,
     of its package, of the parent packages (their `__init__` as well) and of the current folder,
     sources and compiled ones. The file comes first. Each has its path from the folder from which
     it is imported: `root_of` the file, or the current folder, for which it begins with "./".
     Nothing is imported to find out, so the name of a module that is only computed is not known.
-    An installed file is returned alone: around it is the whole library. Raises OSError.
+    An installed file is returned alone: around it is the whole library. `others` are files that
+    the same process loads: their folders come before the current one, and may have what is found
+    elsewhere otherwise, the file itself included. Raises OSError.
     """
     content = read_source(path)
     if is_installed_file(path):
@@ -59,22 +61,27 @@ def files_of(path: Path) -> dict[str, SourceFile]:
     whole: set[Path] = set()
     looked: set[tuple[Path, str, bool]] = set()
     is_installed, tops_in = functools.cache(_is_installed), functools.cache(_tops_in)
+    far = [place for one in map(Path.resolve, others) for place in (one.parent, root_of(one))]
     ahead = [own, *_initializers(own, root)]
+    inside = own.relative_to(here) if own.is_relative_to(here) else Path(own.name)
+    dotted = ".".join(inside.with_suffix("").parts)
+    ahead += [file for place in far for file in _files_of_module(place, dotted, own, None)]
     while ahead:
         if (file := ahead.pop(0)) in seen:
             continue
         seen.add(file)
-        if not (file.is_relative_to(root) or file.is_relative_to(here)):
+        base = next((one for one in (root, here, *far) if file.is_relative_to(one)), None)
+        if base is None:
             continue  # a relative import that leads out of the package, which Python refuses
-        is_here = not file.is_relative_to(root)
-        name = file.relative_to(here if is_here else root).as_posix()
+        is_here = base != root
+        name = file.relative_to(base).as_posix()
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
         found[f"{HERE}{name}" if is_here else name] = one
         for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
             top = module.partition(".")[0]
             places = [*file.parents[level - 1 : level]] if level else [own.parent, root]
             places += [] if level or is_whole else [file.parent]  # a level may be an argument
-            places += [] if level or is_installed(top) else [here]
+            places += [] if level else far if is_installed(top) else [*far, here]
             for place in dict.fromkeys(places):
                 if top in tops_in(place) and (place, module, is_whole) not in looked:
                     looked.add((place, module, is_whole))

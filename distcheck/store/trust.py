@@ -92,6 +92,7 @@ class Checkout:
         self._root = git or (None if here in home else here)
         self._not_ours = [(store.DEFAULT_FOLDER / "bundles").resolve()]
         self._entries: dict[Path, dict[Path, str]] = {}
+        self.beside: tuple[Path, ...] = ()  # the files that are loaded with the one in question
         if given:
             path = Path(given).resolve()
             run = path if self.is_git else _run_of(path)
@@ -116,7 +117,7 @@ class Checkout:
         if not self.holds(path):  # the files next to a library's are all of it
             return False
         try:
-            files = [file.path for file in files_of(path).values()]
+            files = [file.path for file in files_of(path, self.beside).values()]
         except OSError:
             return False
         return all(map(self._is_ours, files))
@@ -170,6 +171,9 @@ def unknown_code(
     for case in cases:
         digests = made[case.id].digests if case.id in made else {}
         has_run = is_sealed(case, made.get(case.id))
+        places = [place_of(spec).partition(":")[0] for _, spec in named(case)]
+        files = [Path(one) for one in places if loading.is_path(one) and one not in unpacked]
+        checkout.beside = tuple(filter(Path.is_file, files))
         for what, spec in named(case):
             recorded = digests.get(what, NO_DIGEST)
             if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):

@@ -522,6 +522,30 @@ def test_trusted_code_imports_nothing_from_what_was_handed_over(
         sys.path_importer_cache.clear()
 
 
+@pytest.mark.parametrize(
+    ("new", "strategy", "workload"),
+    [
+        ("two/apax.py", "one/sync.py:sync", "two/work.py:work"),
+        ("one/apax.py", "one/sync.py:sync", "two/work.py:work"),
+        ("two/top.py", "top:sync", "two/work.py:work"),
+        ("one/base.py", "one/sync.py:sync", "base:work"),
+    ],
+)
+def test_what_a_case_names_is_looked_for_in_all_of_its_folders(
+    new: str, strategy: str, workload: str, tracked: Path, checkout: Path
+) -> None:
+    """The folder of each file that is named comes before the current folder, for all of them."""
+    optional = "try:\n    import apax\nexcept ImportError:\n    pass\n"
+    for name in ("one/sync.py", "two/work.py", "top.py", "base.py"):
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).write_text(f"{optional}def sync(model): ...\nclass work: ...\n")
+    commit(checkout)
+    case = Case(id="c", strategy=strategy, world=2, workload=workload)
+    assert trust.unknown_code([case]) == []
+    (checkout / new).write_text("")
+    assert trust.unknown_code([case])
+
+
 def test_a_folder_that_is_called_site_packages_is_no_library(checkout: Path) -> None:
     place = checkout / "gift/site-packages"
     place.mkdir(parents=True)
