@@ -321,7 +321,7 @@ def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
 
 
 def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
-    """Whether every file of a bundle's source is in this checkout as it is in the bundle."""
+    """Whether a bundle has the sources of a file of this checkout, all of them and no others."""
     if not checkout.has(place):
         return False
     try:
@@ -332,9 +332,8 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
         here = contents(root)
     except OSError:
         return False
-    return next(iter(there)) == unpacked.relative_to(root).as_posix() and (
-        here.items() <= there.items()
-    )
+    sources = {name: digest for name, digest in there.items() if name.endswith(".py")}
+    return next(iter(there)) == unpacked.relative_to(root).as_posix() and here == sources
 
 
 def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
