@@ -142,11 +142,11 @@ def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
     ahead, seen = [package], {package.resolve()}
     while ahead:
         for one in sorted(ahead.pop().iterdir()):
-            if one.is_dir() and one.name != _CACHE:
+            if one.is_dir():
                 ahead += [] if one.resolve() in seen else [one]
                 seen.add(one.resolve())
-            elif one.name.endswith((".py", *_COMPILED)) and one.is_file():
-                found.append(one)
+            elif one.name.endswith(".py" if one.parent.name == _CACHE else (".py", *_COMPILED)):
+                found += [one] if one.is_file() else []
     return found
 
 

@@ -386,3 +386,15 @@ def test_without_an_address_one_of_this_machine_is_taken(monkeypatch: pytest.Mon
             assert server.getsockname()[0] not in ("0.0.0.0", "::")
     with meeting.listen_on_way_to("127.0.0.2", 9) as server:
         assert server.getsockname()[0].startswith("127.")
+
+
+@pytest.mark.parametrize("content", [b"\xff:1", b"host:0", b"x" * 5000, None, b"host:29500\n"])
+def test_a_meeting_file_may_be_anything(content: bytes | None, tmp_path: Path) -> None:
+    """A pipe that nobody writes to, or what no rank has written, is no address yet."""
+    file = tmp_path / "meeting"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    expected = ("host", 29500) if content == b"host:29500\n" else None
+    assert meeting.address_in(file) == expected

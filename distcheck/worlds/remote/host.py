@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -195,7 +196,7 @@ class Host:
             private = secret.private_name(name, own_secret)
             return lambda: private
         if scheme == "file":
-            return lambda: _read_place(name)
+            return lambda: meeting.address_in(Path(name))
         if scheme == "store":
             self._pool.wait_ready()
             return StoreFinder(self._pool, self._launch, patience_s)
@@ -378,11 +379,3 @@ def written_parts(fd: int, regions: tuple[Region, ...]) -> Iterator[Region]:
                 break
             at = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
             yield begin, at
-
-
-def _read_place(path: str) -> tuple[str, int] | None:
-    try:
-        with open(path) as file:
-            return meeting.address_of(f"tcp://{file.read().strip()}")
-    except (OSError, CannotRunError):
-        return None

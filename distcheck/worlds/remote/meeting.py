@@ -18,12 +18,14 @@ import psutil
 
 from distcheck import private
 from distcheck.errors import CannotRunError
+from distcheck.records.decoding import read_bounded
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.remote import secret
 from distcheck.worlds.reporter import Reporter
 
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1
+_MOST_BYTES = 1 << 10  # of an address
 
 Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
 
@@ -84,6 +86,15 @@ def address_of(meeting: str) -> tuple[str, int]:
             f"{meeting!r} is not a meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
         )
     return host.strip("[]"), int(port)
+
+
+def address_in(file: Path) -> tuple[str, int] | None:
+    """Host and port that rank 0 has written to a file; None as long as it has not."""
+    try:
+        text = read_bounded(file, _MOST_BYTES).decode()
+        return address_of(f"tcp://{text.strip()}")
+    except (OSError, CannotRunError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def listen(host: str, port: int) -> socket.socket:
