@@ -3,14 +3,13 @@
 import re
 from pathlib import Path
 
-import msgspec
 import xxhash
 
-from distcheck import private
 from distcheck.errors import DistcheckError
+from distcheck.plan.provenance import provenance_of
 from distcheck.private import is_private_folder
 from distcheck.records import Case
-from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case
+from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case, write_case
 
 _FOLDER = DEFAULT_FOLDER / "explore"
 _DEFAULT_DEADLINE_S = 30.0
@@ -40,8 +39,7 @@ class KeptCases:
         path = self.folder / f"{case.id}.json"
         try:
             own_folder(_FOLDER.name)
-            text = msgspec.json.format(msgspec.json.encode(case)) + b"\n"
-            private.write(private.folder(self.folder) / path.name, text)
+            write_case(path, case, provenance_of(case, {}))
         except (OSError, DistcheckError):
             return None
         return path

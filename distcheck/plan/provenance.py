@@ -14,7 +14,6 @@ from distcheck.plan.source_files import (
     SourceFile,
     digest_of_sources,
     files_of,
-    sources_of,
 )
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.sources import read_source
@@ -104,8 +103,8 @@ def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
     file = file_behind(what, spec)
     if file is None or not file.is_file():
         return None, {}
-    registered = what == "strategy" and ":" not in spec and not loading.is_path(spec)
-    if registered:
+    is_strategy = what == "strategy" and ":" not in spec and not loading.is_path(spec)
+    if is_strategy or (what == "workload" and loading.is_built_in(place_of(spec))):
         return file, {file.name: SourceFile(file, read_source(file))}
     return file, files_of(file)
 
@@ -123,13 +122,10 @@ def file_digest(what: str, spec: str) -> str:
 
 def code_files(what: str, spec: str) -> set[Path]:
     """The file behind a strategy or workload, and the modules of its project that it imports."""
-    file = file_behind(what, spec)
-    if file is None:
-        return set()
     try:
-        return {one.path for one in sources_of(file).values()}
+        return {one.path for one in code_of(what, spec)[1].values()}
     except OSError:
-        return {file}
+        return {file} if (file := file_behind(what, spec)) is not None else set()
 
 
 def file_behind(what: str, spec: str) -> Path | None:

@@ -147,13 +147,7 @@ class Store:
         """Writes a case down; before it runs, so that what crashes can be replayed, and again
         with where it is run once that is known.
         """
-        path = self.case_file(case)
-        private.folder(path.parent)
-        about = {}
-        if made is not None:
-            about["made"] = msgspec.structs.replace(made, seal=seal_of(case, made.digests))
-        text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
-        private.write(path, msgspec.json.format(text) + b"\n")
+        write_case(self.case_file(case), case, made)
 
     def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
         """The reports, by case, of what an earlier start of this run has finished."""
@@ -233,6 +227,16 @@ class Store:
                 f"{self.folder} cannot be written: {error.strerror}; save elsewhere, or run in a "
                 "writable folder"
             ) from error
+
+
+def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
+    """Write a case to a file in a private folder, with a seal if `made` says where it is run."""
+    private.folder(path.parent)
+    about = {}
+    if made is not None:
+        about["made"] = msgspec.structs.replace(made, seal=seal_of(case, made.digests))
+    text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
+    private.write(path, msgspec.json.format(text) + b"\n")
 
 
 def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:

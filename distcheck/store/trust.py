@@ -287,7 +287,7 @@ def _is_known(
         return _is_same(Path(place), here, checkout) and _defines(here, attribute, checkout)
     if loading.is_path(place):
         return _is_of(checkout, Path(place), attribute, code_digest(what, spec), recorded)
-    if what == "workload" and _is_built_in(place, attribute):
+    if what == "workload" and loading.is_built_in(place_of(spec)):
         return True
     if what == "backend" and backends.is_known(spec):
         return True
@@ -300,11 +300,6 @@ def _is_known(
     if place.partition(".")[0] in _OWN or is_workload:
         return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
     return _is_of(checkout, found, attribute, code_digest(what, spec), recorded)
-
-
-def _is_built_in(workload: str, words: str) -> bool:
-    """`mlp:other` is not: it is in another module `mlp`, wherever that is found."""
-    return workload in loading.workload_names() and (not words or workload in loading.DESCRIBED)
 
 
 def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded: str) -> bool:

@@ -98,6 +98,14 @@ def workload_names() -> dict[str, str]:
     return {module.name: f"{package}.{module.name}" for module in modules}
 
 
+def is_built_in(workload: str) -> bool:
+    """Whether a workload is distcheck's own, which words after its name may describe. `mlp:other`
+    is not: it is in another module `mlp`, wherever that is found.
+    """
+    name, _, words = workload.partition(":")
+    return name in workload_names() and (not words or name in DESCRIBED)
+
+
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
     """Raises UsageError for a plain name that is not registered, or a file that is not there.
 
@@ -232,7 +240,7 @@ def load_workload(spec: str) -> LoadedWorkload:
     """Imports a workload. Raises UsageError with what is wrong and what to do."""
     known, spec = workload_names(), place_of(spec)
     name, _, words = spec.partition(":")
-    if name in known and (not words or name in DESCRIBED):  # which its own name describes
+    if is_built_in(spec):
         module = importlib.import_module(known[name])
         target = module.described(words) if words else module.workload
     else:

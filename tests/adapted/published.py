@@ -225,15 +225,6 @@ class SeveralMethods(OneMethod):
         pass
 
 
-class SetUpFirst:
-    def setup(self, model):
-        self.model = model
-
-    def post_backward(self):
-        for p in self.model.parameters():
-            mean(p)
-
-
 class HooksAlone:
     def __init__(self, model):
         for p in model.parameters():

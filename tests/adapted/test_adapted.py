@@ -492,7 +492,6 @@ def test_what_cannot_be_adapted_is_refused(
     ("spec", "edits"),
     [
         ("classes:Both.average", {"ATTRIBUTE": "actor"}),
-        ("published:SetUpFirst", {}),
     ],
 )
 def test_a_refusal_is_two_sentences_and_a_file_that_works(

@@ -497,7 +497,7 @@ def test_rounding_of_state_and_parameters_is_named() -> None:
     [
         (b"", "is not a bundle"),
         (b"\xff{", "is not a bundle"),
-        (msgspec.json.encode(bundle(schema="distcheck.guard/9")), "of the schema"),
+        (msgspec.json.encode(bundle(schema="distcheck.guard/9")), "has the schema"),
         (msgspec.json.encode(bundle(findings=())), "holds no finding"),
         (msgspec.json.encode(bundle(ranks=(0, 1, 2), sums=sums(1.0))), "do not fit its ranks"),
     ],

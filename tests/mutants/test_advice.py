@@ -23,7 +23,7 @@ ADVISED = {
     "quantised_without_the_last_rank": [],
     "buckets_by_the_wrong_dtype": [],
 }
-_OPTION = re.compile(r"(?:give|or|with) (--[a-z-]+ [\w:/-]*\w)")
+_OPTION = re.compile(r"(?:give|pass|or|with) (--[a-z-]+ [\w:/-]*\w)")
 _FOLLOWED = {"--loss", "--batch", "--without-data", "--accept"}
 
 

@@ -60,12 +60,12 @@ def test_the_bug_that_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_option_of_the_marker_is_shown() -> None:
     options = {field.name for field in dataclasses.fields(WorldOptions)} - {"size", "sizes"}
-    assert set(re.findall(r"(\w+)=", block("four fresh ranks for this test"))) == options
+    assert set(re.findall(r"(\w+)=", block("four new ranks for this test"))) == options
 
 
 @pytest.mark.sweep
 def test_what_the_marker_takes(tmp_path: Path) -> None:
-    lines = block("four fresh ranks for this test").splitlines()
+    lines = block("four new ranks for this test").splitlines()
     if NO_MPI:
         lines = [line for line in lines if "mpi" not in line]
     tests = [

@@ -19,7 +19,7 @@ from distcheck.backend_probe.table import read_sweeps
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration
-from distcheck.plan.provenance import code_digest
+from distcheck.plan.provenance import code_digest, provenance_of
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.traces import seal
 from distcheck.records import Case, decoding, sources
@@ -187,7 +187,8 @@ def test_code_that_a_case_names_has_a_limit(sound: Path) -> None:
     case = Case(id="c", strategy=f"{sound}/code.py:sync", world=2, workload="mlp")
     (code,) = trust.unknown_code([msgspec.structs.replace(case, strategy="/dev/zero:sync")])
     assert code.file == ""
-    assert trust.unknown_code([case]) == []
+    made = {"c": provenance_of(case, {})}
+    assert trust.unknown_code([case], made=made) == []
     too_large(sound / "code.py")
     said = refused(lambda: trust.unknown_code([case]))
     assert "code.py: File too large" in said

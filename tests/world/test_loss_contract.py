@@ -95,5 +95,5 @@ def test_says_so_where_it_is_so(seen: Seen) -> None:
     assert len(hints) == bool(seen.right_under)
     for hint in hints:
         assert hint.evidence.endswith(f"is right under {seen.right_under}")
-        assert hint.suggestion.endswith(f"give {seen.right_under}")
+        assert hint.suggestion.endswith(f"pass {seen.right_under}")
     assert any("--loss" in found.suggestion for found in case.diagnosis) == bool(seen.right_under)
