@@ -135,7 +135,6 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "reports/json_report.py": "here",
         "store/run_folder.py": "a case, which must run again as it is, in a private file",
         "store/bundle.py": "masked there, member by member",
-        "explore/found.py": "a case, as in a run",
     }),
     "a file that the person named is written; reports/files.write_text masks it": (
         lambda called, _: called.endswith("private.publish"), {"reports/files.py": "here"},
