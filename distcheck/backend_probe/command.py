@@ -46,7 +46,7 @@ OnCell = Callable[[int], None]
 
 
 def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
-    """Whether a backend can be probed here. Raises UsageError for one that is not known."""
+    """Return the availability of a backend here. Raises UsageError for an unknown one."""
     return run_job(pool, LOOK, LookRequest(backend=backend, device=device, world=world))
 
 
@@ -152,8 +152,8 @@ class _Episode:
             self.cells[place] = msgspec.structs.replace(last, detail=last.detail + after)
             return ""
         said = self._results.get(self._first + place, {})
-        told = [f"rank {r}: {s.status}, {s.detail}" for r, s in said.items() if s.detail]
-        detail = "; ".join([_how(outcomes, said, hung=hung), *told])
+        details = [f"rank {r}: {s.status}, {s.detail}" for r, s in said.items() if s.detail]
+        detail = "; ".join([_how(outcomes, said, hung=hung), *details])
         elements = sum(result.elements for result in said.values())
         probe = self._probes[self._first + place]
         self.cells[place:] = [
@@ -177,14 +177,14 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
     elif statuses == {"refused"}:
         verdict = "refused"
     # A wrong answer says more than the refusal of another rank.
-    told = sorted(
+    details = sorted(
         (rank for rank, r in present.items() if r.detail),
         key=lambda rank: (present[rank].status != "wrong", rank),
     )
     detail = ""
-    if told:
-        first = present[told[0]]
-        detail = first.detail if verdict == "refused" else f"rank {told[0]}, {first.detail}"
+    if details:
+        first = present[details[0]]
+        detail = first.detail if verdict == "refused" else f"rank {details[0]}, {first.detail}"
     if "refused" in statuses and verdict == "wrong":
         refusing = [str(rank) for rank, r in present.items() if r.status == "refused"]
         detail += f" (only rank {', '.join(refusing)} refused)"

@@ -259,7 +259,7 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 
 def read_baseline(path: str | None) -> Baseline | None:
-    """What `--baseline` names, if anything."""
+    """Return the sweeps that `--baseline` names, or None."""
     return None if path is None else Baseline(read_sweeps(Path(path)))
 
 

@@ -1,4 +1,4 @@
-"""What `distcheck report`, `runs` and `open` do with runs and reports that are kept."""
+"""The commands `distcheck report`, `runs` and `open` on kept runs and reports."""
 
 import time
 import webbrowser

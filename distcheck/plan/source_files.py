@@ -49,7 +49,8 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     Nothing is imported to find out, so the name of a module that is only computed is not known.
     An installed file is returned alone: around it is the whole library. `others` are files that
     the same process loads: their folders come before the current one, and may have what is found
-    elsewhere otherwise, the file itself included. Raises OSError.
+    elsewhere otherwise, the file itself included; what is there has its whole path. Raises
+    OSError.
     """
     content = read_source(path)
     if is_installed_file(path):
@@ -70,13 +71,15 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
         if (file := ahead.pop(0)) in seen:
             continue
         seen.add(file)
-        base = next((one for one in (root, here, *far) if file.is_relative_to(one)), None)
-        if base is None:
+        name = str(file)
+        if file.is_relative_to(root):
+            name = file.relative_to(root).as_posix()
+        elif file.is_relative_to(here):
+            name = f"{HERE}{file.relative_to(here).as_posix()}"
+        elif not any(map(file.is_relative_to, far)):
             continue  # a relative import that leads out of the package, which Python refuses
-        is_here = base != root
-        name = file.relative_to(base).as_posix()
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
-        found[f"{HERE}{name}" if is_here else name] = one
+        found[name] = one
         for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
             top = module.partition(".")[0]
             places = [*file.parents[level - 1 : level]] if level else [own.parent, root]

@@ -97,3 +97,17 @@ def test_a_relative_import_that_leads_out_of_everything_is_passed_over(tmp_path:
     assert [file.path for file in files_of(tmp_path / "a/sync.py").values()] == [
         tmp_path / "a/sync.py"
     ]
+
+
+def test_modules_of_one_name_in_several_folders_all_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one Python finds depends on the order in which files are loaded."""
+    places = ("own", "here", "one", "two")
+    written(tmp_path, {f"{place}/{file}": "import near\n" for place in places
+                       for file in ("near.py", "main.py")})  # fmt: skip
+    monkeypatch.chdir(tmp_path / "here")
+    others = [tmp_path / place / "main.py" for place in ("one", "two")]
+    found = files_of(tmp_path / "own/main.py", others)
+    near = {file.path for file in found.values() if file.path.name == "near.py"}
+    assert near == {tmp_path / place / "near.py" for place in places}
