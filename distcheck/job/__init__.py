@@ -1,29 +1,26 @@
 """Whole training jobs, unchanged: `distcheck job -- torchrun --nproc-per-node 4 train.py`.
 
-In the process that a person starts:
-
-    command, guard_command   the story: run the command, judge what its ranks wrote, report
-    asked, settings          what a person gives; settings of the ranks, and their answers
-    running                  starts the command, sees whether it hangs, passes its output on
-    leftovers                the job's folder, and those that a killed command has left (in_use)
-    machines                 recordings of several machines come together on one
-    copying, replaying       a copy of the project, in which the script runs as one process
-    moved_runs               ranks that train one model become one rank; the command once more,
-                             with parameters moved by one ULP
-    judging                  from a recording to checks, causes and a report; with
-      step_view                one step as the diagnosis of `judge` reads it
-      script_changes           gradients that the script changes, as one process does, too
-      checks/                  comparisons: pure functions of a recording; fitting: factors
-      causes                   from failed checks to causes
-      layouts                  which axis a wrong gradient comes from, where ranks share a model
-      by_module                which module is wrong first, in a second look where need be
-      accepting                deviations that are meant, and what they promise
-      continuing               a restart, beside the recording of the whole job
-    guard/                   `distcheck.guard`: ranks of a long run compare what they hold
-
-In the processes of the job, by way of `hook/sitecustomize.py`:
-
+In the front-end process:
+    command, guard_command   the main sequence: run the command, judge the recording, report
+    asked, settings          the user's options; the ranks' settings, and their replies
+    running                  starts the command, detects hangs, forwards its output
+    leftovers                the job's folder, and folders of killed commands (in_use)
+    machines                 merges the recordings of several machines on one of them
+    copying, replaying       a copy of the project, in which the script runs as a single process
+    moved_runs               unshards model-parallel ranks, and reruns the command with
+                             parameters perturbed by one ULP
+    judging                  from a recording to checks, causes and a report; uses
+     step_view                one step, as `judge` diagnoses it
+     script_changes           gradients that the script itself changes, also in a single process
+     checks/                  comparisons: pure functions of a recording; fitting: factors
+     causes                   from failed checks to causes
+     layouts                  the mesh axis that causes a wrong gradient in a model-parallel job
+     by_module                the first wrong module, in a rerun if necessary
+     accepting                accepted deviations, and their promises
+     continuing               a restart, compared with the recording of the uninterrupted job
+    guard/                   `distcheck.guard`: ranks of a long run compare their replicas
+In the processes of the job, through `hook/sitecustomize.py`:
     inside/start      waits for `import torch`
-    inside/hooks      the places in torch where a training script passes
-    inside/recorder   writes down what passes there
+    inside/hooks      patches the places in torch that a training script calls
+    inside/recorder   records the calls
 """

@@ -1,14 +1,12 @@
-"""Deviations from one process that a script means: `distcheck job --accept CAUSE`.
+"""Accepted deviations from the single-process reference: `distcheck job --accept CAUSE`.
 
-Some are so common that they are remarks, unless `--strict` is given: one seed for the dropout of
-all ranks, a learning rate that is multiplied by the number of ranks, or its root, and accelerate's
-own way of stepping a schedule once per rank.
-Something else is expected of them as of an accepted cause.
+Some deviations are so common that they are warnings unless `--strict` is given: one dropout seed
+for all ranks, a learning rate multiplied by the world size or its square root, and accelerate's
+convention of stepping a schedule once per rank.
 
-An accepted cause fails no check. What it promises instead is checked: a learning rate that grows
-with the number of ranks is that of one process times one factor at every step, and a schedule that
-steps once per rank is that of one process so many steps later. Of random streams nothing is left
-to be checked.
+An accepted cause fails no check, but its promise is checked instead: a scaled learning rate is the
+reference's times one factor at every step, and a schedule that steps once per rank equals the
+reference's schedule at step k * world size. For shared RNG streams nothing remains to be checked.
 """
 
 import math
@@ -35,13 +33,13 @@ _CHECKS = {
     SCHEDULE: ("learning rate", IN_FLOAT32),
 }
 _OF_RANKS = ("learning rate", NO_LAYER)
-# Chosen: a schedule computes a rate in double precision, by a chain of some thousand roundings at
-# most (1e-13); a rate that is another one differs by more than a millionth.
+# Heuristic: a schedule computes a rate in double precision with at most some thousand roundings
+# (1e-13); a rate that is really different differs by more than a millionth.
 _SAME_RATE = 1e-9
 
 
 def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
-    """Raises UsageError for a cause that cannot be accepted, by a guard if `guards`."""
+    """Raise UsageError for a cause that cannot be accepted (by a guard if `guards`)."""
     for kind in kinds:
         if guards and kind != RANDOMNESS:
             raise UsageError(
@@ -59,7 +57,7 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
 def remarkable(
     job: JobRecording, reference: Reference | None, results: Sequence[CheckResult]
 ) -> tuple[str, ...]:
-    """The kinds that are remarks where they are named."""
+    """Return the kinds of deviation that are only warnings."""
     alike = all(r.verdict != "fail" for r in results if (r.check, r.layer) == _OF_RANKS)
     if reference is None or not alike:
         return (RANDOMNESS,)
@@ -76,8 +74,8 @@ def accept(
     results: Sequence[CheckResult],
     named: Sequence[Diagnosis],
 ) -> list[CheckResult]:
-    """The results, in which a check that failed by an accepted cause is left out, or compares with
-    what that cause promises.
+    """Return the results without the checks that failed because of an accepted cause; a check with
+    a remaining promise is replaced by the comparison with that promise.
     """
     causes = {one.cause for one in named}
     meant = {_CHECKS[kind]: kind for kind in kinds if kind in causes}
@@ -93,7 +91,7 @@ def accept(
 
 
 def allowance(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | None:
-    """What was accepted, for the report; None where no such cause was named without that."""
+    """Return the accepted deviations for the report, or None if no accepted cause was found."""
     causes = {one.cause for one in named}
     used = [kind for kind in dict.fromkeys(kinds) if kind in causes]
     if not used:
@@ -106,12 +104,12 @@ def allowance(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | N
 
 
 def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResult) -> CheckResult:
-    """Learning rates, compared with what is promised of them; all other settings as ever."""
+    """Compare learning rates with the promised ones, and all other settings as usual."""
     tally = Tally(result.check, result.layer)
     compare = _scaled if kind == RATES else _later
     for step, name, actual, expected in compare(job, reference, tally):
         tally.count(parameter=name, rank=0, step=step, elements=1)
-        if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is not as accepted
+        if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is never accepted
             tally.fail(
                 f"step {step}: {name} is {actual:.9g}, but the accepted deviation allows "
                 f"{expected:.9g}",
@@ -134,12 +132,12 @@ def _pairs(job: JobRecording, reference: Reference) -> Compared:
 
 
 def is_rate(name: str) -> bool:
-    """Whether a setting is a learning rate, or one that a schedule begins with."""
+    """Return True if a setting is a learning rate, or the initial rate of a schedule."""
     return name.rpartition("/")[2].rpartition("_")[2] == "lr"
 
 
 def _factor(job: JobRecording, reference: Reference) -> float:
-    """The factor of the first learning rate that is not zero; 0 where there is none."""
+    """Return the ratio of the first nonzero learning rate to the reference's, or 0."""
     for _, name, actual, expected in _pairs(job, reference):
         if is_rate(name) and expected:
             return actual / expected
@@ -147,8 +145,9 @@ def _factor(job: JobRecording, reference: Reference) -> float:
 
 
 def _scaled(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
-    """Every rate is the reference's times the factor of the first one that is not zero. A warm-up
-    may begin at one rate for both: then what it has risen is such a multiple.
+    """Expect every rate to be the reference's times the factor of the first nonzero rate.
+
+    A warm-up may begin at the same rate in both runs; then only the increase is scaled.
     """
     factor = _factor(job, reference)
     tally.remark(f"learning rates are {factor:.6g}x the single-process reference")
@@ -163,7 +162,7 @@ def _scaled(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
 
 
 def _later(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
-    """Every rate is the reference's, as many times further on as there are ranks."""
+    """Expect every rate to be the reference's at step k * world size."""
     pairs = list(_pairs(job, reference))
     rates = {(step, name): expected for step, name, _, expected in pairs}
     first, later = job.steps[0], 0

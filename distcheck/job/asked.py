@@ -1,4 +1,4 @@
-"""What a person asks of `distcheck job`."""
+"""Options of `distcheck job`."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from distcheck.records import MOST_DEADLINE_S
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a person asks of a job."""
+    """The user's options for a job; budgets in bytes, deadlines in seconds."""
 
     words: tuple[str, ...]
     nproc: int | None = None

@@ -1,4 +1,4 @@
-"""The modules of a job beside those of its reference, and a second look at a failure with them."""
+"""Compares the modules of a job with those of its reference; reruns a failed job to record them."""
 
 import dataclasses
 import math
@@ -28,19 +28,19 @@ from distcheck.records.by_module import ByModule
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32
 
-# What a second look can say more of: a failure of these, where nothing explains it.
+# Only failures of these checks that have no explanation are worth a rerun.
 _ABOUT = ("gradients", "clipped gradients", "loss")
 
 
 def by_module(job: JobRecording, reference: Reference) -> ByModule | None:
-    """The first module that makes another thing of what it is given than one process does; None
-    where modules were not watched.
+    """Return the first module whose inputs match the reference and whose outputs do not, or None if
+    modules were not recorded.
     """
     return first_wrong(_steps(job, reference), OF_REFERENCE)
 
 
 def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, Both]]:
-    shares: dict[tuple[str, bool], float] = {}  # of its norm that each was moved by, at most
+    shares: dict[tuple[str, bool], float] = {}  # largest relative change under perturbation
     for step in (seen.step for seen in reference.replayed.steps):
         found = reference.tensors(step)
         for rank in range(job.world):
@@ -62,7 +62,10 @@ def _of_reference(reference: Reference, step: int, rank: int) -> Seen | None:
 
 
 class _Moved:
-    """How far tensors of a step move by one ULP: at that step, or as far as at one before."""
+    """Distance that tensors of a step move when parameters are perturbed by one ULP.
+
+    If a step has no measurement, the largest relative change at an earlier step applies.
+    """
 
     def __init__(self, seen: Seen, spread: torch.Tensor, shares: dict[tuple[str, bool], float]):
         self._norms: dict[tuple[str, bool], float] = {}
@@ -91,7 +94,7 @@ def _moved(
 
 
 def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
-    """The case with the first wrong module, which is the cause where nothing else was."""
+    """Return the case with the first wrong module as evidence, or as the only cause."""
     if modules is None:
         return case
     if case.verdict == "pass" and modules.is_found:
@@ -104,9 +107,7 @@ def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
 
 
 def is_worth_a_look(case: CaseReport) -> bool:
-    """Whether modules may say more of a failure: it is about gradients or the loss, and nothing
-    explains it.
-    """
+    """Return True if modules may explain a failed gradient or loss check that has no cause."""
     failed = {one.check for one in case.checks if (one.verdict, one.layer) == ("fail", IN_FLOAT32)}
     unexplained = any(one.cause == "unexplained" for one in case.diagnosis)
     return case.modules is None and unexplained and bool(failed.intersection(_ABOUT))
@@ -116,8 +117,8 @@ def look_again(
     case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy,
     folder: Path,
 ) -> CaseReport:  # fmt: skip
-    """The case after the command has run once more in a copy of the project, its modules watched,
-    and the reference as well; with the reason, where that was another training.
+    """Rerun the command and the reference in a copy of the project with modules recorded, and
+    return the case with the result. If the rerun trained differently, a note gives the reason.
     """
     try:
         found = _recorded(job, asked, settings, copy, folder)
@@ -138,7 +139,7 @@ def look_again(
 def _recorded(
     job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy, folder: Path
 ) -> JobRecording:
-    """The same job once more, in a copy of the project; its modules were watched."""
+    """Rerun the job in a copy of the project with its modules recorded."""
     found = reading.read(
         recorded_again(
             msgspec.structs.replace(settings, modules=True),

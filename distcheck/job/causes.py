@@ -28,10 +28,11 @@ from distcheck.records import CheckResult, Diagnosis, FindingKind
 from distcheck.records.causes import name_cause, suggested
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
-# Chosen: a factor is named where it leaves a thousandth of the gradient; one that is nearer to 1
-# than that, where it leaves a tenth of what it changes.
+# Heuristic: a factor is named if its residual is below 1e-3 of the gradient and, for factors close
+# to 1, below a tenth of the change that it explains.
 _LEFT, _SHARE = 1e-3, 0.1
-# Causes with a suggestion for whole jobs; for those in which DistributedDataParallel exchanges.
+# Causes with separate advice for whole jobs, and for jobs that synchronize with
+# DistributedDataParallel.
 _IN_JOBS = {"no-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
 _WITH_DDP = {"partial-sync", "double-division", "missing-division"}
 Failed = dict[tuple[str, str], CheckResult]
@@ -40,7 +41,7 @@ Failed = dict[tuple[str, str], CheckResult]
 def diagnose(
     job: JobRecording, results: Sequence[CheckResult], reference: Reference | None = None
 ) -> list[Diagnosis]:
-    """The causes behind failed checks; nothing where none failed."""
+    """Return the causes of the failed checks; empty if none failed."""
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
     checks = {check for check, _ in failed}
     if not checks:
@@ -126,8 +127,8 @@ def _of_state(failed: Failed) -> Iterator[Diagnosis]:
 
 
 def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
-    """Parameters that moved on one rank alone, each on some rank, as where an optimizer's shards
-    step and nothing hands the results on.
+    """Detect sharded optimizers without a broadcast: each parameter changes on one rank only, and
+    several ranks own parameters.
     """
     apart, before = begin_apart(job, step), [one for one in job.steps if one < step]
     if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
@@ -154,7 +155,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 
 
 def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
-    """Parameters that were written beside the optimizer, and not on all ranks alike."""
+    """Detect parameters that are modified outside `optimizer.step()`, differently across ranks."""
     between, name = parted_before(job, step), written_before(job, step)
     if between or name:
         yield name_cause(
@@ -168,7 +169,7 @@ def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 
 
 def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
-    """A remark: averages of the model that every rank has moved, and each elsewhere."""
+    """Yield a warning for averages of the model (EMA) that every rank updates differently."""
     if len(job.steps) < 2:
         return
     first, last = (job.at(step) for step in (job.steps[0], job.steps[-1]))
@@ -194,7 +195,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
 
 
 def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
-    """A remark: a loss that is a sum over samples, of which the exchange takes the mean."""
+    """Yield a warning for a loss that is a sum over samples although the all-reduce averages."""
     replayed = None if reference is None else reference.replayed
     if reference is None or replayed is None or rescaled(reference) == 1.0:
         return
@@ -243,7 +244,7 @@ def _of_clipping(step: int) -> Diagnosis:
 
 
 def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
-    """Why gradients are not what the passes of this step have added up to, where that shows."""
+    """Explain gradients that are not the sum of the step's backward passes, if possible."""
     record = job.records[0, step]
     passes = [one for one in record.passes if one.loss is not None]
     dropped = [number for number, one in enumerate(passes) if not one.live]
@@ -266,7 +267,7 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 
 
 def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
-    """Why what the ranks hold is not the mean of what they had computed."""
+    """Explain reduced gradients that are not the mean of the local gradients."""
     records = job.at(step)
     flags = [p.exchanges for p in records[0].trained]
     if len(flags) > 1 and True in flags and flags[-1] is False:
@@ -290,7 +291,7 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 
 
 def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> list[Diagnosis]:
-    """What explains the gradients of a step that are wrong at a stage."""
+    """Return the causes of wrong gradients at a step, in the stage `kind`."""
     view = exchange.view_of(job, step, kind, of_all=True)
     others = [exchange.view_of(job, s, kind, of_all=True) for s in _around(job, step)]
     others = [one for one in others if one.specs == view.specs]
@@ -301,13 +302,13 @@ def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> l
 
 
 def _around(job: JobRecording, step: int) -> list[int]:
-    """The steps before one, of which its gradients may be, and the one after it."""
+    """Return the earlier steps whose stale gradients may appear at `step`, and the next step."""
     place = job.steps.index(step)
     return [*job.steps[max(0, place - MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
 
 
 def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:
-    """The same, with what to do about it in a whole job, where that is another thing."""
+    """Return the diagnosis with the advice for whole jobs, if the cause has one."""
     of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
     if found.cause not in (_IN_JOBS | _WITH_DDP if of_ddp else _IN_JOBS):
         return found
@@ -330,16 +331,16 @@ def _unexplained(failed: Failed, step: int) -> Diagnosis:
     return name_cause("unexplained", evidence, "job")
 
 
-# -- next to the reference ----------------------------------------------------------------------
+# -- comparison with the reference -------------------------------------------------------------
 
 
 def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> Iterator[Diagnosis]:
-    """What the failed checks with the reference mean, where those without it passed."""
+    """Explain failed comparisons with the reference when the checks without it passed."""
     rates = failed.get(("learning rate", IN_FLOAT32))
     if rates is not None and ("learning rate", "-") not in failed:
         yield _of_rates(job, rates)
     exchanged = ("gradients", ROUNDING) not in failed and ("loss scale", "-") not in failed
-    # What ranks compute once their parameters have parted follows from that.
+    # After parameters diverge across ranks, later differences are consequences.
     start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
     from_step = job.steps[0] if start is not None else None
     if start is None and later is not None:
@@ -353,7 +354,8 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
         at = _step_of(loss)
         yield from filter(None, [_of_losses(job, at) or _one_factor(job, reference, at)])
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
-    # The first of them is the cause: ranks part after a step, and compute others in the next.
+    # The earliest failure is the cause: ranks diverge after a step and compute different gradients
+    # in the next.
     comes_first = clipped is not None and (
         (wrong is None or _step_of(clipped) < _step_of(wrong))
         and (from_step is None or _step_of(clipped) < from_step)
@@ -365,7 +367,7 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
         at = _step_of(folded)
         yield clipped_between(job, at) or _of_accumulation(job, [*folded_steps(job, reference)], at)
     updated = failed.get(("parameters", "-"))
-    # What ranks step to, each for itself or one for all, follows from what they were given.
+    # Wrong parameters follow from wrong gradients, settings or earlier parameters.
     own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
     parted = [failed[one] for one in (*own, ("agreement", "-")) if one in failed]
     if updated is not None and all(_step_of(updated) < _step_of(one) for one in parted):
@@ -378,7 +380,7 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
 
 
 def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) -> Diagnosis:
-    """What was done to gradients between the exchange and the step."""
+    """Explain a gradient that changes between synchronization and the optimizer step."""
     step, rank = _step_of(result), result.first.rank if result.first is not None else 0
     seen = next(one for one in reference.replayed.steps if one.step == step)
     for (own_most, own_norm), (most, norm) in clips_beside(job.records[rank, step], seen):
@@ -403,7 +405,7 @@ def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) ->
 
 
 def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
-    """Gradients of one pass that were clipped before those of the next were added to them."""
+    """Detect gradients that are clipped before later micro-batches are accumulated."""
     record = job.records[0, step]
     early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
     if not early:
@@ -416,7 +418,7 @@ def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
 
 
 def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnosis:
-    """Why accumulated gradients are not those of one batch, on one process as well."""
+    """Explain accumulated gradients that differ from those of one batch in a single process."""
     common = usual(steps)
     one = next(step for step in steps if step.step == at)
     said = (
@@ -450,7 +452,7 @@ def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnos
 
 
 def _unlike_counts(job: JobRecording, step: int) -> list[int]:
-    """Over how many targets one of the losses went in each pass, where these numbers differ."""
+    """Return the number of targets of a loss in each pass if these numbers differ, else nothing."""
     passes = [one for record in job.at(step) for one in record.trained]
     for call in range(max(len(one.losses) for one in passes)):
         counts = [one.losses[call].counted for one in passes if call < len(one.losses)]
@@ -478,7 +480,7 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
 
 
 def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
-    """What makes the gradients of one process the job's: a factor, or other weights of ranks."""
+    """Explain the ratio of the job's gradients to the reference's: one factor, or rank weights."""
     found = reached(reference.tensors(step), Kind.EXCHANGED)
     fitted = fit(of_rank(job, Kind.EXCHANGED, 0, step), found)
     if fitted is None:
@@ -497,7 +499,7 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
 
 
 def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
-    """The gradients of one process times a factor."""
+    """Diagnose gradients that are the reference's times one factor."""
     fitted = fit(
         of_rank(job, Kind.EXCHANGED, 0, step), reached(reference.tensors(step), Kind.EXCHANGED)
     )
@@ -515,12 +517,12 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
 
 
 def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
-    """Ranks that count alike and should not: one process weighs them otherwise."""
+    """Diagnose ranks that are weighted equally while the reference weights them differently."""
     fitted = fit(
         found, *(of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world))
     )
     counts = _unlike_counts(job, step)
-    if fitted is not None:  # what is left must be little beside what the weights explain
+    if fitted is not None:  # the residual must be small relative to the explained change
         unlike = max(abs(one * job.world - 1) for one in fitted[0])
         fitted = fitted if fitted[1] <= min(_LEFT, _SHARE * unlike) else None
     if fitted is not None and abs(sum(fitted[0]) - 1) <= _LEFT:
@@ -547,7 +549,7 @@ def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | N
 
 
 def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
-    """A rank whose loss counts nothing, or adds up other terms than rank 0's."""
+    """Detect a rank whose loss has weight 0 or other terms than the loss of rank 0."""
     records = job.at(step)
     local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step).values() for rank in range(job.world)]
     zero = [r for r, own in enumerate(local) if not any(g is not None and g.any() for g in own)]

@@ -1,4 +1,4 @@
-"""The story of `distcheck job`: run the command, read what its ranks wrote, judge, report."""
+"""The main sequence of `distcheck job`: run the command, read the recording, judge, report."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ _NOT_SHOWN = (
 
 
 def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
-    """Runs the job and judges it. Raises the errors of `running.check_recorded`."""
+    """Run and judge the job. Raises the errors of `running.check_recorded`."""
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
         raise UsageError(f"--save {asked.save} is there already; give the name of a new folder")
@@ -57,7 +57,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
         file = settings.write(_settings_of(asked), recorded)
         live.phase(f"[1/3] recording {asked.steps} steps of the job")
-        # What torchrun sets where several ranks share a machine; it says so in four lines.
+        # torchrun sets this when ranks share a machine, and prints four lines about it.
         threads = {"OMP_NUM_THREADS": "1"} if (asked.nproc or 0) > 1 else {}
         ran = running.run(command, file, deadline_s=asked.deadline_s, defaults=threads)
         if ran.hung:
@@ -75,7 +75,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
                 reading.keep(job, Path(asked.save))
                 write_yardstick(yardstick, Path(asked.save))
                 private.write(Path(asked.save, REPORT), render_json(report))
-            except (CannotRunError, OSError) as error:  # the verdict stands all the same
+            except (CannotRunError, OSError) as error:  # the verdict is unaffected
                 return msgspec.structs.replace(report, save_error=str(error))
             return msgspec.structs.replace(report, saved_to=asked.save)
         return report
@@ -89,7 +89,7 @@ def _judged(
     live: LiveProgress,
     earlier: Earlier | None,
 ) -> tuple[Report, JobRecording, Yardstick]:
-    """The report of a whole recording; what was judged of it; and how far right runs part."""
+    """Return the report on a complete recording, the recording as judged, and its noise floor."""
     missing = _why_none(asked) or copied.missing
     job = moved_runs.read_whole(folder / "recording", folder / "whole", asked.mesh)
     own_steps = averaging(job)
@@ -129,9 +129,7 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
 
 
 def _kept(report: Report) -> Report:
-    """The report with its folder among the runs of this one, where that can be written; the
-    recording is not kept.
-    """
+    """Store the report (without the recording) among the kept runs, if possible."""
     store = Store.by_default()
     if store is not None:
         with contextlib.suppress(OSError):
@@ -142,7 +140,7 @@ def _kept(report: Report) -> Report:
 
 
 def _hung(asked: JobOptions, ran: Ran) -> CaseReport:
-    """A job that did not go on: nothing else of it is judged."""
+    """Report a job that hung; nothing else of it is judged."""
     made = [one.step for one in ran.hung if one.step is not None]
     where = f"after step {max(made)}" if made else "before its first step"
     check = CheckResult(
@@ -181,7 +179,7 @@ def _why_none(asked: JobOptions) -> str:
 def _replay(
     asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
 ) -> tuple[JobRecording, Reference | None, str]:
-    """The job as it is compared, and the reference, or why there is none."""
+    """Return the job as compared, and the reference or the reason why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
         return job, None, "there is nothing to compare it with"
     if any(len(unit) > 1 for unit in job.units) and any(

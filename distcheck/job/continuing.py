@@ -1,9 +1,9 @@
-"""A job that continues another one, judged against the recording of that one, which went on.
+"""Judges a resumed job against the recording of the uninterrupted job.
 
-Where it resumed is looked up: the step of the earlier job that began with the parameters that this
-one begins with. Then everything that a step begins with is compared, bit for bit, and both are
-walked on side by side (`judge/parting/jobs.py`). Each thing that a checkpoint must bring back has
-its own cause; what is computed from other things than before follows from them and is not judged.
+The resume step is the step of the earlier job that starts with the same parameters. All state at
+that step is compared bitwise; then both jobs are compared in execution order
+(`judge/parting/jobs.py`). Each item that a checkpoint must restore has its own cause. Results
+computed from different state are consequences and are not judged.
 """
 
 import dataclasses
@@ -34,9 +34,7 @@ Digests = Mapping[str, str]
 
 @dataclasses.dataclass
 class Continued:
-    """Both jobs, and what was found so far; `at` is the place among the earlier job's steps at
-    which this one resumed.
-    """
+    """Both jobs and the findings; `at` is the index of the earlier job's step at the resume."""
 
     then: JobRecording
     now: JobRecording
@@ -48,7 +46,7 @@ class Continued:
 
     @property
     def step(self) -> int:
-        """The step of the earlier job that the first one here should be."""
+        """The step of the earlier job that corresponds to the first step here."""
         return self.then.steps[self.at]
 
     @property
@@ -56,7 +54,7 @@ class Continued:
         return self.now.steps[0]
 
     def rounded_to(self, step: int, names: Sequence[str]) -> str:
-        """The dtype that what was kept of both was rounded to since a step, if all of it was."""
+        """Return the dtype to which all recorded values were rounded since a step, or ""."""
         then, now = self.then.tensors(0, step), self.now.tensors(0, self.first)
         pairs = [(then[name], now[name]) for name in names if name in then and name in now]
         for dtype in _CASTS if pairs else ():
@@ -65,14 +63,14 @@ class Continued:
         return ""
 
     def differs(self, tally: Tally, cause: str, evidence: str, *variants: str) -> None:
-        """Something is not what it was. A cause is named once."""
+        """Report a difference; each cause is named once."""
         tally.fail(evidence, parameter=cause, step=self.first)
         if all(one.cause != cause for one in self.found):
             self.found.append(name_cause(cause, evidence, *variants))
 
 
 def digests(job: JobRecording, step: int, stem: str) -> Digests:
-    """What all ranks hold at a step, of which each may have a part."""
+    """Return the digests of all ranks at a step, by name; the ranks may hold different shards."""
     return {
         name.removeprefix(stem): one
         for rank in reversed(range(job.world))
@@ -82,7 +80,9 @@ def digests(job: JobRecording, step: int, stem: str) -> Digests:
 
 
 def _is_rounded(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether one tensor is the other, rounded to a dtype or kept in a shorter one."""
+    """Return True if two tensors are equal after rounding to a dtype, or after conversion to the
+    other's lower-precision dtype.
+    """
     if one.shape != two.shape or not one.is_floating_point():
         return one.shape == two.shape and torch.equal(one, two)
     return torch.equal(one.to(dtype).to(two.dtype), two) or torch.equal(one, two.to(one.dtype))
@@ -90,7 +90,7 @@ def _is_rounded(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> boo
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """The recording that a job continues, and how far its moved runs were from it."""
+    """The recording of the uninterrupted job, and its noise floor."""
 
     folder: Path
     job: JobRecording
@@ -98,14 +98,12 @@ class Earlier:
 
 
 def read(folder: Path) -> Earlier:
-    """Raises UsageError for what is not the whole recording of a job."""
+    """Read a kept recording. Raises UsageError if it is not the complete recording of a job."""
     return Earlier(folder, read_kept(folder), yardstick.read(folder))
 
 
 def judged(case: CaseReport, earlier: Earlier, job: JobRecording) -> CaseReport:
-    """The report on a job, with what it continues. Raises UsageError where the recording is another
-    model's.
-    """
+    """Add the comparison with the earlier job to a report. Raises UsageError for another model."""
     results, causes, note = judge(earlier, job)
     return msgspec.structs.replace(
         case,
@@ -120,7 +118,7 @@ Judged = tuple[list[CheckResult], list[Diagnosis], str]
 
 
 def judge(earlier: Earlier, job: JobRecording) -> Judged:
-    """The checks, the causes behind those that failed, and a sentence on what was compared."""
+    """Return the checks, the causes of failed ones, and a sentence on the comparison."""
     if not job.steps or job.divided_by:
         missing = Tally(STATE, NO_LAYER)
         missing.missing(job.divided_by and f"ranks hold shards of one model ({job.divided_by})")
@@ -129,7 +127,7 @@ def judge(earlier: Earlier, job: JobRecording) -> Judged:
     both = Continued(earlier.job, job, earlier.yard)
     if _find_step(both):
         _compare_buffers(both)
-        if _compare_optimizer(both):  # whose settings are saved with it
+        if _compare_optimizer(both):  # settings are saved with the optimizer state
             _compare_settings(both)
         _compare_scaler(both)
         _compare_averages(both)
@@ -158,11 +156,11 @@ def _check_model(earlier: Earlier, job: JobRecording) -> None:
             )
 
 
-# -- where it resumed ----------------------------------------------------------------------------
+# -- the resume step -----------------------------------------------------------------------------
 
 
 def _find_step(both: Continued) -> bool:
-    """Finds the step by its parameters; False where nothing else can be compared."""
+    """Find the resume step by its parameters; return False if nothing else is comparable."""
     own = digests(both.now, both.first, "before/")
     places = range(len(both.then.steps))
     known = [digests(both.then, step, "before/") for step in both.then.steps]
@@ -210,7 +208,7 @@ def _find_step(both: Continued) -> bool:
 
 
 def _others(both: Continued, place: int) -> int:
-    """How much else of a step this one begins with."""
+    """Count further state that matches a step: optimizer state, counters, settings."""
     step, one = both.then.steps[place], both.now.records[0, both.first]
     other = both.then.records[0, step]
     state = [digests(job, at, "optim/") for job, at in ((both.then, step), (both.now, both.first))]
@@ -218,7 +216,7 @@ def _others(both: Continued, place: int) -> int:
 
 
 def _began_anew(both: Continued) -> bool:
-    """It has the parameters of the very first step: did it resume at all?"""
+    """Report a job that starts with the initial parameters, so that no checkpoint was loaded."""
     both.differs(
         both.state, "weights-not-restored",
         f"the job starts with the initial parameters of the earlier job, before step {both.step}: "
@@ -228,7 +226,7 @@ def _began_anew(both: Continued) -> bool:
 
 
 def _cast(both: Continued, own: Digests) -> tuple[int, str] | None:
-    """The place whose parameters these are but for their rounding, and the dtype of that."""
+    """Find the step whose parameters match after rounding; return its index and the dtype."""
     names = [f"before/{name}" for name in own]
     for place in reversed(range(len(both.then.steps))):
         kept = both.then.tensors(0, both.then.steps[place]), both.now.tensors(0, both.first)
@@ -239,7 +237,7 @@ def _cast(both: Continued, own: Digests) -> tuple[int, str] | None:
 
 
 def _nearest(both: Continued) -> str:
-    """How far the nearest step is, where all parameters are other ones."""
+    """Describe the nearest step, if no parameters match."""
     distances = {}
     own = both.now.tensors(0, both.first)
     for place, step in enumerate(both.then.steps):
@@ -254,7 +252,7 @@ def _nearest(both: Continued) -> str:
     return f"; step {both.step} is nearest, at {distances[both.at]:.2g} of their norm"
 
 
-# -- what it begins with ------------------------------------------------------------------------
+# -- state at the resume step --------------------------------------------------------------------
 
 
 def _compare_buffers(both: Continued) -> None:
@@ -333,7 +331,7 @@ def _compare_settings(both: Continued) -> None:
 
 
 def _name_settings(both: Continued, later: int) -> None:
-    """Names the cause of other settings, so many steps after the first."""
+    """Name the cause of optimizer settings that differ `later` steps after the resume."""
     step = both.then.steps[both.at + later]
     own, was = both.now.records[0, both.now.steps[later]].groups, both.then.records[0, step].groups
     found = [
@@ -383,14 +381,14 @@ def _compare_scaler(both: Continued) -> None:
 
 
 def _compare_averages(both: Continued) -> None:
-    """Averages of the model: what the earlier job held that moved with every step, and was at none
-    what the model was (a copy of the best model so far moves as well).
+    """Compare averages of the model (EMA): tensors of the earlier job that change at every step and
+    never equal the model. A copy of the best model so far also changes, and is excluded.
     """
     held = [set(both.then.records[0, step].held) for step in both.then.steps]
     beside = [held[at] for at in (both.at - 1, both.at + 1) if 0 <= at < len(held)]
     moving = held[both.at].difference(*beside, _copies(both.then)) if beside else set()
     both.state.count(parameter="averages", rank=0, step=both.first, elements=len(moving))
-    # What is loaded from a checkpoint is still there, perhaps, and does not move.
+    # A tensor loaded from the checkpoint may remain in memory without being updated.
     own = Counter(both.now.records[0, both.first].held)
     if len(both.now.steps) > 1:
         own -= Counter(both.now.records[0, both.now.steps[-1]].held)
@@ -411,7 +409,7 @@ def _copies(job: JobRecording) -> set[str]:
 
 
 def _common_steps(both: Continued) -> tuple[JobRecording, JobRecording]:
-    """Both, from the step on at which this one resumed, as far as both go."""
+    """Return both jobs, restricted to their common steps from the resume step on."""
     steps = both.then.steps[both.at :]
     most = min(len(steps), len(both.now.steps))
     return (
@@ -431,7 +429,7 @@ def _compare_samples(both: Continued) -> None:
 
 
 def _name_samples(both: Continued, later: int, rank: int) -> None:
-    """Names what became of the order of samples, so many steps after the first."""
+    """Name the cause of samples that differ `later` steps after the resume."""
     whole, here = sides(both.then, both.now)
     place = both.at + later
     rows = here.header(rank, later).ids
@@ -467,13 +465,13 @@ def _name_samples(both: Continued, later: int, rank: int) -> None:
 
 
 def _begins_epoch(job: JobRecording, rank: int, step: int) -> bool:
-    """Whether a step has the first batch of a pass over a loader."""
+    """Return True if the step has the first batch of a loader's epoch."""
     record = job.records[rank, step]
     return any(number == 0 for one in record.passes if one.live for _, _, number in one.batches)
 
 
 def _compare_random(both: Continued) -> None:
-    """The streams that forward passes of the first step draw from, in one world."""
+    """Compare the RNG streams of the first step's forward passes, at the same world size."""
     one, two = sides(*_common_steps(both))
     if one.as_one:
         return
@@ -489,7 +487,7 @@ def _compare_random(both: Continued) -> None:
             return
 
 
-# -- what it computes ----------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
 def _training(both: Continued) -> CheckResult:
@@ -523,7 +521,7 @@ def _training(both: Continued) -> CheckResult:
 
 
 def _name_parted(both: Continued, walk: JobWalk, tally: Tally) -> None:
-    """A choice that was right at first, and is not later."""
+    """Name the first input (settings, samples, RNG) that matched at the resume but not later."""
     pair = walk.parted
     if pair is None:
         return

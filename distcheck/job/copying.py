@@ -1,7 +1,7 @@
-"""The copy of a project that the reference runs in: nothing that it writes there is the job's.
+"""Copies the project so that the reference run cannot modify the original.
 
-It reaches as far as the checkout does, since scripts import from beside their folder. A link that
-leads out of it is copied with what it leads to, or stays where that cannot be written to.
+The copy covers the whole checkout, since scripts import from neighboring folders. A link out of the
+checkout is copied with its target, or kept as a link if the target is not writable.
 """
 
 import functools
@@ -20,28 +20,26 @@ _LEFT_OUT = (".git", "__pycache__", ".distcheck", "node_modules", ".venv", "venv
 
 @dataclass(frozen=True)
 class Copy:
-    """Where a project is, and its copy; or `missing`, why there is none."""
+    """A project and its copy, or `missing`: the reason why there is none."""
 
     project: Path
     folder: Path
     missing: str = ""
 
     def of(self, path: Path) -> Path | None:
-        """The place in the copy of a path into the project."""
+        """Return the copy's counterpart of a path into the project."""
         inside = path.is_absolute() and path.is_relative_to(self.project)
         return self.folder / path.relative_to(self.project) if inside else None
 
     def words(self, words: Sequence[str]) -> list[str]:
-        """A command whose paths into the project lead into its copy."""
+        """Return a command with its paths into the project replaced by paths into the copy."""
         places = [(word, self.of(Path(word))) for word in words]
         return [str(place) if place and place.exists() else word for word, place in places]
 
 
 def copy_project(target: Path) -> Copy:
-    """Copies the project that the command is started in: its checkout, or the folder alone where
-    that is not one, or too large.
-    """
-    here, own = Path.cwd(), target.parent  # which may be within, where TMPDIR is
+    """Copy the current checkout, or the current folder if it is in none or that is too large."""
+    here, own = Path.cwd(), target.parent  # may be inside the project, depending on TMPDIR
     checkout = next((one for one in (here, *here.parents) if (one / ".git").exists()), here)
     project = checkout if _size(checkout, own) is not None and checkout != Path.home() else here
     if _size(project, own) is None:
@@ -61,7 +59,7 @@ def copy_project(target: Path) -> Copy:
 
 
 def _size(project: Path, own: Path) -> int | None:
-    """How many bytes a project has, with what its links lead to; None where they are too many."""
+    """Return a project's size in bytes, link targets included; None if it is too large."""
     size = 0
     for count, file in enumerate(_files(project, own)):
         size += file.stat().st_size if file.is_file() else 0
@@ -71,7 +69,7 @@ def _size(project: Path, own: Path) -> int | None:
 
 
 def _files(folder: Path, own: Path) -> Iterator[Path]:
-    """The files of a folder and of those that its links lead to, each once: links may be a loop."""
+    """Yield the files of a folder and of its link targets, each once even if links form a cycle."""
     ahead, seen = [folder], {folder}
     while ahead:
         for parent, folders, names in os.walk(top := ahead.pop()):
@@ -85,7 +83,7 @@ def _files(folder: Path, own: Path) -> Iterator[Path]:
 
 
 def _is_copied(link: Path, project: Path) -> bool:
-    """Whether what a link leads to is outside of the project, and can be written to."""
+    """Return True if a link's target is outside the project and writable."""
     there = link.resolve()
     return there.exists() and not there.is_relative_to(project) and os.access(there, os.W_OK)
 
@@ -96,13 +94,13 @@ def _ignored(own: Path, folder: str, names: list[str]) -> set[str]:
 
 
 def _is_left_out(path: Path, own: Path) -> bool:
-    """Whether it is left out of the copy, as recordings of distcheck are, which are large."""
+    """Return True for paths that are not copied, such as large recordings of distcheck."""
     return path.name in _LEFT_OUT or path == own or (path / MANIFEST).exists()
 
 
 def _copy_what_links_lead_to(project: Path, copy: Path) -> None:
-    """Links of the copy lead into it, or to what cannot be written to. A folder outside is copied
-    once, and what else leads to it leads to its copy.
+    """Point the copy's links into the copy, except those with a read-only target. A folder outside
+    the project is copied once, and all links to it share that copy.
     """
     copies: dict[Path, Path] = {}
     for parent, folders, names in os.walk(copy):

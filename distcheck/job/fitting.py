@@ -1,4 +1,4 @@
-"""Sets of gradients by name, as multiples of others and as means."""
+"""Least-squares fits and means of gradients by name."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +12,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 
 def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float] | None:
-    """The factors whose multiples of `bases` add up to `actual`, and the share of its norm that
-    they leave; None where one of them is zero.
+    """Fit `actual` as a linear combination of `bases`; return the factors and the relative
+    residual, or None if a base is zero.
     """
     rows = []
     for name, one in actual.items():
@@ -30,7 +30,7 @@ def of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
 
 
 def mean(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
-    """The weighted mean of what the ranks held; of those that have nothing, zero."""
+    """Return the weighted mean of the ranks' gradients; missing ones are zero."""
     found: dict[str, torch.Tensor] = {}
     for part, weight in zip(parts, weights, strict=True):
         for name, one in part.items():

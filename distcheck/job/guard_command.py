@@ -1,4 +1,6 @@
-"""The story of `distcheck job --guard`: the command runs to its own end, and ranks compare."""
+"""The main sequence of `distcheck job --guard`: run the command to its end while its ranks
+compare.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ _NOT_SHOWN = (
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """What a person asks of a guard."""
+    """The user's options for a guard."""
 
     words: tuple[str, ...]
     nproc: int | None = None
@@ -57,8 +59,8 @@ class GuardOptions:
 
 
 def guard_job(asked: GuardOptions) -> tuple[Report, int]:
-    """Runs the job to its end: the report, and the exit code. It is the command's own where ranks
-    agreed and the command failed.
+    """Run the job to its end; return the report and the exit code. The exit code is the command's
+    own if ranks agreed and the command failed.
     """
     command = running.command_of(asked.words, asked.nproc)
     bundles = Path(asked.save or FOLDER).absolute()
@@ -93,7 +95,7 @@ def _read(folder: Path) -> list[Checked]:
 def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseReport:
     world = max(one.world for one in found)
     first = next((one for one in found if one.first), None)
-    # Ranks that the guard has ended did not fail.
+    # Ranks that the guard stopped did not fail.
     outcomes = (Ran(0, ()) if first is not None else ran).outcomes(world)
     check = _agreement(found, world, first)
     ended = all(one.outcome is RankEnd.FINISHED for one in outcomes)
@@ -116,7 +118,7 @@ def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseRepor
 
 
 def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> CheckResult:
-    """All ranks hold the same, wherever they were asked; unknown where they never were."""
+    """Return the check of all ranks' agreement; unknown if nothing was compared."""
     checks, tensors = max(one.checks for one in found), max(one.compared for one in found)
     verdict, reason = "pass", f"{checks} checks of {tensors} tensors"
     if first is not None:
@@ -144,7 +146,7 @@ def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> C
 
 
 def _causes(first: Checked | None) -> list[Diagnosis]:
-    """Those that a bundle shows, where it can be read: not from another machine."""
+    """Return the causes in the bundle, if it can be read (it may be on another machine)."""
     if first is None or not first.file:
         return []
     with contextlib.suppress(UsageError):

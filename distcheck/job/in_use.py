@@ -1,8 +1,8 @@
-"""The mark of a job's folder that is in use: a file with a lock (flock) on it.
+"""Marks a job's folder as in use by a file lock (flock).
 
-The kernel takes the lock back when a process ends, however it does. The job's own processes hold
-it as well, so a folder whose lock is free has no user left. Imports little: every Python of a job
-runs this at its start.
+The kernel releases the lock when a process exits, however it exits. The job's processes also hold
+it, so a folder whose lock is free has no user. Imports little, since every Python process of a job
+runs this at startup.
 """
 
 import contextlib
@@ -10,13 +10,11 @@ import fcntl
 import os
 
 NAME = "in-use"
-_held: list[int] = []  # until this process ends: closing one gives its lock back
+_held: list[int] = []  # until this process exits: closing one releases its lock
 
 
 def begin(folder: str) -> None:
-    """Marks a new folder. The file gets its name when the lock is on it, so that it is never seen
-    without.
-    """
+    """Mark a new folder. The file is renamed after it is locked, so it never appears unlocked."""
     new = os.path.join(folder, f"{NAME}.new")
     held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     _held.append(held)
@@ -26,9 +24,9 @@ def begin(folder: str) -> None:
 
 
 def hold(folder: str) -> None:
-    """Keeps a job's folder, or the one around it, in use for as long as this process runs."""
+    """Keep a job's folder, or its parent, in use until this process exits."""
     for place in (folder, os.path.dirname(folder)):
-        with contextlib.suppress(OSError):  # there is no mark, or no lock can be had
+        with contextlib.suppress(OSError):  # there is no mark, or no lock is available
             held = os.open(os.path.join(place, NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             _held.append(held)
             fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -36,7 +34,7 @@ def hold(folder: str) -> None:
 
 
 def is_free(folder: str) -> bool:
-    """Whether a folder was marked on this machine, and no process uses it any more."""
+    """Return True if a folder was marked on this machine and no process uses it."""
     try:
         mark = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -51,8 +49,8 @@ def is_free(folder: str) -> bool:
 
 
 def machine() -> bytes:
-    """What this machine is called until it is started again: some file systems have locks that
-    other machines do not see.
+    """Return an identifier of this machine until its next reboot: some file systems have locks that
+    other machines cannot see.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:

@@ -1,4 +1,4 @@
-"""The judgement of a job that was recorded: every check, causes, remarks and notes, as a case."""
+"""Judges a recorded job: all checks, causes, warnings and notes, as a case report."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,9 +45,11 @@ _COLLECTIVE = "collective"
 def culprit(
     job: JobRecording, script: str, found: Sequence[Diagnosis], results: Sequence[CheckResult]
 ) -> CallSite | None:
-    """The only line of the kind that all causes are about, over all recorded steps and ranks; None
-    where there are several, or it is a package's. A collective is to blame where what the ranks
-    exchanged is not what they gave; where it is, a further division came with the loss.
+    """Return the only source line of the kind that all causes concern, over all recorded steps and
+    ranks, or None if there are several or it is in a package.
+
+    A collective is the location if reduced gradients differ from the mean of the local ones;
+    otherwise an additional division came with the loss.
     """
     exchange = "".join(
         {r.verdict for r in results if (r.check, r.layer) == ("gradients", ROUNDING)}
@@ -71,8 +73,8 @@ def _kinds(cause: str, exchange: str) -> Iterator[str]:
 
 
 def _lines(step: StepRecord, kind: str) -> Iterable[str]:
-    """Those of a kind in a step: of collectives, those after backward that carry more than one
-    number.
+    """Return the lines of a kind in a step; of collectives, those after backward with several
+    elements.
     """
     if kind != _COLLECTIVE:
         return step.lines.get(kind, ())
@@ -81,7 +83,7 @@ def _lines(step: StepRecord, kind: str) -> Iterable[str]:
 
 
 def _from_here(site: CallSite | None) -> CallSite | None:
-    """Its file as seen from the folder that the job was started in."""
+    """Return the site with its file relative to the current folder."""
     here = Path.cwd()
     if site is None or not Path(site.file).is_relative_to(here):
         return site
@@ -91,19 +93,19 @@ def _from_here(site: CallSite | None) -> CallSite | None:
 def judge(
     asked: JobOptions, job: JobRecording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
-    """Judges what was recorded; `missing` says why there is no reference."""
+    """Judge a recording; `missing` is the reason why there is no reference."""
     ends = ran.outcomes(job.processes)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
         results.append(_divided(job.divided_by))
         job = dataclasses.replace(job, steps=())  # nothing of them can be compared
     not_finite = [*finite(job)]
-    if not_finite and not_finite[0].first is not None:  # what follows from it is not judged
+    if not_finite and not_finite[0].first is not None:  # consequences are not judged
         results += not_finite
         job, reference = _until(not_finite[0].first.step, job, reference)
         missing = missing or "nothing is judged after the first inf or NaN"
     own_steps = averaging(job)
-    if own_steps is not None:  # its steps need not be those of one process
+    if own_steps is not None:  # its steps need not equal the reference's
         reference, missing = None, own_steps.reason
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()
@@ -116,7 +118,7 @@ def judge(
     if job.steps:
         results += checks.without_reference(job, agreed, folded=scaled)
     if reference is not None:
-        results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # a note says so
+        results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # see the note
         results += compared
         if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
@@ -159,8 +161,8 @@ def _accepted(
     diagnosis: list[Diagnosis],
     agreed: frozenset[int],
 ) -> tuple[list[CheckResult], list[Diagnosis], list[Diagnosis], Allowance | None]:
-    """Results and causes without those that are accepted, the remarks, and what was accepted. With
-    --strict remarks are failures.
+    """Return results and causes without accepted deviations, the warnings, and the accepted
+    deviations. With --strict warnings are failures.
     """
     accepted = accepting.allowance(asked.accept, diagnosis)
     common = () if asked.strict else accepting.remarkable(job, reference, results)
@@ -184,7 +186,7 @@ def _accepted(
 
 
 def _with_reason(result: CheckResult, more: str) -> CheckResult:
-    """The same, which says `more` where it passed."""
+    """Return the result with `more` as an additional reason if it passed."""
     if not more or result.verdict != "pass" or result.layer != ROUNDING:
         return result
     return msgspec.structs.replace(result, reason="; ".join(filter(None, [result.reason, more])))
@@ -214,7 +216,7 @@ def _case_of(asked: JobOptions, job: JobRecording) -> Case:
 
 
 def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
-    """The case of a job, of which `about` is known; its command line is what was asked for."""
+    """Return the case of a job with the known fields `about` and the requested command line."""
     options = ["--no-reference"] if asked.no_reference else []
     options += ["--reference", asked.reference] if asked.reference else []
     options += ["--weights", asked.weights] if asked.weights else []
@@ -242,14 +244,14 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
 
 
 def script_of(arguments: Sequence[str]) -> str:
-    """The script that a command line runs, as far as it names one."""
+    """Return the script in a command line, or ""."""
     return next((word for word in arguments[1:] if word.endswith(".py")), "")
 
 
 def _outcome_check(
     asked: JobOptions, job: JobRecording, outcomes: Sequence[Outcome]
 ) -> CheckResult:
-    """Every rank made all steps that were asked for."""
+    """Check that every rank made all requested steps."""
     reasons = []
     verdict = "pass"
     if any(one.outcome is not RankEnd.FINISHED for one in outcomes):
@@ -263,7 +265,7 @@ def _outcome_check(
             f"--steps {min(job.uneven.values())}"
         )
     elif asked.continues is not None:
-        pass  # as far as both recordings go
+        pass  # as far as both recordings reach
     elif job.processes == 1:
         verdict = "unknown"
         reasons.append(
@@ -287,7 +289,7 @@ def _outcome_check(
 
 
 def _not_vacuous(result: CheckResult) -> CheckResult:
-    """A check that passed and compared nothing is unknown."""
+    """Turn a pass that compared nothing into unknown."""
     if result.check == "outcome" or result.verdict != "pass" or result.compared.elements:
         return result
     said = "; ".join(filter(None, ["there was nothing to compare", result.reason]))
@@ -303,16 +305,16 @@ def _if_known(
 
 
 def _loss_is_unseen(job: JobRecording) -> bool:
-    """Return True if losses may be made of tensors that no recording has: the script makes its
-    samples itself and calls no loss of torch. A replay hands out the model's inputs, and not what
-    else goes into such a loss, as the rewards of an environment do.
+    """Return True if losses may use tensors that no recording has: the script generates its samples
+    and calls no loss of torch. A replay injects only the model's inputs, not other tensors of the
+    loss, such as an environment's rewards.
     """
     passes = [one for record in job.records.values() for one in record.trained]
     return bool(passes) and not any(one.losses or one.batches for one in passes)
 
 
 def _if_seen(result: CheckResult) -> CheckResult:
-    """A failure against the reference that is unknown if the loss is unseen."""
+    """Turn a failure against the reference into unknown if the loss is not recorded."""
     if result.verdict != "fail" or result.layer != IN_FLOAT32:
         return result
     said = (
@@ -326,15 +328,15 @@ def _if_seen(result: CheckResult) -> CheckResult:
 def if_interacts(
     job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult]
 ) -> CheckResult:
-    """A failure that is unknown where a term of the loss is not a mean over samples, and one batch
-    of all has another one: as a loss that balances experts over the samples of each rank. Where the
-    mean of the ranks' losses is that of one batch, the term is over all samples here, too.
+    """Turn a failure into unknown if a loss term is not a mean over samples, so that it differs for
+    the joint batch, such as a load-balancing loss over each rank's samples. If the mean of the
+    ranks' losses equals the reference's, the term covers all samples there, too.
     """
     losses = [one for one in all_of if (one.check, one.layer) == ("loss", IN_FLOAT32)]
     if any(one.verdict == "pass" and one.compared.elements for one in losses):
         return result
     passes = [one for record in job.records.values() for one in record.trained]
-    own = any(term.call < 0 for one in passes for term in one.terms)  # a sum of the script's own
+    own = any(term.call < 0 for one in passes for term in one.terms)  # a sum computed by the script
     unread = own or any(one.unread for one in passes)
     of_sums = ("gradients", "clipped gradients", "loss")
     is_it = result.verdict == "fail" and result.layer == IN_FLOAT32 and result.check in of_sums
@@ -350,7 +352,7 @@ def if_interacts(
 
 
 def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
-    """A failure that is unknown where ranks may have hand-written parts of one model."""
+    """Turn a failure into unknown if ranks may hold hand-written shards of one model."""
     name = differs_in_units(job)
     if result.verdict != "fail" or result.check not in ("initial state", "agreement") or not name:
         return result

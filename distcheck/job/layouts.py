@@ -19,14 +19,14 @@ from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32
 from distcheck.records.mesh import Mesh
 
-# Chosen: clipping leaves a norm that rounding moves by 1e-6 of it; another set of elements has
-# another norm by far more.
+# Heuristic: clipping leaves a norm with a relative rounding error of 1e-6; the norm of another set
+# of elements differs much more.
 _SAME_NORM = 1e-4
 Failed = Mapping[tuple[str, str], CheckResult]
 
 
 def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Diagnosis]:
-    """What the gradients of ranks that share a model are, next to those of one process."""
+    """Explain the gradients of ranks that share a model by comparing them with the reference."""
     wrong = failed.get(("gradients", IN_FLOAT32)) or failed.get(("loss", IN_FLOAT32))
     later = failed.get(("agreement", "-"))
     if wrong is None and later is not None and job.apart is not None and job.world == 1:
@@ -34,7 +34,7 @@ def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Dia
     if wrong is None or wrong.first is None or job.apart is None:
         return []
     if later is not None and later.first is not None and later.first.step < wrong.first.step:
-        return []  # what ranks compute once they have parted follows from that
+        return []  # a consequence of diverged parameters
     step = wrong.first.step
     facts = _facts(job, job.apart, reference, step, failed)
     if facts is None:
@@ -46,8 +46,8 @@ def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Dia
 def _of_norm(
     job: JobRecording, apart: JobRecording, reference: Reference, facts: LayoutFacts
 ) -> list[Diagnosis]:
-    """Clipping by a norm that is not that of all gradients, each element once: after it that norm
-    is the one that it allows, which the gradients of one process have.
+    """Detect clipping by a norm that does not cover each gradient element once. After correct
+    clipping the total norm is the maximum, as in the reference.
     """
     step, total = facts.step, len(job.parameters(facts.step))
     right = reached(reference.tensors(step), Kind.GRADIENT)
@@ -82,7 +82,7 @@ def _facts(
     mesh = mesh_of([_renamed(axis) for axis in axes])
     if mesh is None or len({name for name, _ in mesh.axes}) < len(mesh.axes):
         return None
-    # What a script does to gradients by hand is in what was taken of them at the step alone.
+    # Changes by the script itself appear only in the optimizer gradients.
     by_hand = any(one.changes for one in reference.replayed.steps if one.step == step)
     kind = Kind.GRADIENT if by_hand else Kind.EXCHANGED
     times = _after_clipping(apart, reference, step, kind)
@@ -106,7 +106,7 @@ def _facts(
 
 
 def _is_scaled(wrong: Sequence[LayoutParameter], total: int, ratio: float) -> bool:
-    """Whether all gradients are multiples of the right ones, and the loss is the same multiple."""
+    """Return True if all gradients and the loss are the same multiple of the reference."""
     factors = [one.factor for one in wrong if one.factor is not None]
     alike = all(abs(one - ratio) <= _SAME_NORM * abs(ratio) for one in factors)
     return alike and len(factors) == total
@@ -116,8 +116,8 @@ def _measured(
     job: JobRecording, apart: JobRecording, reference: Reference, step: int, mesh: Mesh,
     kind: Kind, times: Mapping[int, float],
 ) -> tuple[list[LayoutParameter], list[str]]:  # fmt: skip
-    """The wrong gradients, and the modules after the last of them, whose are right; as if ranks had
-    been given some `times` theirs.
+    """Return the wrong gradients, and the modules after the last of them, whose gradients are
+    right. `times` rescales the gradients of some ranks first.
     """
     found, wrong, right = reference.tensors(step), list[LayoutParameter](), list[str]()
     bounds, stem = bounds_of(job, found, step), STEMS[kind]
@@ -140,8 +140,8 @@ def _measured(
 def _after_clipping(
     apart: JobRecording, reference: Reference, step: int, kind: Kind
 ) -> dict[int, float]:
-    """What undoes the factor that most gradients of a rank have, or else the last of them, where
-    some have another: clipping by the norm of all makes right ones wrong where another one is.
+    """Return factors that undo clipping by a wrong total norm, for ranks whose gradients have
+    several factors: the most common factor, or else that of the last parameter.
     """
     found, times, others = reference.tensors(step), dict[int, float](), False
     for rank, record in enumerate(apart.at(step)):
@@ -163,7 +163,7 @@ def _after_clipping(
         usual = known[len(known) // 2] if known else 0.0
         alike = sum(abs(one - usual) <= _SAME_NORM * abs(usual) for one in known)
         others = others or alike < len(factors)
-        if alike * 2 < len(factors) and known:  # backward begins at the last one
+        if alike * 2 < len(factors) and known:  # backward starts at the last one
             usual = next(one for one in reversed(factors) if one == one)
         if usual and abs(usual - 1) > _SAME_NORM:
             times[rank] = 1 / usual
@@ -176,7 +176,7 @@ def _renamed(axis: Axis) -> Axis:
 
 
 def _losses_apart(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:
-    """Whether ranks that compute one loss together have another one each."""
+    """Return True if ranks that compute one loss together have different losses."""
     if any(axis.kind in ("sequence", "pipeline") for axis in job.ranks[0].axes):
         return False
     for unit in job.units:

@@ -1,4 +1,4 @@
-"""Folders of jobs whose `distcheck job` was killed: the next one removes them."""
+"""Removes the folders of killed jobs at the start of the next one."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ PREFIX = "distcheck-job-"
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A new folder for a job, removed at the end of the block. Removes those that were left."""
+    """Yield a new folder for a job, removed at the end; first remove leftover ones."""
     clear()
     with scratch.folder(prefix=PREFIX) as made:
         with contextlib.suppress(OSError):  # a file system without locks: it is not cleared later
@@ -25,7 +25,7 @@ def folder() -> Iterator[Path]:
 
 
 def clear() -> None:
-    """Removes this user's folders that no process uses."""
+    """Remove this user's folders that no process uses."""
     with contextlib.suppress(OSError):
         for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def clear() -> None:
 
 
 def _is_own(found: Path) -> bool:
-    """Whether it is a folder, and no link, of this user, in which no other user can write."""
+    """Return True for a folder (not a link) that only this user owns and can write to."""
     about = found.lstat()
     shared = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not shared

@@ -1,9 +1,9 @@
-"""A job on several machines, each with `distcheck job` in front: one of them judges.
+"""Merges the recordings of a job on several machines, each running `distcheck job`: one judges.
 
-Ranks write on their own machine. When the command has ended, the port of the job's master is free
-again, and every machine of the job has reached it: the one that has the master's address listens
-there, and the others send what their ranks have recorded. Both ends prove that they have the run's
-secret (`worlds/remote/secret.py`); what is received is read as the file of a stranger is.
+Ranks write on their own machine. After the command has ended on every machine, the port of the
+job's master is free again: the machine with the master's address listens there, and the others send
+their ranks' recordings. Both ends prove that they have the run's secret
+(`worlds/remote/secret.py`); received files are treated as untrusted.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 
-PATIENCE_S = 60.0  # chosen: torchrun gives its ranks 30 s to end, on each machine by itself
+PATIENCE_S = 60.0  # Heuristic: torchrun gives its ranks 30 s to exit, on each machine separately
 _BEAT_S, _LOST_S = 5.0, 60.0
-_PIECE = 1 << 22  # bytes of a file in one message
-# What ranks write: of a rank in its folder, and notes beside it.
+_PIECE = 1 << 22  # bytes of a file per message
+# Files of ranks: those of a rank in its folder, and notes next to it.
 _OF_A_RANK = re.compile(r"rank-(\d{4})/(rank|read|step-\d{6})\.(json|safetensors)")
 _NOTE = re.compile(r"raised-\d+|drawn-\d{4}-\w+-\w+")
 
 
 class Piece(msgspec.Struct, tag=True):
-    """A part of a file of the recording; parts of one file come one after the other."""
+    """Part of a recorded file; the parts of a file are sent in order."""
 
     name: str
     data: bytes
 
 
 class AllSent(msgspec.Struct, tag=True):
-    """Last words of a machine: how its command ended."""
+    """The last message of a machine, with the exit code of its command."""
 
     code: int
 
@@ -52,14 +52,14 @@ FromMachine = wire.Coming | Piece | AllSent
 
 @dataclass
 class Gathered:
-    """What the judging machine has: how the command ended, and who waits for the verdict."""
+    """The judging machine's state: how the command ended, and the machines that wait."""
 
     ran: Ran
     hosts: tuple[str, ...] = ()
     lines: list[wire.Wire] = field(default_factory=list)
 
     def tell(self, code: int, summary: str) -> None:
-        """Says to the other machines what was found."""
+        """Send the verdict to the other machines."""
         for line in self.lines:
             with contextlib.suppress(OSError):
                 line.send(wire.Over(exit_code=code, summary=summary))
@@ -67,8 +67,8 @@ class Gathered:
 
 @contextlib.contextmanager
 def gathered(folder: Path, ran: Ran, *, patience_s: float = PATIENCE_S) -> Iterator[Gathered]:
-    """Makes the recording whole where ranks of it are on other machines. Raises JudgedThereError on
-    all but one of these, and CannotRunError where one does not come.
+    """Complete the recording if ranks are on other machines. Raises JudgedThereError on all
+    machines but one, and CannotRunError if a machine does not connect.
     """
     own = [read_rank(file) for file in sorted(folder.glob("rank-*/rank.json"))]
     if not own or len(own) >= own[0].world or not _are_elsewhere(own[0], ran):
@@ -95,7 +95,7 @@ def gathered(folder: Path, ran: Ran, *, patience_s: float = PATIENCE_S) -> Itera
 
 
 class JudgedThereError(DistcheckError):
-    """The verdict was made on another machine; `exit_code` is that of the verdict."""
+    """Raised when another machine has judged the job; `exit_code` is the verdict's."""
 
     def __init__(self, code: int, summary: str) -> None:
         super().__init__(summary)
@@ -103,8 +103,8 @@ class JudgedThereError(DistcheckError):
 
 
 def _are_elsewhere(rank: RankRecord, ran: Ran) -> bool:
-    """Whether the ranks that are missing were started on other machines, as torchrun says. Of ranks
-    that were started in another way, one may be missing since it failed.
+    """Return True if the missing ranks were started on other machines, according to torchrun.
+    Without torchrun, a missing rank may have failed.
     """
     here, master = rank.variables.get("LOCAL_WORLD_SIZE", ""), rank.variables.get("MASTER_PORT", "")
     if not master.isdecimal():
@@ -118,8 +118,8 @@ def _place_of(own: list[RankRecord]) -> tuple[str, int]:
 
 
 def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None:
-    """Listens where this machine has the master's address; None on another one. Of two that have
-    it, as in a trial on one machine, the one with rank 0 is first.
+    """Listen if this machine has the master's address, else return None. If two processes have it,
+    as in a trial on one machine, the one with rank 0 is first.
     """
     host, port = _place_of(own)
     if own[0].rank:
@@ -130,7 +130,7 @@ def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None
         return None
 
 
-# -- the machine that judges -------------------------------------------------------------------
+# -- the judging machine -------------------------------------------------------------------------
 
 
 def _receive(
@@ -171,8 +171,8 @@ def _receive(
 
 
 def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[int]) -> int:
-    """Writes the files of a machine; returns the exit code of its command there. Raises ValueError
-    for what no machine sends.
+    """Write the files of a machine; return its command's exit code. Raises ValueError for other
+    messages than files.
     """
     line.be_patient(_LOST_S)
     heard, size, file, opened = time.monotonic(), 0, None, None
@@ -206,20 +206,20 @@ def _place(folder: Path, name: str, ranks: frozenset[int]) -> Path:
     of_rank = _OF_A_RANK.fullmatch(name)
     if of_rank is not None and int(of_rank[1]) in ranks:
         return folder / name
-    if _NOTE.fullmatch(name):  # of two machines, processes may have one number
+    if _NOTE.fullmatch(name):  # two machines may have processes with one number
         return folder / name.replace("raised-", f"raised-{min(ranks)}-")
     raise ValueError(f"it sent a file that no rank of it writes: {name[:80]!r}")
 
 
 def _beat(found: Gathered, over: threading.Event) -> None:
-    """Says to those that wait that this machine is there."""
+    """Send heartbeats to the waiting machines."""
     while not over.wait(_BEAT_S):
         for line in found.lines:
             with contextlib.suppress(OSError):
                 line.send(wire.Beat())
 
 
-# -- the others --------------------------------------------------------------------------------
+# -- the other machines ------------------------------------------------------------------------
 
 
 def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> JudgedThereError:

@@ -1,6 +1,4 @@
-"""What a job's command has recorded, as whole models; and the command once more, in a copy of the
-project.
-"""
+"""Reads recordings as whole models, and reruns a job's command in a copy of the project."""
 
 import contextlib
 import dataclasses
@@ -24,8 +22,8 @@ from distcheck.records.mesh import mesh_from_text
 
 
 def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
-    """What ranks have recorded, put together in a new folder where they have parts of one model.
-    Raises UsageError for axes that do not fit the ranks.
+    """Read a recording; unshard model-parallel ranks into a new folder. Raises UsageError for axes
+    that do not fit the ranks.
     """
     job = reading.read(recorded)
     axes: tuple[Axis, ...] = ()
@@ -41,8 +39,8 @@ def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
 def recorded_again(
     asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *, deadline_s: float
 ) -> Path:
-    """The folder of a recording of the command, run once more in a copy of the project; all of it
-    is in a new `folder`. Raises DistcheckError, OSError or shutil.Error where it cannot run again.
+    """Rerun the command in a copy of the project, and return the folder of its recording, within a
+    new `folder`. Raises DistcheckError, OSError or shutil.Error if it cannot run.
     """
     recorded, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
     private.folder(recorded, is_new=True)
@@ -67,8 +65,8 @@ def measured(
     job: JobRecording, asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *,
     deadline_s: float,
 ) -> Yardstick:  # fmt: skip
-    """How far runs are from the job whose parameters are moved by one ULP in each step: the
-    yardstick of its recording (`judge/parting/yardstick.py`). `copy` is the project before it ran.
+    """Measure the noise floor (`judge/parting/yardstick.py`) of a job by rerunning it with
+    parameters perturbed by one ULP. `copy` is the project before the job ran.
     """
     if copy.missing or not job.steps or job.divided_by:
         whole = job.divided_by and f"ranks hold shards of one model ({job.divided_by})"

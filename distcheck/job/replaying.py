@@ -1,4 +1,4 @@
-"""Starts the reference: the script of rank 0 as one process, in a copy of the project."""
+"""Starts the reference: rank 0's script as a single process, in a copy of the project."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
 from distcheck.recordings.jobs.records import read_own
 
 _MOST_PARENTS = 8
-# Options that say how many ranks there are, or how many machines or GPUs.
+# Options with numbers of ranks, machines or GPUs.
 _COUNTS = re.compile(
     r"--?(?:dist[-_])?(?:world(?:[-_]size)?|n(?:um)?[-_]?(?:nodes|gpus?|processes|procs|ranks|devices)"
     r"|(?:tp|dp|pp|cp|ep|sp|(?:tensor|data|pipeline|context|sequence|expert|model)(?:[-_]parallel)?)"
@@ -30,15 +30,15 @@ _ONE_RANK = {
     "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
 }  # fmt: skip
-# Autograd has a thread for each GPU that it sees, and a fork loses it.
+# Autograd has a thread for each visible GPU, and a fork loses it.
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 _OF_MPI = "OMPI_"
-# Of torchrun's agent, which is gone; scripts ask for the others, as is_torchelastic_launched does.
+# Of torchrun's agent, which has exited; scripts read the others, such as is_torchelastic_launched.
 _OF_AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 class NoReferenceError(Exception):
-    """Why the reference cannot be run; its text is for the report. `joins`: it may run with the
+    """The reason why the reference cannot run, as text for the report. `joins`: it may run with the
     micro-batches of a step as one forward pass.
     """
 
@@ -49,7 +49,7 @@ class NoReferenceError(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """What the script reached as one process; `replaced`: options of its command that say one."""
+    """Results of the single-process run; `replaced`: options of its command that were set to 1."""
 
     folder: Path
     replayed: Replayed
@@ -61,7 +61,7 @@ class Reference:
         return dataclasses.replace(self, replayed=fewer)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """All that was written of one step. Raises UsageError where that is damaged."""
+        """Return the results of one step. Raises UsageError if the file is damaged."""
         file = self.folder / f"replay-{step:06d}.safetensors"
         return self._kept.get(step, lambda: read_tensors(file))
 
@@ -70,9 +70,7 @@ def replay(
     job: JobRecording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
     command: str = "", deadline_s: float = 300.0, modules: bool = False,
 ) -> Reference:  # fmt: skip
-    """Runs rank 0's script as one process, or the `command` that does. Raises NoReferenceError
-    where that cannot be done.
-    """
+    """Run rank 0's script, or `command`, as a single process. Raises NoReferenceError."""
     first = job.ranks[0]
     if first.backend == "mpi":
         raise NoReferenceError("ranks started through MPI cannot be replaced by a single process")
@@ -90,7 +88,7 @@ def replay(
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
     sizes = {job.processes, *(axis.size for axis in first.axes)}
     words, replaced = (words, ()) if command else of_one(words, *sizes)
-    in_processes = first.device != "cpu"  # a fork loses what a GPU has
+    in_processes = first.device != "cpu"  # a fork loses the GPU's state
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
         joins=bool(job.joined),
@@ -112,7 +110,7 @@ def replay(
 
     ran = run(asked)
     if on_cpu and not ran.hung and not (folder / "replayed.json").exists():
-        # There are scripts that leave, or raise, where they see fewer GPUs than they are to use.
+        # Some scripts exit or raise if they see fewer GPUs than they need.
         ran = run(msgspec.structs.replace(asked, gpus=job.processes))
     if ran.hung:
         raise NoReferenceError(
@@ -126,7 +124,7 @@ def _is_spawned(words: Sequence[str]) -> bool:
 
 
 def _of_launcher(job: JobRecording) -> Sequence[str]:
-    """The command of the process that has started rank 0, or that of the one before it."""
+    """Return the command of the process that started rank 0, or of an ancestor."""
     process = job.ranks[0].parent
     for _ in range(_MOST_PARENTS):
         note = job.folder / f"python-{process}"
@@ -143,8 +141,8 @@ def _of_launcher(job: JobRecording) -> Sequence[str]:
 
 
 def of_one(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...]]:
-    """A command of which options that say how many ranks, machines or GPUs there are say one: their
-    number is one of `sizes`; and what was replaced, for the report.
+    """Replace numbers of ranks, machines or GPUs (one of `sizes`) in a command's options by 1;
+    return the command and the replaced options.
     """
     found, replaced = list(words), []
     for place, word in enumerate(words):

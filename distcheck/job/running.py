@@ -1,4 +1,4 @@
-"""Starts a job's command with recording switched on, and says why nothing was recorded."""
+"""Starts a job's command with recording enabled, and reports why nothing was recorded."""
 
 import contextlib
 import math
@@ -34,7 +34,7 @@ _ANSWER_S = 2.0
 
 
 class Watch:
-    """Of one command, whose ranks write into a folder."""
+    """Watches a command whose ranks write into a folder."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, deadline_s: float) -> None:
         self._process, self._folder, self._deadline_s = process, folder, deadline_s
@@ -44,7 +44,7 @@ class Watch:
         self._asked_at = _FIRST_S
 
     def wait(self) -> tuple[Outcome, ...]:
-        """Waits until the command has ended: how ranks hang, where they do."""
+        """Wait for the command to end; return the state of ranks if they hang."""
         last = time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -78,11 +78,11 @@ class Watch:
             self._idle_s += elapsed_s
 
     def _ask(self) -> tuple[Outcome, ...]:
-        """Where ranks are; those of which nothing is known have given no answer."""
+        """Ask all ranks for their position; those without a reply are unknown."""
         pipes = sorted(self._folder.glob("ask-*"))
         for pipe in pipes:
             (self._folder / f"answer-{pipe.name.removeprefix('ask-')}").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # nothing reads there any more
+            with contextlib.suppress(OSError):  # no reader is left
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         time.sleep(_ANSWER_S)
         answers = {}
@@ -95,7 +95,7 @@ class Watch:
 
 
 def _seconds_of(process: int) -> float:
-    """What a process and those below it have used of cores."""
+    """Return the CPU time of a process and its descendants, in seconds."""
     total = 0.0
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(process)
@@ -119,21 +119,19 @@ def _outcome(rank: int, answer: Answer | None) -> Outcome:
 
 
 def _is_proven(found: Sequence[Outcome]) -> bool:
-    """Whether each rank waits in a collective, and these do not match."""
+    """Return True if each rank is blocked in a collective, and these do not match."""
     waits = all(one.call is not None and not one.call.finished for one in found)
     if len(found) < 2 or not waits:
         return False
     return outcomes.explain(found)[0].cause == "collective-mismatch"
 
 
-_LAST_S = 5.0  # for what is left in the pipe when the job has ended; others may hold it open
+_LAST_S = 5.0  # to drain a pipe after the job ended; others may hold it open
 
 
 @contextlib.contextmanager
 def relayed() -> Iterator[dict[str, int]]:
-    """The job's standard output and error, as arguments of Popen; those that go into one pipe stay
-    in one order.
-    """
+    """Yield Popen arguments that forward the job's output; streams in one pipe keep their order."""
     places: dict[tuple[int, int], int] = {}
     given: dict[str, int] = {}
     pumps = []
@@ -158,7 +156,7 @@ def relayed() -> Iterator[dict[str, int]]:
 
 
 def _pump(reader: int, number: int) -> None:
-    """Passes on what comes, until its writers have ended; when no reader is left, drops it."""
+    """Forward data until its writers have closed; drop it if no reader is left."""
     is_read = True
     with os.fdopen(reader, "rb", buffering=0) as source:
         while data := source.read(1 << 16):
@@ -170,19 +168,19 @@ def _pump(reader: int, number: int) -> None:
 
 
 _HOOK = Path(__file__).parent / "hook"
-_PATIENCE_S = 40.0  # for a job to end after an interruption; torchrun gives its ranks 30
-_MOST_NOTES = 4096  # bytes of a note that are read
+_PATIENCE_S = 40.0  # for a job to exit after an interruption; torchrun gives its ranks 30
+_MOST_NOTES = 4096  # bytes read of a note
 
 
 class JobEndedError(DistcheckError):
-    """A rank of the job failed before there was anything to judge."""
+    """Raised if a rank of the job failed before anything could be judged."""
 
     exit_code = ExitCode.RANK_FAILED
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How the command ended, and which of its processes raised: (rank, what)."""
+    """Exit status of the command, and the processes that raised: (rank, message)."""
 
     code: int
     raised: tuple[tuple[int, str], ...]
@@ -200,8 +198,8 @@ class Ran:
 
 
 def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
-    """What to start: the command as it was given, or `nproc` ranks of it by torchrun. Raises
-    UsageError for a command that cannot be found.
+    """Return the command to start: as given, or `nproc` ranks through torchrun. Raises UsageError
+    if the command cannot be found.
     """
     if not words:
         raise UsageError(
@@ -217,7 +215,7 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
                 f"--world starts a Python script by torchrun, and the command is {program!r}; give "
                 "--world N -- python train.py, or a command that starts its ranks itself"
             )
-        # A launcher that imports files of the current folder is not what the ranks do.
+        # A launcher that imports files of the current folder differs from its ranks.
         torchrun = [program, "-P", "-m", "torch.distributed.run"]
         words = [*torchrun, "--nproc-per-node", str(nproc), *words[1:]]
     if shutil.which(program) is None:
@@ -232,8 +230,8 @@ def run(
     deadline_s: float = math.inf,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Ran:
-    """Runs the job's command, its output passed on, and returns when it has ended, or when it was
-    ended since it had hung. `defaults` are variables where they are not set.
+    """Run the job's command with its output forwarded, until it ends or is killed because it hung.
+    `defaults` are variables to set if they are unset.
     """
     with relayed() as streams:
         try:
@@ -266,8 +264,8 @@ def run_kept(
     without: tuple[str, ...],
     deadline_s: float,
 ) -> Ran:
-    """Runs a command in `folder`, its output thrown away, as `run` does; what it has started ends
-    with it. Variables whose names begin with one of `without` are left out.
+    """Run a command in `folder` without output, with all its processes killed at the end. Variables
+    with one of the prefixes `without` are removed.
     """
     given = {**os.environ, **variables}
     left = {name: value for name, value in given.items() if not name.startswith(without)}
@@ -281,7 +279,7 @@ def run_kept(
         try:
             hung = Watch(keeper, settings.parent, deadline_s).wait()
         finally:
-            ours.close()  # which ends it
+            ours.close()  # ends it
             code = keeper.wait(_PATIENCE_S)
     _remove_logs(settings.parent)
     return Ran(code, () if hung else raised_in(settings.parent), hung)
@@ -290,11 +288,11 @@ def run_kept(
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
     started = {**given, VARIABLE: str(settings), "PYTHONPATH": path}
-    return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # ranks that hang say in which call
+    return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # blocked ranks report their call
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Makes a launcher end its ranks, as Ctrl-C does; then by force, with all that it started."""
+    """Make a launcher end its ranks, as Ctrl-C does; then kill everything that it started."""
     below = _started_by(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
@@ -303,7 +301,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 continue
-    for left in below:  # a shell ends without what it has started
+    for left in below:  # a shell exits without its children
         with contextlib.suppress(psutil.Error):
             left.terminate()
     for left in psutil.wait_procs(below, timeout=_PATIENCE_S)[1]:
@@ -312,21 +310,21 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _remove_logs(folder: Path) -> None:
-    """Removes the folder that torchrun has made for the errors of recorded ranks, and leaves."""
+    """Remove torchrun's folder for the errors of recorded ranks, which it does not delete."""
     for file in folder.glob("rank-*/rank.json"):
-        from distcheck.recordings.jobs.records import read_rank  # which imports torch
+        from distcheck.recordings.jobs.records import read_rank  # imports torch
 
         with contextlib.suppress(UsageError, OSError, LookupError):
             errors = read_rank(file).variables["TORCHELASTIC_ERROR_FILE"]
             made = Path(errors).parents[3]
-            if errors == os.environ.get("TORCHELASTIC_ERROR_FILE"):  # of one around this command
+            if errors == os.environ.get("TORCHELASTIC_ERROR_FILE"):  # of a job around this one
                 continue
             if made.name.startswith("torchelastic_") and private.is_private_folder(made):
                 shutil.rmtree(made, ignore_errors=True)
 
 
 def _started_by(process: int) -> list[psutil.Process]:
-    """The processes below one that have not been detached from it."""
+    """Return the descendants of a process that are not detached."""
     try:
         found: list[psutil.Process] = psutil.Process(process).children(recursive=True)
     except psutil.Error:
@@ -335,7 +333,7 @@ def _started_by(process: int) -> list[psutil.Process]:
 
 
 def raised_in(folder: Path) -> tuple[tuple[int, str], ...]:
-    """What processes of a folder noted that they raised: (rank, the first line of it)."""
+    """Return the exceptions noted by processes: (rank, first line)."""
     found = []
     for file in sorted(folder.glob("raised-*")):
         with file.open(errors="backslashreplace") as note:
@@ -346,7 +344,7 @@ def raised_in(folder: Path) -> tuple[tuple[int, str], ...]:
 
 
 def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
-    """Raises the error that says why there is nothing to judge, where that is so."""
+    """Raise the error that explains why nothing can be judged, if so."""
     if (folder / "defect").exists():
         trace = (folder / "defect").read_text(errors="backslashreplace")
         last = trace.strip().rpartition("\n")[2]

@@ -1,15 +1,15 @@
-"""Gradients that a script changes between backward and `optimizer.step()`, and one process changes
-in the same way.
+"""Gradients that a script changes between backward and `optimizer.step()`, also in a single
+process.
 
 The reference is the same script, so a mistake that does not depend on the ranks passes every
 comparison with it: a flipped sign, a gradient of an earlier step, two swapped parameters. The
-ranks' local gradients show it, since a script that changes nothing hands their mean to the
-optimizer. A change is named as a remark, unless it is one that scripts make on purpose (clipping,
-centralization, weight decay, a loss scale that is taken out, ascent): that is a note.
+ranks' local gradients reveal it, since a script that changes nothing passes their mean to the
+optimizer. A change becomes a warning unless it is a known intended one (clipping, centralization,
+weight decay, unscaling, ascent), which becomes a note.
 
     local  g_0, g_1      mean  m = (g_0 + g_1) / 2      optimizer  y
-    y = m          nothing to say
-    y = -m         wrong-sign; of an objective of the script's own, ascent
+    y = m          no message
+    y = -m         wrong-sign; ascent if the objective is the script's own
     y = m[t - 1]   stale-gradient
     y = m + 0.1 p  weight decay of 0.1, a note
 """
@@ -34,7 +34,7 @@ from distcheck.records.causes import name_cause
 
 Explain = Callable[[JobRecording, int, Kind], list[Diagnosis]]
 _SAME = "a single process does the same, so comparing with it does not reveal this"
-# Mistakes of a synchronization; other explanations may be what a script means.
+# Synchronization mistakes; other explanations may be intended by a script.
 _MISTAKES = {
     "stale-gradient", "accumulated-gradient", "wrong-parameter-order", "shared-bucket",
     "duplicated-rank", "one-rank-only", "wrong-sign", "low-precision", "noise",
@@ -42,8 +42,8 @@ _MISTAKES = {
 
 
 class Changed:
-    """A step whose optimizer was given something else than the mean of the local gradients. All
-    ranks agree with the reference there, so rank 0 stands for all.
+    """A step whose optimizer gradients are not the mean of the local gradients. All ranks agree
+    with the reference there, so rank 0 represents all.
     """
 
     def __init__(self, view: JobStep) -> None:
@@ -51,7 +51,7 @@ class Changed:
 
     @cached_property
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """What the optimizer was given, the mean and its bound, by parameter; in float64."""
+        """Optimizer gradients, the mean and its bound, by parameter, in float64."""
         found = []
         for index in range(len(self.view.specs)):
             held, interval = self.view.reduced(0, index), self.view.interval(index)
@@ -61,7 +61,7 @@ class Changed:
 
     @cached_property
     def factor(self) -> float | None:
-        """The one factor by which all gradients are multiples of the mean."""
+        """The one factor by which all gradients are multiples of the mean, or None."""
         fitted = fit([(given, mean) for given, mean, _ in self.rows])
         if fitted is None:
             return None
@@ -69,8 +69,8 @@ class Changed:
         return factor if self.is_right(lambda mean: factor * mean, abs(factor)) else None
 
     def is_right(self, made: Callable[[torch.Tensor], torch.Tensor], most: float = 1.0) -> bool:
-        """Return True if every gradient is what `made` makes of the mean, within its bound times
-        `most` and two roundings of a scale.
+        """Return True if every gradient equals `made(mean)` within `most` bounds and two
+        roundings.
         """
         return all(
             bool(((given - made(mean)).abs() <= (1 + 1e-6) * most * bound).all())
@@ -78,12 +78,12 @@ class Changed:
         )
 
     def norm(self) -> float:
-        """The L2 norm of what the optimizer was given."""
+        """Return the L2 norm of the optimizer gradients."""
         return hypot(*(float(given.norm()) for given, _, _ in self.rows))
 
 
 def changed(job: JobRecording, steps: Collection[int], kind: Kind) -> Iterator[Changed]:
-    """The steps whose gradients are not the mean at a stage, nor the sum."""
+    """Yield the steps whose gradients are neither the mean nor the sum at a stage."""
     for step in sorted(steps):
         records = job.at(step)
         by_value = any(clip.kind != "norm" for record in records for clip in record.clips)
@@ -106,10 +106,10 @@ def _is_sum(one: Changed) -> bool:
 def remarks(
     job: JobRecording, steps: Collection[int], explain: Explain
 ) -> tuple[list[Diagnosis], str]:
-    """Of changed gradients at steps that agree with the reference, a remark about the first that is
-    not recognized; and a sentence about those that are.
+    """Return a warning for the first unrecognized change at steps that agree with the reference,
+    and a sentence about the recognized ones.
     """
-    kinds = (Kind.EXCHANGED, Kind.GRADIENT)  # what is changed before clipping is clipped, too
+    kinds = (Kind.EXCHANGED, Kind.GRADIENT)  # changes before clipping are clipped, too
     found = next(filter(None, ([*changed(job, steps, kind)] for kind in kinds)), [])
     meant = [recognized(one, found) for one in found]
     unknown = next((one for one, known in zip(found, meant, strict=True) if not known), None)
@@ -135,13 +135,13 @@ def _remark(one: Changed, explain: Explain) -> Diagnosis:
 
 
 def recognized(one: Changed, all_of: Collection[Changed]) -> str:
-    """What a script does on purpose, as a verb and its object; empty if it is not recognized."""
+    """Return an intended change as a verb and its object, or "" if it is not recognized."""
     ways = (_unscales, _ascends, _clips_by_norm, _clips_by_value, _centralizes, _decays)
     return next(filter(None, (way(one, all_of) for way in ways)), "")
 
 
 def _unscales(one: Changed, _: Collection[Changed]) -> str:
-    """A loss that was multiplied by a number, and gradients that were divided by it."""
+    """Recognize a scaled loss whose gradients were unscaled."""
     factors = loss_factors(one.job, one.step) or summed_factors(one.job, one.step)
     if one.factor is None or not factors or len(set(factors)) > 1:
         return ""
@@ -150,19 +150,19 @@ def _unscales(one: Changed, _: Collection[Changed]) -> str:
 
 
 def _ascends(one: Changed, _: Collection[Changed]) -> str:
-    """Torch's losses are to be minimized; an objective of the script's own may be maximized."""
+    """Recognize ascent: only an objective of the script's own is maximized, not torch's losses."""
     of_torch = any(p.losses for record in one.job.at(one.step) for p in record.trained)
     is_negated = one.is_right(lambda mean: -mean)
     return "negates gradients, as for gradient ascent" if is_negated and not of_torch else ""
 
 
 def _clips_by_norm(one: Changed, all_of: Collection[Changed]) -> str:
-    """By code of its own: all gradients that it makes smaller have one norm afterwards."""
+    """Recognize hand-written clipping: all shortened gradients have the same norm afterwards."""
     if one.factor is None or not 0 < one.factor < 1:
         return ""
     norm, others = one.norm(), [other for other in all_of if other is not one]
     rounded = float(f"{norm:.0e}")
-    # Heuristic: one norm in a thousand has one digit by chance.
+    # Heuristic: one norm in a thousand has a single significant digit by chance.
     has_one_digit = isclose(norm, rounded, rel_tol=1e-4)
     again = [o for o in others if o.factor is not None and not isclose(o.factor, one.factor)]
     if has_one_digit or (again and all(isclose(o.norm(), norm, rel_tol=1e-3) for o in again)):
@@ -180,8 +180,8 @@ def _centralizes(one: Changed, _: Collection[Changed]) -> str:
     def centralized(mean: torch.Tensor) -> torch.Tensor:
         return mean - mean.mean(dim=tuple(range(1, mean.dim())), keepdim=True)
 
-    # Derived: a row's mean is off by at most the mean of its elements' bounds, and by as many
-    # roundings as the row has elements, of which each is within its own bound.
+    # Derived: a row's mean is off by at most the mean of its elements' bounds, plus one rounding
+    # per element, each within its own bound.
     is_it = all(
         bool(((given - (centralized(mean) if mean.dim() > 1 else mean)).abs() <= room).all())
         for given, mean, bound in one.rows
@@ -191,7 +191,7 @@ def _centralizes(one: Changed, _: Collection[Changed]) -> str:
 
 
 def _decays(one: Changed, _: Collection[Changed]) -> str:
-    """Each gradient has a multiple of its parameter added to it."""
+    """Recognize weight decay: a multiple of the parameter is added to its gradient."""
     kept = one.job.tensors(0, one.step)
     before = [kept.get(f"before/{spec.name}") for spec in one.view.specs]
     if len(before) != len(one.rows) or any(p is None for p in before):
@@ -210,5 +210,5 @@ def _decays(one: Changed, _: Collection[Changed]) -> str:
 
 
 def _is_near(given: torch.Tensor, mean: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True if nothing was added: biases often go without weight decay."""
+    """Return True if nothing was added: biases often have no weight decay."""
     return bool(torch.isclose(given, mean, rtol=1e-5, atol=0.0).all()) or not bool(parameter.any())

@@ -1,4 +1,4 @@
-"""What the processes of a job are asked for; a file that an environment variable names."""
+"""Settings of a job's processes, in a file named by an environment variable; their replies."""
 
 from pathlib import Path
 from typing import Literal
@@ -17,11 +17,12 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 
 
 class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
-    how many `draws` its tolerances are measured by;
-    `folded` is what its passes' losses are, where they were made once more as one batch: a mean, a
-    sum, or several terms; `changes`: whether the script changed gradients after the last backward
-    pass; `clips`: the most that clipping allowed, and the norm that it found.
+    """Results of a replay at one step: optimizer settings, losses, and the number of `draws` that
+    measure its tolerances.
+
+    `folded` is the kind of loss if its passes were merged into one batch: a mean, a sum, or several
+    terms; `changes`: the script changed gradients after the last backward pass; `clips`: the
+    maximum norm of each clipping, and the norm that it computed.
     """
 
     step: int
@@ -35,7 +36,7 @@ class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says when it is asked where it is."""
+    """A rank's reply about its position."""
 
     rank: int
     world: int
@@ -45,9 +46,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process read of a rank's samples: each part of them is the `same` as the rank had,
-    or `other`, `random` where it is made by chance, `constant` where all samples have it; and how
-    large parts are.
+    """Comparison of a rank's samples with those read by a single process: each field is the `same`,
+    `other`, `random`, or `constant` over all samples; and the sizes of fields.
     """
 
     rank: int
@@ -56,11 +56,12 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replay went: by which batches, `pads` if they were padded, at which steps, or why it
-    could not go on; and why the passes of an accumulation could not be made as one. A right job has
-    the gradients of one process times one of `scales`; those of the replay are times `scale`.
-    `interacts`: one batch of all samples has another gradient than the mean of the ranks' batches.
-    `joins`: it may go on with the micro-batches of a step as one forward pass.
+    """Result of a replay: the mode of batches, `pads` if they were padded, its steps, and reasons
+    of failure or of passes that could not be merged (`unfolded`).
+
+    A correct job has the reference's gradients times one of `scales`; the replay's are times
+    `scale`. `interacts`: the joint batch has another gradient than the mean of the ranks' batches.
+    `joins`: a retry with the micro-batches of a step as one forward pass may succeed.
     """
 
     mode: str
@@ -77,11 +78,13 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Role(msgspec.Struct, frozen=True):
-    """What a copy of a replay is: `rank` whose batches it gets, or -1 for those of all ranks
-    together; `step` whose gradients it computes, or -1 for every step; `draw` seeds the
-    perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the samples of
-    those (rank, forward pass) in one batch; with `longer` its batches are padded by more than they
-    need; if `doubles`, collectives before its backward pass return twice their results.
+    """The role of a replay's copy.
+
+    `rank` is the rank whose batches it receives, or -1 for all ranks together; `step` the step
+    whose gradients it computes, or -1 for every step; `draw` the seed of its perturbation, 0 for
+    none. With `pairs` it makes one pass with the samples of those (rank, forward pass) in one
+    batch; with `longer` its batches are padded more than necessary; if `doubles`, collectives
+    before its backward pass double their results.
     """
 
     rank: int
@@ -93,30 +96,30 @@ class Role(msgspec.Struct, frozen=True):
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is to be recorded.
+    """Settings for the processes of a job.
 
-    steps, from_step  optimizer steps to record, and how many come before them
+    steps, from_step  optimizer steps to record, and the number of steps before them
     budget            bytes of whole tensors, of all ranks and steps together
-    keep_going        whether the job goes on after the last recorded step
-    kept              whether the recording is compared with another job's: then the optimizer's
-                      state and averages of the model are noted as well
-    modules           whether the modules within a model are watched
-    ops               whether the operators that torch runs are heard
-    draw              seeds the moves of every parameter by one ULP; 0 for none
+    keep_going        if True, the job continues after the last recorded step
+    kept              if True, optimizer state and averages of the model are recorded as well,
+                      to compare the recording with another job's
+    modules           if True, the modules within a model are recorded
+    ops               if True, the operators that torch runs are recorded
+    draw              seed of the perturbation of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
-    joins             in a replay: whether the micro-batches of a step are one forward pass
-    spawns            in a replay: how many ranks the script starts itself; 0 where it does not
+    joins             in a replay: if True, the micro-batches of a step are one forward pass
+    spawns            in a replay: number of ranks that the script starts itself, or 0
     project           in a replay: the copy of the project
-    in_processes      in a replay: whether copies are processes of their own, and no forks
-    role, role_mode   in such a process: what it is, in which mode of the replay
-    weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
-    mesh              the axes of the ranks' mesh, as a person gives them: data=2,tensor=2
-    on_cpu            whether a script that asks for a GPU gets the CPU
-    gpus              in a replay: how many GPUs are said to be there then; 0: as many as ranks
-    every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
-    bundles           of a guard: the folder for what it finds
-    randomness        of a guard: whether ranks must draw different random numbers
-    audit             of a guard: whether what an optimizer gets is compared with what backward gave
+    in_processes      in a replay: if True, copies are separate processes, not forks
+    role, role_mode   in such a process: its role, and the mode of the replay
+    weights           in a replay: the weights of ranks: samples, targets, equal, or as measured
+    mesh              the axes of the ranks' mesh, as given by the user: data=2,tensor=2
+    on_cpu            if True, a script that asks for a GPU receives the CPU
+    gpus              in a replay: number of GPUs to report then; 0: as many as ranks
+    every, warns      guard: steps between checks; if `warns`, the job continues on a difference
+    bundles           guard: the folder for findings
+    randomness        guard: if True, ranks must draw different random numbers
+    audit             guard: if True, optimizer gradients are compared with local gradients
     """
 
     mode: Mode = "record"
@@ -147,15 +150,14 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most(self) -> int:
-        """The last step that may be recorded: ranks that have exchanged nothing so far may average
-        their parameters later (local SGD), which is waited for, as many steps as four times those
-        that were asked for.
+        """The last step that may be recorded, 4x the requested number: ranks that have not
+        communicated may average their parameters later (local SGD).
         """
         return self.from_step + 4 * self.steps - 1
 
 
 def write(settings: JobSettings, folder: Path) -> Path:
-    """Writes the settings into the folder of a recording, and returns the file."""
+    """Write the settings into the folder of a recording, and return the file."""
     file = folder / FILE
     private.write(file, msgspec.json.encode(settings))
     return file
@@ -169,7 +171,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def bytes_of(text: str) -> int:
-    """`4GB` as a number. Raises UsageError for what is not a size."""
+    """Convert a size such as `4GB` to bytes. Raises UsageError for other text."""
     number = text.strip().upper().rstrip("KMGTB")
     unit = text.strip().upper()[len(number) :]
     try:

@@ -1,9 +1,9 @@
-"""One step of a job as a `StepView`: what its checks compare with, and what causes are named from.
+"""One step of a job as a `StepView`, on which checks and causes are based.
 
-The recorded local gradients stand for the shards' own: a mistake in them shows in a comparison with
-the reference, and not here. What an optimizer was given (`Kind.GRADIENT`) is the mean times the
-factor that clipping by norm multiplied it by; what synchronization left (`Kind.EXCHANGED`) is the
-mean itself, up to the scale that the script takes out later.
+The recorded local gradients stand for those of the shards: a mistake in them appears in the
+comparison with the reference, not here. Optimizer gradients (`Kind.GRADIENT`) must be the mean
+times the factor of clipping by norm; reduced gradients (`Kind.EXCHANGED`) the mean itself, up to a
+scale that the script removes later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from distcheck.records import TensorSpec
 
 
 def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tensor] | None:
-    """The ranks' gradients before the exchange; None where a rank has none."""
+    """Return the ranks' local gradients; None if a rank has none although it has a reduced one."""
     found = [job.gradient(Kind.LOCAL_GRADIENT, rank, step, name) for rank in range(job.world)]
     raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
     if all(one is None for one in found):
@@ -34,15 +34,15 @@ def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tenso
 
 
 class JobStep(StepView):
-    """A step of a job; if some rank kept only 64 sums of each gradient, these sums of it, which are
-    weighted as the gradients are.
+    """A step of a job; if some rank kept only 64 projections of each gradient, all ranks use
+    projections, which are weighted like gradients.
 
-    kind     the stage that is measured: EXCHANGED, or GRADIENT
-    names    the parameters to look at, of which those have an index that a gradient was recorded of
-    shares   [W] what each rank's local gradient is weighted by in the mean; they add up to 1
-    factor   what a correct result is a multiple of the mean by
-    clips    by parameter, what clipping multiplied it by besides, and in how many roundings
-    targets  [W] over how many targets each rank's loss is a mean, if ranks are weighted by these
+        kind     the measured stage: EXCHANGED or GRADIENT
+        names    the parameters to examine; those with a recorded gradient have an index
+        shares   [W] weight of each rank's local gradient in the mean; they sum to 1
+        factor   factor between the mean and a correct result
+        clips    by parameter, the factor of clipping and its number of roundings
+        targets  [W] number of targets of each rank's mean loss, if ranks are weighted by these
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class JobStep(StepView):
 
     @property
     def wire(self) -> str | None:
-        """Sums are in float64, and of numbers that are not."""
+        """None for whole tensors; projections are float64 sums of elements in gradients' dtype."""
         return None if all(self._whole) else self.dtype
 
     @cached_property
@@ -103,7 +103,7 @@ class JobStep(StepView):
 
     @property
     def passes(self) -> int:
-        """The most backward passes that a rank's gradients are of."""
+        """The largest number of backward passes of a rank."""
         return max(1, max(len(record.trained) for record in self.job.at(self.step)))
 
     @property
@@ -134,7 +134,7 @@ class JobStep(StepView):
         return bytes.fromhex(digests.get(f"{STEMS[self.kind]}/{self.specs[index].name}", ""))
 
     def interval(self, index: int, *, wire: str | None = None) -> Interval:
-        """The mean and its bound. Raises NotBoundedError."""
+        """Return the mean and its bound. Raises NotBoundedError."""
         spec, ranks = self.specs[index], range(self.job.world)
         own, (times, roundings) = self._locals[spec.name], self._times(index)
         if not all(self._whole):
@@ -153,19 +153,19 @@ class JobStep(StepView):
 
 
 def _sizes(job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
-    """What the absolute values of the passes' gradients add up to: the gradients may cancel in
-    their sum, and an exchange in each pass rounds every one.
+    """Return the summed magnitudes of the passes' gradients, which may cancel in their sum;
+    synchronization in each pass rounds every one.
     """
     kept = job.tensors(rank, step).get(f"sizes/{name}")
     if kept is None:
         return real_parts(local).abs()
-    # They were added up in the gradient's dtype, with fewer roundings than passes.
+    # They were added in the gradient's dtype, with fewer roundings than passes.
     passes = len(job.records[rank, step].passes)
     return kept.double() * (1 + gamma(passes, unit_roundoff(kept.dtype)))
 
 
 def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.Tensor:
-    """The same as 64 sums, of a step of which these alone were kept."""
+    """Return these magnitudes as 64 projections, for a step recorded as such."""
     kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
     if kept is not None:
         return kept

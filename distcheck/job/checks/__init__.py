@@ -23,10 +23,11 @@ Check = Callable[[JobRecording, Sequence[int]], CheckResult | None]
 def without_reference(
     job: JobRecording, agreed: Collection[int] = (), *, folded: bool = True
 ) -> list[CheckResult]:
-    """Every check that needs the job alone, in the order of the report. At steps that `agreed` with
-    the reference, what looks at gradients on their way has nothing to say against. Of the scale of
-    an accumulated loss that is so where accumulation was compared with one batch (`folded`): one
-    process makes the same mistake.
+    """Return the results of all checks that need no reference, in report order.
+
+    At steps whose gradients `agreed` with the reference, intermediate gradients cannot fail a
+    check. For the scale of an accumulated loss this holds only if accumulation was compared with
+    one batch (`folded`), because a single process makes the same mistake.
     """
     own_steps = averaging.averaging(job)
     if own_steps is not None:
@@ -42,7 +43,7 @@ def without_reference(
 
 
 def of_ranks(job: JobRecording) -> list[CheckResult]:
-    """What holds for every training in parallel, whatever ranks exchange."""
+    """Return the checks that hold for every data-parallel training, however it synchronizes."""
     return [
         samples.disjoint(job),
         *samples.order(job),

@@ -1,6 +1,9 @@
-"""Whether ranks step by their own gradients, and exchange parameters later: local SGD, or an outer
-optimizer. It is another algorithm than the mean of gradients, so its steps need not be those of
-one process. That parameters become the ranks' mean can be seen; that it is meant, cannot.
+"""Detects local SGD and outer optimizers: ranks step by local gradients and average parameters
+later.
+
+The algorithm is not equivalent to averaging gradients, so its steps are not compared with a single
+process. The recording shows that parameters become the mean over ranks, but not that this is
+intended.
 """
 
 from collections.abc import Iterable
@@ -23,17 +26,19 @@ _NOT_JUDGED = (
     "and hold the same parameters again {when} (local SGD). This algorithm is not equivalent to "
     "averaging gradients, so it is not judged; judge the synchronization with distcheck verify"
 )
-# Chosen. Of other ranks' parameters only sums are known, not how far their elements cancel.
+# Heuristic: only projections of other ranks' parameters are known, so cancellation is not.
 _ROOM = 16
-_SHARE = 0.1  # as for gradients: a factor is named that leaves a tenth of what it changes
+_SHARE = 0.1  # as for gradients: the residual is at most a tenth of the change
 
 
 def averaging(job: JobRecording) -> CheckResult | None:
-    """Ranks that have parted in a step are alike before a later one. None where that is not so, or
-    what they have then is one rank's: the others' steps are lost.
+    """Return the check of parameter averaging, or None if ranks do not average.
+
+    Ranks that diverge in a step must agree again before a later one. If they then hold one rank's
+    parameters, the other ranks' steps were lost, which is not averaging.
     """
     tally = Tally(CHECK, ROUNDING)
-    joined: list[int] = []  # steps before which they are alike again
+    joined: list[int] = []  # steps before which ranks agree again
     for step, later in pairwise(job.steps):
         apart = [name for name in job.parameters(step) if _parted(job, step, name)]
         alike = {name: _digests(job, later, f"before/{name}") for name in apart}
@@ -44,7 +49,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
         sums = _sums(job, step, later, apart)
         compared = {name: within(own, mean, bound) for name, (own, mean, bound) in sums.items()}
         factor, left = _factor(sums)
-        # Neither the mean nor a multiple of it: an outer optimizer makes something else.
+        # Neither the mean nor a multiple: an outer optimizer computes something else.
         if all(one.ok for one in compared.values()) or left <= _SHARE * abs(factor - 1):
             for name, one in compared.items():
                 tally.add(one, parameter=name, rank=0, step=later)
@@ -56,7 +61,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
 
 
 def _when(joined: list[int]) -> str:
-    """Before which steps: every so many, where those that were recorded show it."""
+    """Describe the steps before which ranks average, by their period if they are regular."""
     between = {later - one for one, later in pairwise(joined)}
     if len(between) != 1:
         return f"before step {joined[0]}"
@@ -65,7 +70,7 @@ def _when(joined: list[int]) -> str:
 
 
 def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
-    """What parameters are in place of the ranks' mean."""
+    """Name the cause of parameters that are a multiple of the mean over ranks."""
     later = result.first.step if result.first is not None else job.steps[0]
     step = max(one for one in job.steps if one < later)
     factor, _ = _factor(_sums(job, step, later, job.parameters(step)))
@@ -73,17 +78,17 @@ def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
     return name_cause("wrong-divisor", evidence, "job")
 
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what a step begins with, mean, bound
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # parameters before the step, mean, bound
 
 
 def _parted(job: JobRecording, step: int, name: str) -> bool:
-    """Whether ranks have stepped a parameter elsewhere, all of them, by gradients of their own."""
+    """Return True if every rank updated the parameter, with different gradients and results."""
     given, after = (_digests(job, step, f"{kind}/{name}") for kind in ("step", "after"))
     return len(job.holders(step, name)) == job.world and len(given) > 1 and len(after) > 1
 
 
 def _sums(job: JobRecording, step: int, later: int, names: Iterable[str]) -> dict[str, Sums]:
-    """Of the parameters that rank 0 kept: beyond the budget there are none."""
+    """Return the projections for the parameters that rank 0 recorded (within the budget)."""
     found = {}
     for name in names:
         own = job.tensors(0, later).get(f"before/{name}")
@@ -92,7 +97,7 @@ def _sums(job: JobRecording, step: int, later: int, names: Iterable[str]) -> dic
         there = [part for part in parts if part is not None]
         if own is None or before is None or len(there) < job.world:
             continue
-        # Derived: W parts are added and divided, each element rounded in its own dtype.
+        # Derived: W summands are added and divided, each element rounded in its dtype.
         size = sketches.magnitudes(own) + sketches.magnitudes(before)
         bound = _ROOM * gamma(job.world + 1, unit_roundoff(own.dtype)) * size
         found[name] = sketches.sketch(own), torch.stack(there).mean(0), bound
@@ -100,7 +105,7 @@ def _sums(job: JobRecording, step: int, later: int, names: Iterable[str]) -> dic
 
 
 def _factor(sums: dict[str, Sums]) -> tuple[float, float]:
-    """What the mean is multiplied by, and the share that this leaves."""
+    """Return the fitted factor of the mean, and the relative residual."""
     own, means = ({n: one[place] for n, one in sums.items()} for place in (0, 1))
     fitted = fit(own, means)
     return (1.0, 1.0) if fitted is None else (fitted[0][0], fitted[1])

@@ -1,4 +1,6 @@
-"""Gradients at the step are the mean of the ranks' gradients; clipping; the scale of the loss."""
+"""Checks of reduced gradients (the mean of the local gradients), clipping, and the scale of the
+loss.
+"""
 
 from collections.abc import Sequence
 
@@ -16,19 +18,21 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER, ROUNDING
 
-# Chosen: two losses in float32 and their quotient round to some 1e-7; factors that mean something
-# (an accumulation of 2, a world of 2) differ from 1 by a half.
+# Heuristic: two float32 losses and their quotient round to about 1e-7; meaningful factors
+# (accumulation over 2 passes, world size 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
 NOT_TRAINED = (
     "no parameter had a gradient when the optimizer stepped, at any step: the optimizer trains "
     "nothing, unless it keeps gradients elsewhere"
 )
-_AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
+_AUTOCAST = 1e-2  # Heuristic: the same, for a loss in a 16-bit dtype
 
 
 def token_weights(job: JobRecording, step: int) -> list[float]:
-    """What each rank's mean loss counts for: its targets, where every rank's loss is a mean over
-    them, and nothing beside it, in one backward pass; otherwise all alike.
+    """Return the weight of each rank's mean loss.
+
+    Weights are proportional to targets if every rank's loss is only a mean over targets, in one
+    backward pass; otherwise all ranks are weighted equally.
     """
     equal = [1 / job.world] * job.world
     counts, factors = [], []
@@ -43,25 +47,25 @@ def token_weights(job: JobRecording, step: int) -> list[float]:
         factors.append((passes[0].loss or 0.0) / call.value / (record.scale or 1.0))
     room = _AUTOCAST if any(p.autocast for r in job.at(step) for p in r.passes) else _SAME_FACTOR
     if max(factors) - min(factors) > room * max(map(abs, factors)):
-        return equal  # something else is in the loss
+        return equal  # the loss has other terms
     return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
 
 
 def _is_trained(job: JobRecording, steps: Sequence[int]) -> bool:
-    """Whether some optimizer was given a gradient."""
+    """Return True if any optimizer received a gradient."""
     digests = (record.digests for step in steps for record in job.at(step))
     return any(name.startswith("step/") for one in digests for name in one)
 
 
 def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
-    """What an exchange has left is the mean of the ranks' local gradients within the rounding of
-    any order, or their sum.
+    """Check that reduced gradients are the mean (or the sum) of the ranks' local gradients, within
+    rounding in any summation order.
     """
     tally = Tally("gradients", ROUNDING)
     nothing, sums = True, 0
     for step in steps:
         if any(record.skipped for record in job.at(step)):
-            continue  # its gradients are not finite
+            continue  # gradients are not finite
         view = view_of(job, step)
         if view.factor != 1.0:
             tally.remark("gradients are divided by the number of backward passes after the last")
@@ -90,8 +94,10 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
 def view_of(
     job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED, *, of_all: bool = False
 ) -> JobStep:
-    """The gradients of a step; `of_all` leaves out the parameters that some rank's optimizer has
-    not got. Of what an optimizer was given, clipping by norm is taken into account.
+    """Return the gradients of a step.
+
+    `of_all` omits the parameters that some rank's optimizer does not have. For optimizer gradients,
+    clipping by norm is taken into account.
     """
     shares, later = token_weights(job, step), divided_later(job, step)
     counted = len(set(shares)) > 1
@@ -112,7 +118,7 @@ def view_of(
 
 
 def _compare(view: JobStep, tally: Tally, index: int) -> int:
-    """Compares one parameter on every rank; returns on how many it is a sum."""
+    """Compare one parameter on every rank; return the number of ranks that hold a sum."""
     job, step, name = view.job, view.step, view.specs[index].name
     records, sums = job.at(step), 0
     try:
@@ -121,13 +127,13 @@ def _compare(view: JobStep, tally: Tally, index: int) -> int:
         tally.missing(f"{name}: {error}")
         return 0
     held = [view.reduced(rank, index) for rank in range(job.world)]
-    known: dict[str, Comparison] = {}  # by digest: ranks mostly hold the same
+    known: dict[str, Comparison] = {}  # by digest: most ranks hold the same bits
     for rank, record in enumerate(records):
         raw = held[rank]
         if not job.holds(rank, step, name):
             continue
         if raw is None and all(one is None for one in held):
-            continue  # all have dropped it
+            continue  # dropped on all ranks
         if raw is None:
             tally.fail(f"step {step}: rank {rank} has no gradient of {name}",
                        parameter=name, rank=rank, step=step)  # fmt: skip
@@ -143,9 +149,11 @@ def _compare(view: JobStep, tally: Tally, index: int) -> int:
 
 
 def needless(job: JobRecording) -> tuple[int, int, float | None]:
-    """Backward passes of rank 0 in which DistributedDataParallel exchanged although a later one of
-    the same step does, too; the bytes of gradients that each such exchange takes; and the seconds
-    for which it made backward wait, where torch has measured them.
+    """Measure redundant synchronization: backward passes of rank 0 in which DistributedDataParallel
+    synchronizes although a later pass of the same step does, too.
+
+    Returns their number, the gradient bytes of one synchronization, and the seconds by which it
+    delayed backward (None if torch did not measure them).
     """
     count = size = 0
     waited: float | None = None
@@ -162,7 +170,7 @@ def needless(job: JobRecording) -> tuple[int, int, float | None]:
 
 
 def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
-    """Clipping by norm multiplies what the exchange left by one factor, which its norm says."""
+    """Check that clipping by norm multiplies reduced gradients by the factor of the norm."""
     if not any(clip.kind == "norm" for record in job.records.values() for clip in record.clips):
         return None
     tally = Tally("clipping", ROUNDING)
@@ -182,27 +190,27 @@ def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
 
 
 def _clipped_by(record: StepRecord, name: str) -> tuple[float, int]:
-    """What clipping by norm multiplies a parameter's gradient by, and in how many roundings."""
+    """Return the factor of clipping by norm for a parameter, and its number of roundings."""
     clips = [one for one in record.clips if not one.names or name in one.names]
     factor = 1.0
     for clip in clips:
         if clip.most is not None and clip.norm is not None:
-            factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
+            factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # Derived: torch's own formula
     return factor, 2 * len(clips) + 4
 
 
 def _multiplied(
     clipped: torch.Tensor, raw: torch.Tensor, factor: float, roundings: int
 ) -> Comparison:
-    """A factor that torch computes in three roundings, rounded again where it is multiplied."""
+    """Compare with `raw * factor`: torch rounds the factor three times, and the product once."""
     expected = raw.double() * factor
     bound = expected.abs() * gamma(roundings, unit_roundoff(raw.dtype)) + 2.0**-126
     return within(clipped, expected, bound)
 
 
 def loss_factors(job: JobRecording, step: int) -> list[float] | None:
-    """By rank: what the losses that backward starts from, over torch's own mean losses, add up to
-    over the passes of a step; None where a loss is another thing than a multiple of one of those.
+    """Return, for each rank, the ratio of the backward losses to torch's mean losses, summed over
+    the passes of a step; None if a loss is not a multiple of one mean loss.
     """
     found = []
     for record in job.at(step):
@@ -223,9 +231,9 @@ def loss_factors(job: JobRecording, step: int) -> list[float] | None:
 
 
 def summed_factors(job: JobRecording, step: int) -> list[float] | None:
-    """The same as `loss_factors`, alike for all ranks, where the losses are sums over targets: what
-    the ranks' losses add up to on average, over the mean of all targets. None where a loss is
-    another one.
+    """Return the factors of `loss_factors`, equal on all ranks, for losses that are sums over
+    targets: the average sum of a rank's losses, relative to the mean over all targets. None for
+    other losses.
     """
     total = sums = 0.0
     targets = 0
@@ -240,14 +248,14 @@ def summed_factors(job: JobRecording, step: int) -> list[float] | None:
 
 
 def divided_later(job: JobRecording, step: int) -> float:
-    """What a script multiplies gradients by after the last pass because it has not scaled its
-    losses: one over their number. 1 where it scales them, or that is not known.
+    """Return the factor by which a script scales gradients after the last pass: one over the number
+    of passes if its losses are not scaled, else (or if unknown) 1.
     """
     factors = _times(job, step)
     passes = len(job.records[0, step].trained)
     if passes < 2 or factors is None:
         return 1.0
-    # A pipeline's schedule divides, whatever the loss is divided by.
+    # A pipeline schedule divides, whatever the divisor of the loss.
     staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
     if not staged and any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
@@ -264,8 +272,8 @@ def divided_later(job: JobRecording, step: int) -> float:
 
 
 def _times(job: JobRecording, step: int) -> list[float] | None:
-    """By rank: how often the mean loss counts, over the passes of a step; None where a loss has
-    several terms that do not count alike, or that is not known.
+    """Return, for each rank, the weight of the mean loss summed over the passes of a step; None if
+    the loss has terms with different weights, or is unknown.
     """
     factors = loss_factors(job, step) or summed_factors(job, step)
     if factors is not None:
@@ -275,7 +283,7 @@ def _times(job: JobRecording, step: int) -> list[float] | None:
 
 
 def carried(job: JobRecording) -> CheckResult:
-    """The gradients of one step are cleared before the optimizer is given those of the next."""
+    """Check that gradients are cleared before the next step's gradients reach the optimizer."""
     tally = Tally("accumulation", NO_LAYER)
     for step in job.steps:
         for rank, record in enumerate(job.at(step)):
@@ -289,7 +297,7 @@ def carried(job: JobRecording) -> CheckResult:
 
 
 def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
-    """Accumulated over several backward passes, the loss is divided by their number, once."""
+    """Check that an accumulated loss is divided by the number of backward passes exactly once."""
     steps = [s for s in steps if all(_count(job, r, s) > 1 for r in range(job.world))]
     if not steps:
         return None
@@ -328,7 +336,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
 
 
 def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
-    """The terms of a loss that do not count alike, or why that is not known."""
+    """Report the loss terms that are scaled differently, or why this is unknown."""
     for rank in range(job.world):
         found, passes = terms.counted(job, rank, step), _count(job, rank, step)
         if not found.alone or passes < 2:
@@ -343,5 +351,5 @@ def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
 
 
 def _count(job: JobRecording, rank: int, step: int) -> int:
-    """How many passes had a loss, also of those whose gradients were dropped."""
+    """Return the number of passes with a loss, including passes whose gradients were dropped."""
     return sum(one.loss is not None for one in job.records[rank, step].passes)

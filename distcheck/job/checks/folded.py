@@ -1,18 +1,17 @@
-"""Accumulated gradients are those of one batch: what the script's passes leave as one process, next
-to one backward pass over all micro-batches of all ranks.
+"""Compares accumulated gradients with those of one batch, both in a single process.
 
-This is about mistakes that the script makes with one rank as well. A factor is the script's own
-business (a loss may have a weight) unless it is the number of passes, or one over it, or changes
-with the number of passes from step to step. Of a loss with several terms the factor is not judged
-here (`terms` does). A gradient in another direction is a mistake: some micro-batch counts more than
-another.
+One side is the script's passes, the other one backward pass over all micro-batches of all ranks.
+This detects mistakes that also occur with a single rank. A constant factor is accepted (a loss may
+have a weight) unless it is the number of passes or its inverse, or changes with the number of
+passes from step to step. For a loss with several terms, `terms` judges the factor. A gradient in
+another direction is a mistake: micro-batches have different weights.
 
 A gradient is within
 
     8 max_d |g_d - g| + gamma(A + W + 1) n + u |G|
 
-of the folded one's g times that factor, in the L2 norm: g_d and |G| as in `reference`, and n is the
-sum of the norms of the A passes' gradients, which may cancel in their sum.
+of the one-batch gradient g times that factor, in the L2 norm. g_d and |G| are as in `reference`; n
+is the sum of the norms of the A passes' gradients, which may cancel in their sum.
 """
 
 import math
@@ -35,14 +34,14 @@ from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32
 
 CHECK = "accumulation"
-SAME_FACTOR = 1e-3  # chosen: rounding leaves 1e-6, and factors that mean something differ by more
+SAME_FACTOR = 1e-3  # Heuristic: rounding leaves 1e-6, meaningful factors differ by more
 
 
 @dataclass(frozen=True)
 class Folded:
-    """One step: how often the accumulated gradient holds the folded one, and after how many passes;
-    `left` is the share of its norm that no factor explains. `weighted`: the script multiplies its
-    loss by a number that is the factor.
+    """The fit of one step: accumulated gradient = `factor` times the one-batch gradient.
+
+    `left` is the relative residual; `weighted`: the script multiplies its loss by this factor.
     """
 
     step: int
@@ -58,7 +57,7 @@ class Folded:
 
 
 def folded_steps(job: JobRecording, reference: Reference) -> Iterator[Folded]:
-    """The steps of which all micro-batches were made as one batch."""
+    """Yield the steps whose micro-batches were also computed as one batch."""
     made = 0
     most = _most_passes(job, reference)
     for seen in reference.replayed.steps:
@@ -67,7 +66,7 @@ def folded_steps(job: JobRecording, reference: Reference) -> Iterator[Folded]:
             continue
         found = reference.tensors(seen.step)
         expected = _of(found, "folded/")
-        # The gradient of the script's own loss, of which every pass has its part.
+        # The gradient of the script's loss, of which every pass contributes a fraction.
         scale = most if seen.folded == "terms" else 1
         expected = {n: g * scale for n, g in expected.items()}
         raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
@@ -111,13 +110,13 @@ def _most_passes(job: JobRecording, reference: Reference) -> int:
 
 
 def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
-    """How far both ways to a gradient move with one ULP of the parameters."""
+    """Return the larger change of both gradients under perturbation of parameters by one ULP."""
     ways = (float(found[f"spread/{name}"]), abs(factor) * float(found[f"spread-folded/{name}"]))
     return max((way for way in ways if not math.isnan(way)), default=0.0)
 
 
 def _ends_epoch(job: JobRecording, made: int) -> bool:
-    """Whether a loader of rank 0 ends after so many passes, so that a step has what is left."""
+    """Return True if a loader of rank 0 ends after so many passes: the step has the remainder."""
     lengths = {
         begun.length
         for (rank, _), record in job.records.items()
@@ -128,13 +127,13 @@ def _ends_epoch(job: JobRecording, made: int) -> bool:
 
 
 def usual(steps: list[Folded]) -> Folded:
-    """The first step with the number of passes that most steps have."""
+    """Return the first step with the most common number of passes."""
     most = Counter(one.passes for one in steps).most_common(1)[0][0]
     return next(one for one in steps if one.passes == most)
 
 
 def expected_factor(one: Folded, common: Folded) -> float | None:
-    """The factor that a right script would have, where this one is known to be wrong."""
+    """Return the factor of a correct script if this one is known to be wrong, else None."""
     if one.kind == "sum":
         return None
     judged = one.kind == "mean" and one.passes > 1 and one is common and not one.weighted
@@ -152,7 +151,7 @@ def _near(one: float, other: float) -> bool:
 
 
 def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResult]:
-    """The check; nothing where the script does not accumulate, or passes could not be folded."""
+    """Yield the check; nothing if the script does not accumulate or passes could not be merged."""
     steps = list(folded_steps(job, reference))
     if not steps:
         return
@@ -189,7 +188,7 @@ def _compare(job: JobRecording, tally: Tally, one: Folded, factor: float) -> Non
         added = _norms(job, one.step, name) or norm_of(raw)
         bounds[name] = SPREADS * one.spreads[name] + unit * total
         bounds[name] += gamma(one.passes + job.world + 1, unit) * added
-    of_factor = math.hypot(*bounds.values()) / total  # the fitted factor may be as far off
+    of_factor = math.hypot(*bounds.values()) / total  # the error of the fitted factor
     for name, raw in one.raw.items():
         expected = factor * one.expected[name].double()
         bound = bounds[name] + of_factor * norm_of(expected)
@@ -197,6 +196,6 @@ def _compare(job: JobRecording, tally: Tally, one: Folded, factor: float) -> Non
 
 
 def _norms(job: JobRecording, step: int, name: str) -> float:
-    """The mean over the ranks of what the norms of their passes' gradients add up to."""
+    """Return the mean over ranks of the summed norms of their passes' gradients."""
     found = [job.tensors(rank, step).get(f"norms/{name}") for rank in range(job.world)]
     return sum(float(one) for one in found if one is not None) / job.world

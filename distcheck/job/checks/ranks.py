@@ -1,4 +1,6 @@
-"""What is the same on all ranks: parameters, settings, scales; and what differs: random streams."""
+"""Checks of state that is the same across ranks (parameters, settings, loss scales) or must differ
+(RNG streams).
+"""
 
 from collections.abc import Iterator
 
@@ -17,20 +19,20 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
     names = [n for n in first if n.startswith(prefixes) and _plain(n) not in kept]
     for name in names if job.world > 1 else ():
         plain = name.partition("/")[2]
-        tally.count(parameter=plain, rank=0, step=step, elements=0)  # the others' counterpart
+        tally.count(parameter=plain, rank=0, step=step, elements=0)  # other ranks' counterpart
     for rank in range(1, job.world):
         own = job.records[rank, step].digests
         for name in names:
             plain = name.partition("/")[2]
             if name.startswith("after/") and not job.holds(rank, step, plain):
-                continue  # what it has before the next step is compared
+                continue  # its value before the next step is compared
             apart = () if own.get(name) == first[name] else (_distance(job, rank, step, name),)
             tally.add(_compared(*apart), parameter=plain, rank=rank, step=step)
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
-    """The same of ranks that train one model: those that hold the same part of a tensor, and what
-    two stages of a pipeline began with alike, as tied weights.
+    """Compare ranks of model-parallel units: ranks that hold the same shard, and tensors that two
+    pipeline stages share from the start (tied weights).
     """
     if job.apart is None:
         return
@@ -53,13 +55,13 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
 
 
 def _compared(apart: Place | None = None) -> Comparison:
-    """One tensor of two ranks, which are the same unless they are apart."""
+    """Return the comparison of one tensor on two ranks; `apart` is their difference, if any."""
     places = () if apart is None else (apart,)
     return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
 
 
 def differs_in_units(job: JobRecording) -> str:
-    """A parameter of which ranks that train one model begin with other numbers."""
+    """Return a parameter whose initial values differ within a model-parallel unit, or ""."""
     tally = Tally("initial state", NO_LAYER)
     for step in job.steps[:1]:
         _same_in_units(job, tally, step, "before/")
@@ -68,7 +70,7 @@ def differs_in_units(job: JobRecording) -> str:
 
 
 def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Place:
-    """How far apart two ranks are, as the norm that their 64 sums estimate."""
+    """Return the difference of two ranks, as the L2 norm estimated from their 64 projections."""
     own, other = job.sums(rank, step, name), job.sums(beside, step, name)
     if own is None or other is None or own.shape != other.shape:
         zero = torch.zeros(1)
@@ -85,8 +87,8 @@ def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 
 
 
 def averages(job: JobRecording) -> list[str]:
-    """The parameters within the models that no gradient and no optimizer moves, and that move on
-    every rank: averages of others, as of a module that holds a model and its EMA.
+    """Return the parameters that change on every rank without a gradient or an optimizer: averages
+    of other parameters, such as an EMA inside the model.
     """
     if len(job.steps) < 2:
         return []
@@ -106,7 +108,7 @@ def averages(job: JobRecording) -> list[str]:
 
 
 def finite(job: JobRecording) -> Iterator[CheckResult]:
-    """Inputs, losses and gradients are finite numbers; said where they are not."""
+    """Yield a failure if inputs, losses or gradients are not finite."""
     for step in job.steps:
         for rank, record in enumerate(job.at(step)):
             if record.not_finite:
@@ -121,7 +123,7 @@ def finite(job: JobRecording) -> Iterator[CheckResult]:
 
 
 def initial_state(job: JobRecording) -> CheckResult:
-    """Before the first recorded step all ranks have the same parameters and buffers."""
+    """Check that all ranks have the same parameters and buffers before the first recorded step."""
     tally = Tally("initial state", NO_LAYER)
     _same_digests(job, tally, job.steps[0], ("before/", "buffer/"))
     _same_in_units(job, tally, job.steps[0], "before/")
@@ -131,7 +133,7 @@ def initial_state(job: JobRecording) -> CheckResult:
 
 
 def agreement(job: JobRecording) -> CheckResult:
-    """After every step all ranks have the same parameters, and before the next one."""
+    """Check that all ranks have the same parameters after every step and before the next."""
     tally = Tally("agreement", NO_LAYER)
     for step in job.steps:
         if step != job.steps[0]:
@@ -142,7 +144,7 @@ def agreement(job: JobRecording) -> CheckResult:
 
 
 def begin_apart(job: JobRecording, step: int) -> str:
-    """The first parameter that ranks hold differently before a step."""
+    """Return the first parameter that differs across ranks before a step, or ""."""
     for name in (n for n in job.records[0, step].digests if n.startswith("before/")):
         if len({record.digests.get(name) for record in job.at(step)}) > 1:
             return _plain(name)
@@ -150,7 +152,7 @@ def begin_apart(job: JobRecording, step: int) -> str:
 
 
 def parted_before(job: JobRecording, step: int) -> str:
-    """The first parameter that ranks hold differently before a step, though not after the last."""
+    """Return the first parameter that diverges across ranks between two steps, or ""."""
     before = {n: d for n, d in job.records[0, step].digests.items() if n.startswith("before/")}
     for name in before:
         alike = {job.records[rank, step].digests.get(name) for rank in range(job.world)}
@@ -162,9 +164,7 @@ def parted_before(job: JobRecording, step: int) -> str:
 
 
 def written_before(job: JobRecording, step: int) -> str:
-    """The first parameter that was another one when the optimizer stepped than it was before the
-    forward pass, and not on all ranks alike.
-    """
+    """Return the first parameter modified between forward and step on some ranks only, or ""."""
     for name in job.parameters(step):
         if len({record.digests.get(f"written/{name}") for record in job.at(step)}) > 1:
             return name
@@ -176,16 +176,14 @@ def _plain(name: str) -> str:
 
 
 def random_streams(job: JobRecording) -> Iterator[CheckResult]:
-    """Where forward passes draw random numbers, or the script does between a batch and its loss,
-    no two ranks draw the same ones.
-    """
+    """Check that ranks draw different random numbers in forward, or between batch and loss."""
     tally = Tally("random streams", NO_LAYER)
     compared = _of_pieces(job, tally)
     for step in job.steps:
         seen: dict[str, int] = {}
         for rank in range(job.world):
             for one in job.records[rank, step].passes:
-                # Without a batch, ranks may draw the same samples, and each take its part of them.
+                # Without a batch, ranks may draw the same samples and each use its shard of them.
                 draws = one.draws or (one.drew and one.batches)
                 if not draws or not one.live or job.world == 1:
                     continue
@@ -204,7 +202,7 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
 
 
 def _of_pieces(job: JobRecording, tally: Tally) -> bool:
-    """The same of ranks that have pieces of the same samples; whether there was any."""
+    """Compare RNG streams of ranks that share samples; return True if there were any."""
     compared = False
     if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):
         return False
@@ -227,7 +225,7 @@ def _of_pieces(job: JobRecording, tally: Tally) -> bool:
 
 
 def settings(job: JobRecording) -> CheckResult:
-    """The optimizer's settings, learning rates included, are the same on all ranks."""
+    """Check that optimizer settings, including learning rates, are the same on all ranks."""
     tally = Tally("learning rate", NO_LAYER)
     for step in job.steps:
         first = job.records[0, step].groups
@@ -253,7 +251,7 @@ def settings(job: JobRecording) -> CheckResult:
 
 
 def scaler(job: JobRecording) -> Iterator[CheckResult]:
-    """Loss scales, and the steps that a scaler skips, are the same on all ranks."""
+    """Check that loss scales, and the steps that a GradScaler skips, are the same on all ranks."""
     if all(record.scale is None for record in job.records.values()):
         return
     tally = Tally("loss scaler", NO_LAYER)

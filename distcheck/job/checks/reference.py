@@ -1,18 +1,18 @@
-"""Compares each step with the script as one process that has the ranks' batches.
+"""Compares each step with the script as a single process on the ranks' batches.
 
 A gradient is within
 
     8 max_d |g_d - g| + gamma(W + 1) |g| + u |G|
 
-of the reference's g in the L2 norm, where g_d are its gradients after every parameter moved by one
-ULP at random (measured, in the same process), gamma(W + 1) |g| is the rounding of the exchange
-(`judge/oracles/rounding.py`), and u |G|, with G all parameters' gradients, is a floor for those
-that are nothing but rounding. 8 is chosen and not derived: the ranks' sums
-run in another order in every layer, which moves a gradient about as far as one ULP of the
-parameters does, and two draws do not show the largest such move.
+of the reference's g in the L2 norm. The g_d are its gradients after every parameter was perturbed
+by ±1 ULP at random (measured in the same process), gamma(W + 1) |g| is the rounding of the
+all-reduce (`judge/oracles/rounding.py`), and u |G|, with G the gradients of all parameters, is a
+floor for gradients that consist of rounding only. The factor 8 is a heuristic: the ranks' sums are
+evaluated in another order in every layer, which changes a gradient about as much as one ULP of the
+parameters, and two draws do not show the largest such change.
 
-What the optimizer is given decides. Where that is right, what an exchange has left on the way may
-be another thing: a script may scale its loss, and its gradients back.
+Only the gradients passed to the optimizer decide. Reduced gradients may differ, because a script
+may scale the loss and unscale later.
 """
 
 import math
@@ -38,8 +38,8 @@ from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 def with_reference(
     job: JobRecording, reference: Reference
 ) -> tuple[list[CheckResult], frozenset[int]]:
-    """Every check that compares with the reference, in the order of the report; and the steps at
-    which every rank's optimizer was given its gradients, and stepped to its parameters.
+    """Return every check against the reference in report order, and the steps at which every
+    optimizer received the reference gradients and reached its parameters.
     """
     raw, given = Tally("gradients", IN_FLOAT32), Tally("clipped gradients", IN_FLOAT32)
     clips = any(record.clips for record in job.records.values())
@@ -74,9 +74,9 @@ def with_reference(
 
 
 def rescaled(reference: Reference) -> float:
-    """Return what to multiply the replay's gradients by to get those of one process: 1, unless
-    the loss is a sum over samples and the job's exchange takes the mean of the ranks' sums. A
-    script may multiply gradients by the number of ranks after that.
+    """Return the factor from the replay's gradients to the single-process reference: 1, unless the
+    loss is a sum over samples and the job averages the ranks' sums. A script may multiply by the
+    world size afterwards.
     """
     return max(reference.replayed.scales) / reference.replayed.scale
 
@@ -91,11 +91,11 @@ def _compared(
     kind: Kind,
     bounds: dict[str, float],
 ) -> Results:
-    """What every rank held at a step, next to the reference's."""
+    """Compare every rank's gradients of a step with the reference."""
     results: Results = []
     for name in job.parameters(step):
         expected = found.get(f"{STEMS[kind]}/{name}")
-        known: dict[str, Comparison] = {}  # by digest: ranks mostly hold the same
+        known: dict[str, Comparison] = {}  # by digest: most ranks hold the same bits
         for rank in job.holders(step, name):
             actual = job.gradient(kind, rank, step, name)
             if (expected is None and actual is None) or name not in bounds:
@@ -119,7 +119,7 @@ def _add(tally: Tally, compared: Results, step: int) -> None:
 
 
 def bounds_of(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
-    """The tolerance of every parameter's gradient; 0 for all where all are exactly zero."""
+    """Return the tolerance of every gradient; 0 for all if all are exactly zero."""
     raw = reached(found, Kind.EXCHANGED)
     total = math.hypot(*(norm_of(t) for t in raw.values()))
     return {
@@ -137,9 +137,8 @@ def bounds_of(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> d
 
 
 def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> dict[str, float]:
-    """The same of what the optimizer is given: shrunk as the gradient was since the exchange, and
-    the factor itself may be off by as much as the norm of all gradients is, and by the eight
-    roundings that it goes through.
+    """Return the tolerances of optimizer gradients: scaled like the gradient, plus the error of the
+    clipping factor (that of the total norm, and eight roundings).
     """
     of_norm = _of_norm(found, bounds)
     clipped = {}
@@ -154,7 +153,7 @@ def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> d
 
 
 def _of_norm(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> float:
-    """How far the norm of all gradients may be off, as a part of it."""
+    """Return the relative error of the total norm."""
     total = math.hypot(*(norm_of(found[f"raw/{name}"]) for name in bounds))
     return math.hypot(*bounds.values()) / total
 
@@ -162,8 +161,8 @@ def _of_norm(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> float:
 def _clip_alike(
     job: JobRecording, seen: ReplayedStep, found: dict[str, torch.Tensor], bounds: dict[str, float]
 ) -> bool:
-    """Whether every rank's clipping leaves the same part of a norm as that of one process. Of
-    twice the gradients it makes what it makes of right ones, while both are longer than it allows.
+    """Return True if every rank's clipping scales by the reference's factor. Twice the correct
+    gradients are clipped to the same result while both norms exceed the maximum.
     """
     unit = max(unit_roundoff(found[f"raw/{name}"].dtype) for name in bounds)
     room = _of_norm(found, bounds) + gamma(8, unit)
@@ -174,20 +173,21 @@ def _clip_alike(
     return True
 
 
-Norms = tuple[float, float]  # the most that clipping allows, and the norm that it finds
+Norms = tuple[float, float]  # maximum norm of clipping, and the norm it computed
 
 
 def clips_beside(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, Norms]]:
-    """Each clipping by norm of a rank's step, and that of one process."""
+    """Pair each clipping by norm in a rank's step with that of the reference."""
     own = [(one.most, one.norm) for one in record.clips if one.most is not None]
     pairs = [(most, norm) for most, norm in own if norm is not None]
     return [*zip(pairs, seen.clips, strict=True)] if len(pairs) == len(seen.clips) else []
 
 
 def contents(reference: Reference) -> Iterator[CheckResult]:
-    """The samples of a rank are what one process reads for the same indices. Where the largest part
-    of them is and another one is not, they are put together differently: labels of other samples,
-    or classes with other numbers. Inputs that differ may be augmented by rank.
+    """Check that a rank's samples equal those that a single process reads for the same indices.
+
+    If the largest field agrees and another differs, samples are assembled differently: labels of
+    other samples, or other class numbers. Differing inputs may be augmented per rank.
     """
     tally = Tally("data", IN_FLOAT32)
     for read in reference.replayed.reads:
@@ -215,8 +215,8 @@ def contents(reference: Reference) -> Iterator[CheckResult]:
 def losses(
     job: JobRecording, reference: Reference, agreed: Collection[int]
 ) -> Iterator[CheckResult]:
-    """The mean of the ranks' losses is the loss of one process; not judged where gradients are
-    right: a script may print another number than it trains on.
+    """Check that the mean of the ranks' losses is the reference's loss. If gradients agree the loss
+    may differ: a script may report another number than it trains on.
     """
     tally = Tally("loss", IN_FLOAT32)
     for seen in reference.replayed.steps:
@@ -236,7 +236,7 @@ def losses(
             seen.step, _own_losses(job, seen.step), mean=actual, expected=expected, bound=bound
         )
     result = tally.result()
-    if result.compared.elements:  # not where some pass has no loss of its own
+    if result.compared.elements:  # not if some pass has no loss of its own
         yield result
 
 
@@ -248,7 +248,7 @@ def _own_losses(job: JobRecording, step: int) -> list[float]:
 
 
 def losses_beside(job: JobRecording, reference: Reference, step: int) -> tuple[float, float, float]:
-    """The mean of the ranks' losses, the loss of one process, and how far they may be apart."""
+    """Return the mean of the ranks' losses, the reference's loss, and the tolerance."""
     found, records = reference.tensors(step), job.at(step)
     own, weights = _own_losses(job, step), token_weights(job, step)
     actual = sum(loss * weight for loss, weight in zip(own, weights, strict=True))
@@ -270,8 +270,8 @@ def _trained_on(
     loss: float,
     alone: float,
 ) -> bool:
-    """Whether gradients are off by what the loss is, and so little that it does not show in each of
-    them. A script that changes them later may scale its loss as it likes.
+    """Return True if gradients deviate by the loss's factor, too little to appear in each of them.
+    A script that changes gradients later may scale its loss freely.
     """
     if seen.changes or not alone:
         return False
@@ -283,13 +283,13 @@ def _trained_on(
 
 
 def reached(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
-    """The reference's gradients of a kind by parameter."""
+    """Return the reference's gradients of a kind, by parameter."""
     stem = f"{STEMS[kind]}/"
     return {n.removeprefix(stem): one for n, one in found.items() if n.startswith(stem)}
 
 
 def settings(job: JobRecording, reference: Reference) -> CheckResult:
-    """The optimizer's settings are those of one process: learning rates above all."""
+    """Check that optimizer settings, above all learning rates, equal the reference's."""
     tally = Tally("learning rate", IN_FLOAT32)
     for seen in reference.replayed.steps:
         own = job.records[0, seen.step].groups
@@ -298,7 +298,7 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
         tally.count(parameter="groups", rank=0, step=seen.step, elements=sum(map(len, own)))
         for number, (mine, other) in enumerate(zip(own, seen.groups, strict=False)):
             for key in sorted(set(mine) & set(other)):
-                # Derived: a setting that is sent to other ranks in float32 is rounded once.
+                # Derived: a setting sent to other ranks in float32 is rounded once.
                 if not math.isclose(mine[key], other[key], rel_tol=unit_roundoff("float32")):
                     tally.fail(
                         f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, but "
@@ -310,7 +310,7 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
 
 
 def parameters(job: JobRecording, reference: Reference) -> CheckResult:
-    """Given the recorded gradients, the optimizer steps to the recorded parameters."""
+    """Check that the optimizer reaches the recorded parameters from the recorded gradients."""
     tally = Tally("parameters", NO_LAYER)
     for seen in reference.replayed.steps:
         found, before = reference.tensors(seen.step), job.tensors(0, seen.step)

@@ -1,9 +1,9 @@
-"""Ranks have different samples, and every epoch has another order.
+"""Checks that ranks train on different samples and that every epoch has another order.
 
-Which sample it is, says the index that a loader's sampler gave. Where there is none, its content
-does, and rows that one rank has twice in an epoch of its own say nothing. Where ranks have the same
-indices and what they read for them differs, each has a data set of its own: unless that leaves some
-part of every sample the same. Where reading draws random numbers, too, it is not known.
+A sample is identified by its sampler index, or by its content if there is none; then rows that one
+rank has twice in its epoch are ignored. If ranks read different content for the same indices, each
+rank has its own data set, unless some part of every sample is the same. If reading also draws
+random numbers, the data sets cannot be distinguished, and the result is unknown.
 """
 
 from collections import Counter
@@ -22,18 +22,18 @@ from distcheck.records.layers import NO_LAYER
 
 WITH_REPLACEMENT = "replacement"
 ALIKE = "draw the same random numbers to make their samples"
-_MOST = 8  # batches of two ranks whose parts are looked at
+_MOST = 8  # maximum number of batches whose leaves are compared
 Place = tuple[int, int, int]
-Key = object  # what says which sample it is
+Key = object  # identifies a sample
 
 
 @dataclass
 class _Trained:
-    """The batches that ranks trained on, by place, and the step that each was handed out in."""
+    """The batches that ranks trained on, by place, each with the step that loaded it."""
 
     batches: dict[tuple[int, Place], tuple[int, LoadedBatch]] = field(default_factory=dict)
-    own: set[int] = field(default_factory=set)  # loaders of which each rank has its own data
-    unclear: set[int] = field(default_factory=set)  # and of which that, or augmentation, is seen
+    own: set[int] = field(default_factory=set)  # loaders with a separate data set per rank
+    unclear: set[int] = field(default_factory=set)  # loaders with separate data or augmentation
 
 
 def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> list[Key]:
@@ -47,7 +47,7 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
 
 
 def disjoint(job: JobRecording) -> CheckResult:
-    """No sample is on two ranks at the same step, nor within what was recorded of one epoch."""
+    """Check that no sample is on two ranks in one step, or in the recorded part of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
     if job.processes == 1:
         tally.remark("a single rank has all samples")
@@ -76,9 +76,9 @@ def disjoint(job: JobRecording) -> CheckResult:
 
 
 def _shared(job: JobRecording, tally: Tally) -> None:
-    """Ranks that train one model read the same samples, where each reads them from a loader."""
+    """Check that ranks of a model-parallel unit read the same samples from their loaders."""
     if job.apart is None or any(a.kind == "pipeline" for a in job.ranks[0].axes):
-        return  # of a pipeline the first stage alone needs them
+        return  # only the first stage of a pipeline needs samples
     for step in job.steps:
         for unit in job.units:
             read = [job.apart.records[rank, step].batches for rank in unit]
@@ -116,11 +116,12 @@ def _trained(job: JobRecording) -> _Trained:
 
 
 def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
-    """Whether one index of a loader is another sample on every rank, and whether that is unclear.
+    """Return whether an index of a loader is another sample on each rank, and whether this is
+    unclear.
 
-    It is another one where it is from another file, however that is read, and the same one where
-    each is from one file. Else what ranks read with the same random streams says so; else what they
-    had: of that the largest part, since ranks may have the same labels in the same order.
+    Different files mean different samples, and one file per index the same sample. Otherwise
+    samples read under equal RNG streams decide, or else the trained batches: their largest leaf,
+    since ranks may have equal labels in equal order.
     """
     by_index: dict[int, dict[int, tuple[int, LoadedBatch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
@@ -155,7 +156,7 @@ def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int
 
 
 def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
-    """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank."""
+    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each."""
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
     for (rank, place), (_, batch) in trained.batches.items():
         if _divides(job, batch.loader):
@@ -186,7 +187,7 @@ def _report(
 
 
 def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
-    """Two ranks that make their samples from the same random numbers."""
+    """Report pairs of ranks that generate their samples from the same random numbers."""
     for (rank, place), (step, batch) in trained.batches.items():
         for other in range(rank):
             _, theirs = trained.batches.get((other, place), (0, None))
@@ -208,13 +209,13 @@ def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
 
 
 def _divides(job: JobRecording, loader: int) -> bool:
-    """Whether a loader's sampler draws each sample once."""
+    """Return True if a loader's sampler draws each sample once."""
     found = [i for record in job.records.values() for i in record.iterations if i.loader == loader]
     return bool(found) and not any(WITH_REPLACEMENT in i.sampler for i in found)
 
 
 def order(job: JobRecording) -> Iterator[CheckResult]:
-    """Where two epochs were recorded of a loader that shuffles, their orders differ."""
+    """Check that two recorded epochs of a shuffling loader have different orders."""
     tally = Tally("epoch order", NO_LAYER)
     compared = False
     for rank in range(job.world):

@@ -1,9 +1,9 @@
-"""The scale of a loss that adds several terms up, by the numbers that each was multiplied by.
+"""Checks the scale of a loss with several terms, by the factors of each term.
 
-A term that is divided by the number of passes has that number, or one over it, among its factors.
-One that is not, beside one that is, counts as often as there are passes. But a script may have
-put the division into the weight of a term (`aux * (0.1 / passes)`), so that is a mistake where the
-term has no weight, or a whole number as one, and is not known where it has another.
+A term that is divided by the number of passes has that number or its inverse among its factors. If
+only some terms are divided, the others are too large by the number of passes. But a script may fold
+the division into a term's weight (`aux * (0.1 / passes)`). So an undivided term is a mistake if it
+has no weight or an integer weight; with any other weight the result is unknown.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import Factor, Pass, StepRecord, Term
 
-_SAME = 1e-6  # chosen: numbers of a script, kept in double or single precision (2^-24)
+_SAME = 1e-6  # Heuristic: a script's factors are float64 or float32 (2^-24)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How often the mean loss of a rank's passes counts, 1 where it is right. Or `alone`, terms
-    that are not divided where `others` are. Or `why` that is not known.
+    """The total weight of a rank's mean loss over the passes of a step (1 is correct).
+
+    Alternatively `alone`, the terms that are not divided although `others` are, or `why` it is
+    unknown.
     """
 
     times: float = 1.0
@@ -28,7 +30,7 @@ class Counted:
 
 
 def counted(job: JobRecording, rank: int, step: int) -> Counted:
-    """What the terms of a rank's losses say, of a step with several passes."""
+    """Judge the terms of a rank's losses in a step with several passes."""
     record = job.records[rank, step]
     passes = record.trained
     why = _unlike(passes)
@@ -45,8 +47,8 @@ def counted(job: JobRecording, rank: int, step: int) -> Counted:
 
 
 def may_be_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
-    """Whether a loss that counts so many times does so by a weight: in every pass it is one term
-    that was multiplied by this number, where a division by the passes would have done as much.
+    """Return True if a loss may have this total weight by design: in every pass it is one term,
+    multiplied by this number as a weight.
     """
     record = job.records[rank, step]
     passes = record.trained
@@ -59,7 +61,7 @@ def may_be_weight(job: JobRecording, rank: int, step: int, number: float) -> boo
 
 
 def _unlike(passes: Sequence[Pass]) -> str:
-    """Why the passes of a step have no terms in common."""
+    """Return why the passes of a step have no common terms, or ""."""
     if not passes:
         return "no backward pass was recorded"
     for one in passes:
@@ -77,13 +79,13 @@ def _unscaled(term: Term, record: StepRecord) -> Term:
 
 
 def _numbers_of_passes(job: JobRecording, rank: int) -> set[int]:
-    """How many backward passes the steps have; the last one of an epoch may have fewer."""
+    """Return the numbers of backward passes per step; the last step of an epoch may have fewer."""
     counts = {len(record.trained) for (other, _), record in job.records.items() if other == rank}
     return {count for count in counts if count > 1}
 
 
 def _divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
-    """How many of the factors are one over a number of passes."""
+    """Count the factors that are one over a number of passes."""
     return sum(
         any(abs(abs(factor.number) * number - 1) <= _SAME for number in numbers)
         for factor in factors
@@ -91,7 +93,7 @@ def _divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
 
 
 def _is_one(terms: Sequence[Term], times: float) -> bool:
-    """Whether a mean among the terms, or all of them together, counts once in so many times."""
+    """Return True if a mean among the terms, or all terms together, have weight 1 / `times`."""
     means = [times * term.weight for term in terms if term.reduction == "mean"]
     together = len(means) == len(terms) and abs(sum(means) - 1) <= _SAME
     return together or any(abs(abs(weight) - 1) <= _SAME for weight in means)
@@ -120,7 +122,7 @@ def _divided(
 
 
 def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
-    """Some terms are divided by the number of passes, and others are not."""
+    """Judge a loss with some terms divided by the number of passes."""
     alone = [term for term, count in zip(terms, divisions, strict=True) if not count]
     others = tuple(term.name for term, count in zip(terms, divisions, strict=True) if count)
     certain = [

@@ -1,13 +1,13 @@
 """The guard of production runs: `distcheck.guard(optimizer, every=100)`.
 
-guarding    begins a guard, counts steps, has ranks compare, and acts on a difference
-watched     the model: found when it is called; samples, buffers and random streams
-state       what one rank holds after a step, as digests
-digests     of tensors, on the device that holds them
-exchange    the guard's own group of ranks, and who has reached a check if one rank ends early
-comparing   what must be alike, and what must not
-records     what was found; the bundle; what `distcheck job --guard` reads of each rank
-audit       what goes into an exchange and what comes out, as sums with signs
+guarding    starts a guard, counts steps, makes the ranks compare, and acts on a difference
+watched     the model (found when it is called), samples, buffers and RNG streams
+state       the state of one rank after a step, as digests
+digests     digests of tensors, on the tensor's device
+exchange    the guard's process group, and the arrival of each rank if one exits early
+comparing   state that must be the same across ranks, and state that must differ
+records     findings, the bundle, and the data that `distcheck job --guard` reads per rank
+audit       gradients before and after synchronization, as random ±1 projections
 explaining  causes, for `distcheck explain`
 """
 
@@ -32,26 +32,26 @@ def guard(
     timeout_s: float = 1800.0,
     audit: bool | str = False,
 ) -> "Guard":
-    """Compares the ranks' replicas after step 2 and every `every` steps; one line of a script.
+    """Compare the ranks' replicas after step 2 and every `every` steps, by one line in a script.
 
         distcheck.guard(optimizer, every=100)
 
-    Compared by digest: parameters, buffers, the optimizer's state and settings. Ranks must have
-    trained on different samples and drawn different random numbers.
+    Digests of parameters, buffers, optimizer state and settings must be the same on all ranks.
+    Samples and random numbers must differ across ranks.
 
-    optimizer      a torch.optim.Optimizer, or accelerate's or Fabric's around one
-    on_difference  "raise" DivergenceError, "warn", or a function that gets what was found
-    model          the model, where it is not found by its call in training
-    group          the ranks that hold replicas, where not all do (tensor parallelism)
-    save           the folder for bundles, for `distcheck explain`; None writes none
-    samples        whether ranks must have different samples
-    randomness     whether ranks must draw different random numbers in the forward pass
-    timeout_s      how long a check waits for the slowest rank
-    audit          whether what the optimizer gets is compared with what backward gave, too: it
-                   must be one weighted mean over the ranks for all parameters. Not with clipping
-                   by value or noise. "bfloat16" or "float16", where the exchange rounds to it
+        optimizer      a torch.optim.Optimizer, or the wrapper of accelerate or Fabric
+        on_difference  "raise" DivergenceError, "warn", or a function that receives the finding
+        model          the model, if it cannot be found from its calls in training
+        group          the ranks that hold replicas, if not all do (tensor parallelism)
+        save           the folder for bundles, for `distcheck explain`; None writes none
+        samples        if True, ranks must have different samples
+        randomness     if True, ranks must draw different random numbers in the forward pass
+        timeout_s      seconds that a check waits for the slowest rank
+        audit          if True, also check that optimizer gradients are one weighted mean of the
+                       local gradients, for all parameters. Not supported with clipping by value
+                       or noise. "bfloat16" or "float16" if the all-reduce rounds to that dtype
 
-    All ranks must call it, after `init_process_group`, and make the same steps. Raises UsageError.
+    All ranks must call it after `init_process_group` and make the same steps. Raises UsageError.
     """
     from distcheck.job.guard.guarding import start
 

@@ -1,17 +1,17 @@
-"""A linear audit of an exchange: replicas that are all wrong alike agree, and this sees it.
+"""A linear audit of gradient synchronization: it detects errors that are identical on all replicas.
 
-Of every gradient, a sum of its elements with signs of chance is taken twice in an audited step: of
-what backward gives, before any exchange, and of what the optimizer gets. An exchange, a division
-and clipping by norm are linear and the same for all parameters, so that the second is one weighted
-mean of the ranks' first, within rounding: each of W ranks has k backward passes, and what lies
-between rounds each element at most W + k + 6 times (a sum over ranks and passes; divisions by the
-world, by passes, by a scale; a clip), each time by at most the unit roundoff u of the sum of the
-sizes that were added. So the bound of a parameter is (W + k + 6) * u * sum |g|. Signs of chance
-make a factor of 1 + d show as d * |g|_2, which is above it for up to 1 / (W + k + 6)^2 u^2
-elements: of float32 in every tensor; of 16 bits in a part, which is another one each time.
+In an audited step, each gradient is projected onto a random ±1 vector twice: as backward produces
+it, before any communication, and as the optimizer receives it. Reduction, division and clipping by
+norm are linear and the same for all parameters, so the second projection is one weighted mean of
+the ranks' first, within rounding. With W ranks and k backward passes, each element is rounded at
+most W + k + 6 times (a sum over ranks and passes; divisions by the world size, by passes, by a loss
+scale; a clip), each time by at most the unit roundoff u of the summed magnitudes. The bound of a
+parameter is therefore (W + k + 6) * u * sum |g|. A factor of 1 + d appears as d * |g|_2, which
+exceeds the bound for up to 1 / (W + k + 6)^2 u^2 elements: for float32 the whole tensor is
+projected, for 16-bit dtypes a part of it, another one each time.
 
-Where fully_shard divides a parameter, the first sum is of the gradient of the whole one that the
-model computes with, and the second is added up over the ranks, each of which has it of its part.
+If fully_shard shards a parameter, the first projection covers the unsharded gradient of the model,
+and the second is summed over the ranks, each of which contributes its shard.
 """
 
 import hashlib
@@ -28,57 +28,57 @@ from distcheck.machine.numerics import unit_roundoff
 from distcheck.training.leaf_hooks import LeafHook
 
 Rows = list[list[float]]
-_ROUNDINGS = 6  # beside those of ranks and passes
-_CHUNK = 1 << 20  # elements whose signs are kept
-_VISIBLE = 8  # chosen: a factor of 1 + 1/8 must show where a part of a tensor is taken
-_LEAST = 16  # elements of a part
-_TRIED = 64  # factors of single gradients
-_EQUAL = 1e-3  # chosen: weights of ranks closer than this are equal
+_ROUNDINGS = 6  # in addition to those of ranks and passes
+_CHUNK = 1 << 20  # number of signs that are kept
+_VISIBLE = 8  # Heuristic: a factor of 1 + 1/8 must be visible in a part of a tensor
+_LEAST = 16  # minimum number of elements in a part
+_TRIED = 64  # number of single-gradient factors that are tried
+_EQUAL = 1e-3  # Heuristic: rank weights closer than this are equal
 
 
 @dataclass(frozen=True)
 class Mean:
-    """What the optimizer got as the weighted mean of the ranks' gradients: the weights, and of the
-    parameters that are none, their places, with those of the ranks where it shows.
+    """The optimizer gradients as a weighted mean of the local gradients.
+
+    Holds the weights, and for each parameter (by index) that does not fit them, the deviating ranks
+    if known.
     """
 
     weights: tuple[float, ...]
     wrong: dict[int, tuple[int, ...]]
-    own: bool = False  # what is wrong there is each rank's own gradient
+    own: bool = False  # the optimizer received local gradients there
     compared: int = 0
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks count alike."""
+        """True if all ranks are weighted equally."""
         mean = sum(self.weights) / len(self.weights)
         return all(abs(one - mean) <= _EQUAL * abs(mean) for one in self.weights)
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Places of ranks that do not count."""
+        """Indices of ranks with weight 0."""
         most = max(abs(one) for one in self.weights)
         return tuple(r for r, one in enumerate(self.weights) if abs(one) <= _EQUAL * most)
 
 
 class Leaf:
-    """What one parameter was given since its gradient was cleared."""
+    """Gradients of one parameter since it was last cleared."""
 
     def __init__(self, audit: "Audit", parameter: torch.Tensor, number: int) -> None:
         self._audit, self.parameter, self.number = audit, parameter, number
         self.given: torch.Tensor | None = None
         self.passes = 0
         self.is_divided = type(parameter.data) is not torch.Tensor
-        # How many ranks have each part of it, and where in it this rank's part begins.
+        # Number of replicas of each shard, and offset of this rank's shard.
         self.copies, self.start = _of_parts(parameter) if self.is_divided else (0, 0)
         self.unit = unit_roundoff(parameter.dtype)
-        self.whole = None if self.is_divided else parameter  # what backward gives gradients to
+        self.whole = None if self.is_divided else parameter  # receives backward's gradients
         self._hook = None if self.whole is None else LeafHook(self.whole, self._give)
         self._holds: Callable[[], bool] = lambda: False
 
     def arm(self, wholes: Mapping[int, "Whole"]) -> None:
-        """A step that is measured begins. `wholes`: what the model computes with in the place of a
-        parameter, by its id.
-        """
+        """Start an audited step. `wholes` maps a parameter's id to its unsharded tensor."""
         self.given, self.passes = None, 0
         found = wholes.get(id(self.parameter))
         if found is not None and _is_plain(found.tensor):
@@ -91,7 +91,7 @@ class Leaf:
             self._hook.put_back()
 
     def got(self) -> float:
-        """The sum of what the optimizer gets; not a number where there is nothing."""
+        """Return the projection of the optimizer gradient; NaN if there is none."""
         grad: Any = self.parameter.grad
         if self.is_divided and grad is not None and hasattr(grad, "to_local"):
             grad = grad.to_local()
@@ -109,8 +109,9 @@ class Leaf:
         self.passes += 1
 
     def _is_held(self) -> bool:
-        """Whether what was given before is still to be part of the gradient. A rank's part may be
-        zero where the whole gradient is not: then nothing is known of it in this step.
+        """Return True if the recorded local gradient is still part of `.grad`.
+
+        A shard may be zero although the whole gradient is not; then this step is unknown.
         """
         grads: list[Any] = [t.grad for t in (self.parameter, self.whole) if t is not None]
         parts = [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
@@ -122,16 +123,16 @@ class Leaf:
 
 
 class Whole(NamedTuple):
-    """What a model computes with in the place of a parameter that fully_shard divides."""
+    """The unsharded tensor that a model computes with, for a parameter of fully_shard."""
 
     tensor: torch.Tensor
-    unit: float  # the roundoff of its exchange, where that is known
-    holds: Callable[[], bool]  # whether gradients of it were put aside
+    unit: float  # unit roundoff of its reduction, if known
+    holds: Callable[[], bool]  # returns True if gradients are held back
 
 
 class Audit:
-    """Measures the steps of one optimizer for which it is armed. `wire` is the dtype in which the
-    exchange rounds, where that is not the gradients' own.
+    """Measures the armed steps of one optimizer. `wire` is the dtype in which the reduction rounds,
+    if it is not the gradients' dtype.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, wire: torch.dtype | None) -> None:
@@ -140,7 +141,7 @@ class Audit:
         self.rows: list[list[float]] = []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known = [p for p in parameters if p.requires_grad and (_is_plain(p) or _of_parts(p)[0])]
-        self._others = len(parameters) - len(known)  # divided otherwise, or not trained
+        self._others = len(parameters) - len(known)  # sharded in another way, or not trained
         self.leaves = [Leaf(self, p, n) for n, p in enumerate(known)]
         self._handle: Any = optimizer.register_step_pre_hook(lambda *_: self._measure())
 
@@ -150,19 +151,17 @@ class Audit:
 
     @property
     def is_early(self) -> bool:
-        """Whether the step was the first one, before which nothing is known of what fully_shard
-        divides.
-        """
+        """True at the first step, before the unsharded tensors of fully_shard are known."""
         return self._step == 1 and any(leaf.whole is None for leaf in self.leaves)
 
     @property
     def left_out(self) -> int:
-        """How many parameters it does not see."""
+        """Number of parameters that are not audited."""
         waits = sum(leaf.whole is None for leaf in self.leaves)
         return self._others + (0 if self.is_early else waits)
 
     def arm(self, step: int, model: torch.nn.Module | None = None) -> None:
-        """Measures the next step of an optimizer that trains a model, if that is known."""
+        """Measure the next step of an optimizer that trains `model`, if that is known."""
         self.armed, self._step, self.rows = True, step, []
         wholes = {} if model is None else dict(_wholes_in(model))
         for leaf in self.leaves:
@@ -173,15 +172,13 @@ class Audit:
         self._handle.remove()
 
     def roundoff(self, leaf: Leaf) -> float:
-        """Of the dtype in which a gradient is rounded."""
+        """Return the unit roundoff of the dtype in which a gradient is rounded."""
         return max(leaf.unit, unit_roundoff(self._wire)) if self._wire else leaf.unit
 
     def projected(self, gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-        """The sum of a gradient's elements with signs, and that of their sizes, in float64: of all
-        of it, or of this rank's part.
-        """
+        """Return the ±1 projection of a gradient or shard, and its L1 norm, in float64."""
         flat = gradient.detach().reshape(-1)
-        total = leaf.parameter.numel()  # of a DTensor, those of the whole
+        total = leaf.parameter.numel()  # for a DTensor, of the unsharded tensor
         begin, end = 0, total
         if (part := _part(self.roundoff(leaf))) < total:
             begin = _number(self._step, leaf.number) % (total - part + 1)
@@ -207,7 +204,7 @@ class Audit:
         return self._signs[device]
 
     def _measure(self) -> None:
-        """Before a step; of optimizers that call another's step, the innermost counts."""
+        """Measure before a step; if optimizers call each other's step, the innermost counts."""
         if not self.armed:
             return
         self.rows = []
@@ -221,8 +218,8 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _of_parts(parameter: torch.Tensor) -> tuple[int, int]:
-    """Of a parameter that is divided by its rows among all ranks: how many have each part, and
-    where this rank's begins, in elements. 0 for one that is divided otherwise.
+    """Return the number of replicas of each shard and this rank's offset in elements, for a
+    parameter sharded by rows over all ranks; zeros for other shardings.
     """
     places: Any = getattr(parameter, "placements", None)
     if places is None or not any(one.is_shard() for one in places):
@@ -246,8 +243,8 @@ def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, Whole]]:
 
 
 def added_up(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -> list[Rows]:
-    """The same where ranks got parts: what all of them have got together. `copies`: how many ranks
-    have each part of a parameter, 0 where every rank has the whole.
+    """Sum the optimizer projections of sharded parameters over ranks. `copies`: the number of
+    replicas of each shard, 0 for parameters that every rank holds completely.
     """
     found = [[list(row) for row in one] for one in rows]
     for place, several in enumerate(copies):
@@ -259,7 +256,7 @@ def added_up(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -
 
 
 def _part(roundoff: float) -> int:
-    """How many elements may be summed up for a factor to show in two ranks' mean."""
+    """Return the number of elements at which a factor is still visible in the mean of two ranks."""
     return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * roundoff) ** -2))
 
 
@@ -268,8 +265,8 @@ def _number(*about: int) -> int:
 
 
 def judge(rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]) -> Mean | None:
-    """Compares what all ranks have measured (by rank and parameter: given, its size, passes, got);
-    None where nothing can be. Pure, so that all ranks conclude the same.
+    """Compare the measurements of all ranks (by rank and parameter: local projection, L1 norm,
+    passes, optimizer projection), or return None without any. Pure, so all ranks conclude the same.
     """
     every = torch.tensor(rows, dtype=torch.float64)
     known = (every.isfinite().all(2) & (every[:, :, 1].sum(0) > 0)).all(0)
@@ -303,8 +300,9 @@ def judge(rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]) 
 
 
 def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Equal weights, by the factor that most of the gradients have: of those that single gradients
-    have, the one that fits most, and of these least squares over what it fits.
+    """Return equal weights, by the factor that fits most gradients.
+
+    Candidates are factors of single gradients; least squares over the fitted gradients refines it.
     """
     mean, seen = given.mean(0), got.mean(0)
     ratios = (seen / mean)[mean != 0].sort().values
@@ -320,8 +318,8 @@ def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.
 
 
 def _fitted(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor | None:
-    """Weights of their own for each rank, as of a script that counts samples or tokens: by least
-    squares over the gradients that they fit; None where there are too few.
+    """Fit separate weights for each rank (a script that weights by samples or tokens) by least
+    squares over the gradients that they fit; None if these are too few.
     """
     world, count = given.shape
     kept = torch.ones(count, dtype=torch.bool)

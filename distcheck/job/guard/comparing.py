@@ -1,4 +1,4 @@
-"""Compares what ranks say of themselves; pure functions, so that all ranks conclude the same."""
+"""Compares the ranks' replica states; pure functions, so that all ranks conclude the same."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -9,7 +9,7 @@ from distcheck.job.guard.records import ReplicaFinding
 PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
 SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
 NAMES, EXCHANGE = "names of parameters", "exchange"
-# By kind: the number that differs, and the dictionary of names behind it, if there is one.
+# By kind: the compared number, and the dictionary of names behind it, if there is one.
 ALIKE = {
     INITIAL: ("initial", ""),
     NAMES: ("names", ""),
@@ -18,13 +18,13 @@ ALIKE = {
     STATE: ("state", "state"),
     SETTINGS: ("settings", "settings"),
 }
-NAMED = ("divided", *(names for _, names in ALIKE.values() if names))  # of `ReplicaState`
+NAMED = ("divided", *(names for _, names in ALIKE.values() if names))  # fields of `ReplicaState`
 Numbers = Mapping[str, Any]
 
 
 def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
-    """The kinds in which ranks differ that must not, or are alike that must not be. `first`: no
-    check came before, and initial states are compared.
+    """Return the kinds of state that differ across ranks but must not, or are equal but must
+    differ. `first`: no check came before, so initial states are compared.
     """
     if len({row["step"] for row in rows}) > 1:
         return [STEPS]
@@ -46,7 +46,7 @@ def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
 
 
 def divided_groups(rows: Sequence[Numbers]) -> list[list[int]]:
-    """Of tensors that are divided: places of ranks that hold one part, and not the same of it."""
+    """Return groups of indices of ranks that hold the same shard with different contents."""
     by_part: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         by_part.setdefault(row["part"], []).append(place)
@@ -58,7 +58,7 @@ def divided_groups(rows: Sequence[Numbers]) -> list[list[int]]:
 
 
 def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
-    """Places of ranks that say the same number, other than 0."""
+    """Return groups of indices of ranks with the same nonzero number."""
     by_value: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         if row[field]:
@@ -67,7 +67,7 @@ def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
 
 
 def overlapping(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, int], int, int]]:
-    """Pairs of places that share more than half of their samples: how many, of how many."""
+    """Return pairs of ranks that share most samples, with the shared and total numbers."""
     found = []
     for one, two in combinations(range(len(rows)), 2):
         own, other = rows[one]["rows"], rows[two]["rows"]
@@ -78,13 +78,13 @@ def overlapping(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, int]
 
 
 def is_state_divided(states: Sequence[Mapping[str, object]]) -> bool:
-    """Whether every tensor of the optimizer's state is on one rank alone, as in ZeRO."""
+    """Return True if every tensor of the optimizer state is on one rank only, as in ZeRO."""
     owners = [name for state in states for name in state]
     return bool(owners) and len(owners) == len(set(owners))
 
 
 def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    """Places by equal value; the largest group first, and of equal ones the one with rank 0."""
+    """Group indices by equal value; the largest group first, ties by lowest index."""
     by_value: dict[object, list[int]] = {}
     for place, value in enumerate(values):
         by_value.setdefault(value, []).append(place)
@@ -94,7 +94,7 @@ def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
 def of_names(
     kind: str, by_rank: Sequence[Mapping[str, object]], ranks: Sequence[int]
 ) -> ReplicaFinding | None:
-    """The first name at which ranks differ, and how many do; None where none does."""
+    """Return the first name whose values differ across ranks, with the number of such names."""
     names = list(dict.fromkeys(name for one in by_rank for name in one))
     wrong = [name for name in names if len({one.get(name) for one in by_rank}) > 1]
     if not wrong:
@@ -117,7 +117,7 @@ def of_divided(
     rows: Sequence[Numbers],
     ranks: Sequence[int],
 ) -> ReplicaFinding | None:
-    """The first tensor of which ranks hold one part, and not the same of it."""
+    """Return the first tensor with a shard whose replicas differ."""
     for places in divided_groups(rows):
         own = [documents[place]["divided"] for place in places]
         found = of_names(PARAMETERS, own, [ranks[place] for place in places])

@@ -1,10 +1,10 @@
-"""Digests of tensors, each computed on the device that holds the tensor.
+"""Digests of tensors, each computed on the tensor's device.
 
-On a CPU it is xxh3. Elsewhere it is a tree of sums: the tensor is read as words of at most 32 bits,
-every 65,536 of them are multiplied by random odd 64-bit numbers and added modulo 2^64, and the sums
-are digested in the same way. Two tensors that differ have one sum with probability at most 2^-31 at
-each level (Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem",
-section 2: multiplication modulo 2^64 is universal in its upper 32 bits).
+On the CPU this is xxh3. Elsewhere it is a tree of sums: the tensor is read as words of at most 32
+bits, each block of 65,536 words is multiplied by random odd 64-bit numbers and added modulo 2^64,
+and the sums are digested in the same way. Two different tensors have equal sums with probability at
+most 2^-31 at each level (Dietzfelbinger et al., "A Reliable Randomized Algorithm for the
+Closest-Pair Problem", section 2: multiplication modulo 2^64 is universal in its upper 32 bits).
 """
 
 import functools
@@ -15,13 +15,13 @@ import xxhash
 
 from distcheck.machine.shared_tensors import raw_bytes
 
-_BLOCK = 1 << 16  # words of one sum
+_BLOCK = 1 << 16  # words per sum
 _ROWS = 64  # sums at once: 32 MiB of products
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A signed 64-bit number for each tensor; the device is waited for once."""
+    """Return a signed 64-bit digest of each tensor; synchronizes with the device once."""
     found: list[int | torch.Tensor] = [_digest(tensor) for tensor in tensors]
     apart = [one for one in found if isinstance(one, torch.Tensor)]
     known = iter(torch.stack(apart).cpu().tolist() if apart else ())
@@ -29,12 +29,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def combined(parts: Sequence[int | str]) -> int:
-    """One signed 64-bit number of several numbers and names; 0 of none."""
+    """Return one signed 64-bit digest of several numbers and names; 0 for none."""
     return signed(xxhash.xxh3_64_intdigest(repr(tuple(parts)).encode())) if parts else 0
 
 
 def signed(number: int) -> int:
-    """A 64-bit number as int64 holds it."""
+    """Convert an unsigned 64-bit number to the range of int64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -46,13 +46,13 @@ def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
         plain = torch.view_as_real(plain.resolve_conj())
     plain = plain.contiguous().reshape(-1)
     if plain.device.type == "cpu":
-        # Not by numpy(), after which a storage cannot be resized, as FSDP2 does.
+        # Not by numpy(): afterwards a storage cannot be resized, as FSDP2 does.
         return signed(xxhash.xxh3_64_intdigest(raw_bytes(plain))) if plain.numel() else 0
     return on_device(plain)
 
 
 def on_device(plain: torch.Tensor) -> torch.Tensor:
-    """The tree of sums of a contiguous tensor, as an int64 on its device."""
+    """Return the tree of sums of a contiguous tensor, as an int64 tensor on its device."""
     if plain.dtype == torch.bool:
         plain = plain.view(torch.uint8)
     words, level = plain.view(_WORDS[plain.element_size()]), 0

@@ -1,10 +1,9 @@
-"""What ranks send each other in a check: a few numbers always, more where something differs.
+"""Communication of a check: a few numbers always, more if something differs.
 
-Everything goes through a group that belongs to the guard, so that it cannot be taken for one of
-the script's own collectives, and over gloo on the CPU, so that no stream of a GPU is waited for.
-
-Each exchange begins with a row of one width, which names its part of a check. Ranks that are in
-different parts learn it from each other, where gloo would mix up their bytes or wait.
+All messages go through a process group that belongs to the guard, so that they cannot match the
+script's collectives, and over gloo on the CPU, so that no GPU stream is synchronized. Each exchange
+begins with a row of fixed width that names its part of the check. Ranks in different parts detect
+this from the row, where gloo would mix up bytes or block.
 """
 
 import atexit
@@ -26,12 +25,12 @@ class LostError(RuntimeError):
     """Not all ranks are in the same exchange, or in any."""
 
 
-_PATIENCE_S = 5.0  # chosen: ranks that go on reach a check about when the first one does
+_PATIENCE_S = 5.0  # Heuristic: healthy ranks reach a check at about the same time.
 
 
 class Arrivals:
-    """Notes of each rank, in the guard's own part of the store: the step of its last check, and the
-    one that its guard ended after.
+    """Progress of each rank in the guard's part of the store: the step of its last check, and the
+    step after which its guard ended.
     """
 
     def __init__(self, store: Any, place: int, world: int) -> None:
@@ -40,27 +39,27 @@ class Arrivals:
         atexit.register(self.end)
 
     def arrive(self, step: int) -> None:
-        """This rank has come to the check after a step."""
+        """Record that this rank has reached the check after a step."""
         self._write("at", step)
 
     def made(self, steps: int) -> None:
-        """How many steps this rank has made; kept until it ends."""
+        """Set the number of steps of this rank; written when its guard ends."""
         self._last = steps
 
     def end(self) -> None:
-        """This rank comes to no further check."""
+        """Record that this rank takes part in no further check."""
         atexit.unregister(self.end)
         self._write("end", self._last)
         self._store = None
 
     def _write(self, what: str, step: int) -> None:
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+            with contextlib.suppress(RuntimeError):  # the process that serves the store has exited
                 self._store.set(f"{what}/{self._place}", str(step))
 
     def missing(self, step: int) -> dict[int, str]:
-        """Places of ranks that did not come to the check after a step, and what is known of each;
-        nothing where the store cannot say.
+        """Return the indices of ranks that did not reach the check after a step, with their last
+        known progress; empty if the store cannot be read.
         """
         until = time.monotonic() + _PATIENCE_S
         while self._store is not None:
@@ -79,7 +78,7 @@ class Arrivals:
         return {}
 
     def _read(self, what: str, place: int) -> int:
-        """A step, or -1 where nothing was noted."""
+        """Return a recorded step, or -1."""
         key = f"{what}/{place}"
         if not self._store.check([key]):
             return -1
@@ -92,12 +91,12 @@ def _last(step: int) -> str:
 
 
 class Peers:
-    """The ranks that hold replicas, or this process alone. `width`: the most numbers of a row."""
+    """The ranks that hold replicas (at least this one). `width`: maximum length of a row."""
 
     def __init__(self, group: Any, timeout_s: float, width: int = 1) -> None:
         self._width = width
         self.ranks: list[int] = [0]
-        self.rank = 0  # the place among them
+        self.rank = 0  # index within `ranks`
         self._group: Any = None
         self.arrivals: Arrivals | None = None
         if not dist.is_available() or not dist.is_initialized():
@@ -107,24 +106,24 @@ class Peers:
         self.rank = self.ranks.index(dist.get_rank())
         if len(self.ranks) == 1:
             return
-        if dist.get_backend(group) == "mpi":  # which has no store that gloo could begin with
+        if dist.get_backend(group) == "mpi":  # has no store that gloo can start from
             self._group = group
             return
-        # Not by new_group: where not all ranks of the job call it, torch before 2.15 names a group
-        # by how many there are, and one that follows another reads that one's addresses.
+        # Not by new_group: unless all ranks of the job call it, torch before 2.15 names a group by
+        # the number of groups, and a later group reads the addresses of an earlier one.
         kind: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
         store, place = _new_store(self.ranks), (self.rank, len(self.ranks))
         self._group = kind(store, *place, timedelta(seconds=timeout_s))
         self.arrivals = Arrivals(store, *place)
 
     def close(self) -> None:
-        """Ends the group, if it is the guard's own."""
+        """End the group, if the guard created it."""
         if self.arrivals is not None:
             self.arrivals.end()
         self._group = None
 
     def gather(self, numbers: Sequence[int], part: str = PARTS[0]) -> list[list[int]]:
-        """Return the numbers of every rank, all equally many. Raises LostError."""
+        """Return the numbers of every rank (same length on all). Raises LostError."""
         if len(self.ranks) == 1:
             return [list(numbers)]
         row = [PARTS.index(part), len(numbers), *numbers, *[0] * (self._width - len(numbers))]
@@ -155,7 +154,7 @@ class Peers:
 
 
 def _new_store(ranks: Sequence[int]) -> Any:
-    """Of the job's store, a part that no earlier guard of these ranks has written to."""
+    """Return a part of the job's store that no earlier guard of these ranks has written to."""
     kind: Any = dist.PrefixStore  # type: ignore[attr-defined]
     own = kind(f"distcheck guard {'_'.join(map(str, ranks))}", compat.default_store())
     return kind(str(own.add(f"guards/{dist.get_rank()}", 1)), own)

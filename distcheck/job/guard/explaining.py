@@ -1,4 +1,4 @@
-"""Diagnosis of a guard's bundle, for `distcheck explain`: causes with evidence and a suggestion."""
+"""Diagnoses a guard's bundle for `distcheck explain`: causes with evidence and a suggestion."""
 
 import math
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from distcheck.job.guard.records import (
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-# Chosen: rounding moves a parameter by about 1e-7 of its norm a step, and a missing exchange by
-# about the learning rate's share of it.
+# Heuristic: rounding changes a parameter by about 1e-7 of its norm per step, a missing
+# synchronization by about the learning rate's fraction of it.
 _ROUNDING = 1e-6
 
 
 def causes(found: Divergence) -> list[Diagnosis]:
-    """What may have led to a difference; what follows from another finding is not named."""
+    """Return the possible causes of a difference, without consequences of other findings."""
     by_kind = {one.kind: one for one in found.findings}
     causes = [*_of_inputs(found, by_kind), *_of_settings(found, by_kind)]
     if "initial state" in by_kind:
@@ -88,7 +88,7 @@ def _of_settings(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Itera
 
 
 def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
-    """Replicas that have parted, from one start and with the same settings."""
+    """Explain replicas that diverged from the same initial state with the same settings."""
     since = f"between steps {found.agreed_at} and {found.step}"
     if found.agreed_at < 0:
         since = f"by step {found.step}"
@@ -127,7 +127,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
 
 
 def distance(sums: TensorSums) -> float:
-    """The largest L2 distance of a rank's tensor from the first rank's, over the norm of that."""
+    """Return the largest L2 distance of a rank's tensor from the first rank's, relative to that."""
     first = sums.by_rank[0]
     size = math.hypot(*first)
     apart = max(

@@ -1,4 +1,4 @@
-"""The guard of one optimizer: after every so many steps, ranks compare what they hold."""
+"""The guard of one optimizer: every N steps, the ranks compare their replicas."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ Rows = list[list[float | None]]  # JSON has no NaN
 
 
 def measured(own: Audit) -> bytes:
-    """What this rank measured, to be sent; it is forgotten here."""
+    """Encode this rank's measurements to send them, and clear them."""
     rows, own.rows = own.rows, []
     return msgspec.json.encode(
         [[one if math.isfinite(one) else None for one in row] for row in rows]
@@ -38,7 +38,7 @@ def measured(own: Audit) -> bytes:
 def concluded(
     own: Audit, gathered: Sequence[bytes], ranks: Sequence[int], names: Mapping[int, str]
 ) -> tuple[ReplicaFinding | None, list[str]]:
-    """What is wrong, and what is to be said of the audit. `names`: of parameters, by id."""
+    """Return the finding of an audit and its warnings. `names`: parameter names by id."""
     remarks = []
     if own.left_out:
         remarks.append(
@@ -80,17 +80,17 @@ def concluded(
 
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
-FIRST = 2  # the step that is checked beside every `every`-th: mistakes of a start show there
-_MOST_SUMS = 4  # differing tensors of a kind whose sums are exchanged
+FIRST = 2  # checked in addition to every `every`-th step: initial mistakes show there
+_MOST_SUMS = 4  # differing tensors of a kind whose projections are exchanged
 _FAILED = {**dict.fromkeys(FIELDS, 0), "failed": 1}
 
 
 class GuardWarning(UserWarning):
-    """A guard warns: of a difference, or of what it cannot compare."""
+    """Warning of a guard about a difference, or about state that it cannot compare."""
 
 
 class DivergenceError(RuntimeError):
-    """Ranks differ. `divergence` has what, where and since when; its `file` is the bundle."""
+    """Raised if ranks differ. `divergence` is the finding; its `file` is the bundle."""
 
     def __init__(self, difference: Divergence) -> None:
         super().__init__(message(difference))
@@ -98,18 +98,18 @@ class DivergenceError(RuntimeError):
 
 
 def message(difference: Divergence) -> str:
-    """What differs, and where more is said."""
+    """Return the text of a difference, and the command that explains it."""
     more = f"\ndistcheck explain {difference.file}" if difference.file else ""
     return f"distcheck.guard: {difference.text}{more}"
 
 
 class Guard:
-    """Compares replicas; made by `distcheck.guard`. `with` closes it, and so does `close()`.
+    """Compares replicas; created by `distcheck.guard`. `with` or `close()` ends it.
 
-    checks       how many checks were made
-    compared     how many tensors the last one compared; `checked_at`: after which step that was
-    divergences  what was found, the oldest first; the first 64 of them
-    remarks      what a check cannot compare, or what differs and may be meant
+    checks       number of checks made
+    compared     number of tensors in the last check; `checked_at`: the step of that check
+    divergences  the first 64 findings, the oldest first
+    remarks      warnings: state that cannot be compared, or possibly intended differences
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Guard:
         audit: Audit | None = None,
     ) -> None:
         self._audit = audit
-        self._suspected: ReplicaFinding | None = None  # by an audit, until the next one
+        self._suspected: ReplicaFinding | None = None  # by an audit, until the next step's
         self._optimizer, self._every, self._action = optimizer, every, action
         self._watched, self._finder = watched, finder
         self._save, self._samples, self._randomness = save, samples, randomness
@@ -146,7 +146,7 @@ class Guard:
 
     @property
     def rank(self) -> int:
-        """The place of this process among the ranks that are compared."""
+        """The index of this process among the compared ranks."""
         return self._peers.rank
 
     @property
@@ -154,7 +154,7 @@ class Guard:
         return len(self._peers.ranks)
 
     def begin(self, *, hears: bool) -> "Guard":
-        """Counts every step of the optimizer from now on, unless `stepped` is called for it."""
+        """Start counting optimizer steps; if not `hears`, the caller calls `stepped` instead."""
         if hears:
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
         if len(self._peers.ranks) == 1:
@@ -164,7 +164,7 @@ class Guard:
         return self
 
     def finish(self) -> None:
-        """A last check, where steps were made since the one before: training is over."""
+        """Make a last check at the end of training if steps followed the previous one."""
         if not self.is_closed and self.checked_at < self.steps:
             if self._watched is not None:
                 self._watched.forget()
@@ -179,7 +179,7 @@ class Guard:
         self.close()
 
     def close(self) -> None:
-        """Ends the guard: its hooks are taken out of the optimizer and the model."""
+        """End the guard and remove its hooks from the optimizer and the model."""
         if not self.is_closed:
             self.is_closed = True
             self._peers.close()
@@ -191,7 +191,7 @@ class Guard:
             self._handle = None
 
     def stepped(self) -> None:
-        """A step is over; it is checked if it is one of those that are."""
+        """Count a step, and check it if it is due."""
         if self.is_closed:
             return
         self.steps += 1
@@ -219,11 +219,11 @@ class Guard:
         )
 
     def check(self) -> Divergence | None:
-        """Compares now, and acts on what it finds. All ranks must call it together."""
+        """Compare now and act on the result. All ranks must call it together."""
         return None if len(self._peers.ranks) == 1 else self._together(self._check)
 
     def _together(self, look: Callable[[], Divergence | None]) -> Divergence | None:
-        """What ranks find together. A check that not all of them reach ends the guard."""
+        """Run a collective part of a check; end the guard if not all ranks reach it."""
         try:
             return look()
         except LostError as error:
@@ -245,8 +245,8 @@ class Guard:
         return found if found is not None or self.is_closed else self._act_on_audit()
 
     def _act_on_audit(self) -> Divergence | None:
-        """What the audit of this step says. What is wrong is looked at once more in the next one:
-        code makes the same mistake there, and an error of the hardware as a rule does not.
+        """Evaluate the audit of this step. A deviation is audited again at the next step: a bug in
+        the code recurs there, a hardware error usually does not.
         """
         if self._audit is None or not (self._audit.rows or self._suspected):
             return None
@@ -267,7 +267,7 @@ class Guard:
         return None
 
     def _own(self) -> tuple[ReplicaState, dict[str, int]]:
-        """What this rank holds. A failure here ends the checks on all ranks, not the training."""
+        """Return this rank's state. A failure ends the checks on all ranks, not the training."""
         try:
             if self._watched is not None and self._watched.failure is not None:
                 raise self._watched.failure
@@ -324,7 +324,7 @@ class Guard:
     def _look_closer(
         self, kinds: Sequence[str], own: ReplicaState, rows: Sequence[dict[str, Any]]
     ) -> tuple[tuple[ReplicaFinding, ...], tuple[TensorSums, ...]]:
-        """Makes ranks send their names and digests, and then sums of the first that differ."""
+        """Exchange names and digests, and projections of the first tensors that differ."""
         others = self._documents(own)
         ranks = self._peers.ranks
         findings: list[ReplicaFinding] = []
@@ -350,7 +350,7 @@ class Guard:
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
     def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
-        """A finding that the numbers alone give."""
+        """Return a finding that follows from the numbers only."""
         ranks = self._peers.ranks
         if kind == comparing.SAMPLES:
             (one, two), shared, least = comparing.overlapping(rows)[0]
@@ -372,7 +372,7 @@ class Guard:
         return ReplicaFinding(kind=kind, first=kind, groups=groups, values=values)
 
     def _sums(self, own: ReplicaState, names: Sequence[str]) -> tuple[TensorSums, ...]:
-        """Every rank's sums of the tensors with these names, where they have one size."""
+        """Return every rank's projections of the named tensors, if their sizes agree."""
         mine: dict[str, tuple[int, list[float]]] = {}
         for name in names:
             tensor = own.tensors.get(name)
@@ -426,7 +426,7 @@ class Guard:
         return difference
 
     def _saved(self, difference: Divergence) -> Divergence:
-        """Makes the first rank write a bundle; the others name the same file."""
+        """Write a bundle on the first rank and share its file name with the others."""
         name = b""
         if self._peers.rank == 0:
             try:
@@ -437,7 +437,7 @@ class Guard:
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
     def _lost(self, error: Exception) -> None:
-        """A check that not all ranks reached."""
+        """Report a check that not all ranks reached, and end the guard."""
         arrivals = self._peers.arrivals
         missing = {} if arrivals is None else arrivals.missing(self.steps)
         self.close()
@@ -451,14 +451,14 @@ class Guard:
         warnings.warn(said, GuardWarning, stacklevel=2)
 
     def _remark(self, text: str) -> None:
-        """Says once what is not compared, on the first rank."""
+        """Warn once, on the first rank."""
         if text not in self.remarks:
             self.remarks.append(text)
             if self._peers.rank == 0:
                 warnings.warn(f"distcheck.guard: {text}", GuardWarning, stacklevel=2)
 
 
-# -- how a guard begins ---------------------------------------------------------------------------
+# -- start of a guard ------------------------------------------------------------------------------
 
 
 _ending: list["weakref.ref[Guard]"] = []
@@ -466,7 +466,7 @@ _ending: list["weakref.ref[Guard]"] = []
 
 @functools.cache
 def _check_at_the_end() -> None:
-    """Has every guard check once more before the script takes its groups apart."""
+    """Make every guard check once more before the script destroys its process groups."""
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
@@ -474,7 +474,7 @@ def _check_at_the_end() -> None:
         if group is None or group is dist.group.WORLD:
             for guard in [one for ref in _ending if (one := ref()) is not None]:
                 guard.finish()
-                guard.close()  # its own group would go on, and wait for ranks that do not
+                guard.close()  # its group would otherwise continue, and wait for exited ranks
         destroy(group)
 
     for module in (dist, dist.distributed_c10d):
@@ -492,7 +492,7 @@ def start(
     audit: bool | str = False,
     **about: Any,
 ) -> Guard:
-    """Checks what was given, and begins. Raises UsageError."""
+    """Validate the arguments and start a guard. Raises UsageError."""
     optimizer = _inner_of(optimizer)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
@@ -511,7 +511,7 @@ def start(
             optimizer, every=every, action=action, watched=watched, finder=finder, audit=audits,
             **about,
         )  # fmt: skip
-    except BaseException:  # or hooks stay that cannot be taken out
+    except BaseException:  # otherwise hooks would remain that cannot be removed
         for part in (finder, watched, audits):
             if part is not None:
                 part.close()
@@ -532,7 +532,7 @@ def _wire_of(audit: bool | str) -> torch.dtype | None:
 def has_parameters_of(
     optimizer: Callable[[], torch.optim.Optimizer | None], module: torch.nn.Module
 ) -> bool:
-    """Whether an optimizer, if it is still there, trains a parameter of the module."""
+    """Return True if a live optimizer trains a parameter of the module."""
     there = optimizer()
     if there is None:
         return False
@@ -541,7 +541,7 @@ def has_parameters_of(
 
 
 def _inner_of(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside those that accelerate and Fabric put around it."""
+    """Return the torch optimizer inside the wrappers of accelerate and Fabric."""
     seen = 0
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer, seen = inner, seen + 1

@@ -12,7 +12,7 @@ from distcheck.records.decoding import decode_json, read_bounded, read_written
 SCHEMA = "distcheck.guard/1"
 _MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
 
-# What an exchange left, and whether it did so again.
+# Contents of the optimizer gradient, and whether the finding recurred.
 OWN, OTHER, LEFT_OUT = "own", "other", "left out"
 AGAIN, ONCE, LAST = "again", "once", "last"
 _WHEN = {
@@ -23,15 +23,15 @@ _WHEN = {
 
 
 class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of thing in which ranks differ, or are alike and must not be.
+    """One kind of state that differs across ranks, or is the same but must differ.
 
     first        the first parameter, buffer or setting
-    groups       ranks that agree about it; the largest group first
-    differing    how many names differ, of `compared`; `names` has the first 64 of them. Of samples:
-                 how many ranks have in common
-    values       by rank, where they are numbers
-    what, when   of an audited exchange: what the optimizer got, and whether it was so again in the
-                 next step
+    groups       groups of ranks that agree on it, the largest first
+    differing    number of names that differ, of `compared`; `names` has the first 64. For
+                 samples: the number of common samples
+    values       values by rank, if they are numbers
+    what, when   for an audit: the contents of the optimizer gradient, and whether the finding
+                 recurred at the next step
     """
 
     kind: str
@@ -46,12 +46,12 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_partly(self) -> bool:
-        """Of samples: whether only some are those of another rank."""
+        """For samples: True if only some are those of another rank."""
         return self.differing < self.compared
 
 
 class TensorSums(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of every rank as 64 sums each (`distcheck.recordings.jobs.sketches`)."""
+    """A tensor of every rank, as 64 projections each (`distcheck.recordings.jobs.sketches`)."""
 
     name: str
     elements: int
@@ -59,8 +59,8 @@ class TensorSums(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check has found. `agreed_at` is the last step at which ranks agreed, or -1;
-    `state_compared` counts the tensors of optimizer state that were compared, step counts aside.
+    """The findings of a check. `agreed_at` is the last step at which ranks agreed, or -1;
+    `state_compared` is the number of compared tensors of optimizer state, without step counts.
     """
 
     schema: str = SCHEMA
@@ -78,12 +78,12 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What differs, in a line for each kind."""
+        """The differences, one line per kind."""
         return "\n".join(sentence(one, self) for one in self.findings)
 
 
 def named(ranks: tuple[int, ...]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`; the middle of many is left out."""
+    """Format ranks as `rank 3` or `ranks 0, 1, 2`; long lists are abbreviated."""
     shown = [str(rank) for rank in ranks]
     if len(shown) > 8:
         shown = [*shown[:6], "...", shown[-1]]
@@ -136,7 +136,7 @@ def write(difference: Divergence, folder: Path) -> Path:
     CannotRunError if `.distcheck` belongs to another user.
     """
     if folder.parent.name == ".distcheck":
-        # Imported here, since a training has no use for the rest of that module.
+        # Imported here because training needs nothing else of that module.
         from distcheck.store.run_folder import own_folder
 
         own_folder(folder.name, folder.parent)
@@ -155,7 +155,7 @@ def write(difference: Divergence, folder: Path) -> Path:
 
 
 def read(file: Path) -> Divergence:
-    """A bundle again. Raises UsageError for another file, or one that is damaged."""
+    """Read a bundle. Raises UsageError for another or a damaged file."""
     found = read_written(
         file, Divergence, schema=SCHEMA, name=str(file), most=_MOST_BYTES,
         why="is not a bundle of distcheck.guard ({error}); give the file that its message names",
@@ -171,7 +171,7 @@ def read(file: Path) -> Divergence:
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the guard of one optimizer has done so far, in one rank; a file for the front."""
+    """Progress of one optimizer's guard in one rank, as written for the front-end process."""
 
     rank: int
     world: int
@@ -186,5 +186,5 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_checked(file: Path) -> Checked:
-    """A file again. Raises msgspec.MsgspecError and OSError."""
+    """Read such a file. Raises msgspec.MsgspecError and OSError."""
     return decode_json(read_bounded(file, _MOST_BYTES_OF_A_RANK), Checked)

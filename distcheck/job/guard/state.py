@@ -1,4 +1,6 @@
-"""What one rank holds after a step, as digests: parameters, buffers, optimizer state, settings."""
+"""The state of one rank after a step, as digests: parameters, buffers, optimizer state,
+settings.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from distcheck.job.guard.watched import WatchedModel, is_divided, is_in_one_piec
 from distcheck.job.inside.parameters import places_in
 from distcheck.job.inside.rank import numbers_of
 
-# What a rank says of itself in every check, as one number each.
+# A rank sends these in every check, one number each.
 FIELDS = (
     "failed", "step", "names", "parameters", "part", "divided", "buffers", "statistics",
     "state_names", "state", "settings", "initial", "cpu_random", "device_random",
@@ -19,7 +21,7 @@ FIELDS = (
 
 @dataclass
 class ReplicaState:
-    """Digests of one rank by kind and name, and what could not be compared."""
+    """Digests of one rank by kind and name, and the number of tensors that cannot be compared."""
 
     parameters: dict[str, int] = field(default_factory=dict)
     state: dict[str, int] = field(default_factory=dict)
@@ -29,17 +31,17 @@ class ReplicaState:
     settings: dict[str, float] = field(default_factory=dict)
     part: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
-    left_out: int = 0  # tensors that are in parts only their library knows, or in no model
+    left_out: int = 0  # tensors sharded in a library's own format, or in no model
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def compared(self) -> int:
-        """How many tensors are compared with other ranks'."""
+        """The number of tensors that are compared across ranks."""
         return len(self.parameters) + len(self.state) + len(self.divided) + len(self.buffers)
 
 
 def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> ReplicaState:
-    """The state of this rank. `watched` is None where no model was seen in training."""
+    """Return the state of this rank. `watched` is None if no model was called in training."""
     found = ReplicaState()
     named = list(watched.parameters()) if watched is not None else []
     is_whole = watched is None or is_in_one_piece(watched.model)
@@ -67,13 +69,13 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
 
 
 def initial(optimizer: torch.optim.Optimizer) -> int:
-    """The parameters of an optimizer before its first step, as a number."""
+    """Return one digest of an optimizer's parameters before its first step."""
     held = [p for _, p in places_in(optimizer) if not is_divided(p) and part_of(p)[0] is p]
     return combined(digests(held))
 
 
 def _put(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
-    """Digests tensors into their kind; those of which ranks hold parts into `divided`."""
+    """Add digests of tensors under their kind; sharded ones under `divided`."""
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}
     for name, tensor in named:
@@ -97,7 +99,7 @@ def numbers(
     state: ReplicaState, *, step: int, watched: WatchedModel | None, randomness: bool,
     initial: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """What this rank says of itself, by the names of `FIELDS`."""
+    """Return this rank's numbers for a check, by the names of `FIELDS`."""
     of_state = [shape for shape in state.shapes if shape.startswith("state ")]
     drawn = watched.drawn if watched is not None and randomness else [0, 0]
 

@@ -1,6 +1,6 @@
-"""The model that a script trains: found when it is first called, and looked at in some steps.
+"""The trained model, found at its first call and observed in selected steps.
 
-Its hooks sit on the module inside DistributedDataParallel, which has broadcast buffers by then.
+The hooks are on the module inside DistributedDataParallel, which has broadcast buffers by then.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from distcheck.job.inside.tensors import leaves, plain_name, rows_of
 from distcheck.machine import compat
 
 _STATISTICS = ("running_mean", "running_var")
-MOST_ROWS = 64  # that ranks send each other: of larger batches those with the smallest digests
+MOST_ROWS = 64  # per rank: larger batches send the smallest digests
 
 
 class WatchedModel:
-    """A model: what one rank's step was given, while `armed`, and its state before that."""
+    """A model: the inputs of a step while `armed`, and the state before it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -36,24 +36,24 @@ class WatchedModel:
         self.rows: set[int] = set()  # digests of samples, the smallest ones
         self.buffers: dict[str, int] | None = None
         self._streams: list[int] | None = None
-        self.drawn = [0, 0]  # the states of streams that the first forward pass drew from
+        self.drawn = [0, 0]  # states of the RNG streams that the first forward pass used
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters by name, those of wrappers left out."""
+        """Yield all parameters by name, without the prefixes of wrappers."""
         for name, parameter in self.model.named_parameters():
             yield plain_name(name), parameter
 
     def enters(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Digests what the model is given, in steps that are checked."""
+        """Record digests of the model's inputs in audited steps."""
         if torch.compiler.is_compiling() or not self.armed or not module.training:
             return
         try:
             self._note(args, kwargs)
-        except Exception as error:  # the training goes on, and the next check says so
+        except Exception as error:  # training continues, and the next check reports it
             self.failure = error
 
     def _note(self, args: Any, kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class WatchedModel:
             self._streams = _streams()
 
     def leaves(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Notes which random streams the first forward pass drew from."""
+        """Record the RNG streams that the first forward pass used."""
         if torch.compiler.is_compiling() or not self.armed or self._streams is None:
             return
         now = _streams()
@@ -87,7 +87,7 @@ class WatchedModel:
                 yield plain_name(name), buffer
 
     def statistics(self) -> set[str]:
-        """The buffers in which BatchNorm keeps what it has seen on this rank alone."""
+        """Return the names of buffers that hold BatchNorm's local running statistics."""
         return {
             plain_name(f"{prefix}.{name}" if prefix else name)
             for prefix, part in self.model.named_modules()
@@ -97,7 +97,7 @@ class WatchedModel:
 
 
 class _Hook:
-    """A hook that a copy of the model, or a file of it, does not have."""
+    """A hook that is not copied or pickled with the model."""
 
     def __init__(self, hears: Callable[..., None]) -> None:
         self._hears = hears
@@ -110,7 +110,7 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """Hears nothing."""
+    """Do nothing."""
 
 
 def _nothing_hook() -> Callable[..., None]:
@@ -123,8 +123,8 @@ def _inside_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _are_buffers_final(model: torch.nn.Module) -> bool:
-    """Whether a hook on the model comes after DistributedDataParallel's broadcast, if there is one:
-    not where DistributedDataParallel itself is compiled.
+    """Return True if a hook on the model runs after DistributedDataParallel's broadcast; False if
+    DistributedDataParallel itself is compiled.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
     return not isinstance(getattr(model, compat.COMPILED, None), wrapper)
@@ -138,12 +138,12 @@ def _streams() -> list[int]:
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold parts of a tensor as only its library knows: FSDP1, DeepSpeed."""
+    """Return True if a tensor is sharded in a library's own format: FSDP1, DeepSpeed."""
     return any(hasattr(tensor, name) for name in (*compat.OF_FSDP1, "ds_id"))
 
 
 class Finder:
-    """Waits for the outermost module that is called in training and that `wanted` says yes to."""
+    """Waits for the outermost module called in training for which `wanted` returns True."""
 
     def __init__(self, wanted: Callable[[torch.nn.Module], bool], *, several: bool = False) -> None:
         self._wanted, self._several = wanted, several
@@ -151,7 +151,7 @@ class Finder:
         self._handle: Any = register_module_forward_pre_hook(self._called)
 
     def close(self) -> None:
-        """Waits no longer."""
+        """Stop waiting."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -165,7 +165,7 @@ class Finder:
             return
         watched = WatchedModel(module)
         self.found.append(watched)
-        if watched._inside is module:  # its own hook is not asked for this call
+        if watched._inside is module:  # its hook does not run for this call
             watched.enters(module, args, {})
         if not self._several:
             self.close()
@@ -173,7 +173,7 @@ class Finder:
     def _is_wanted(self, module: torch.nn.Module) -> bool:
         try:
             return self._wanted(module)
-        except Exception:  # a model's own `parameters` may raise: the training goes on
+        except Exception:  # a model's own `parameters` may raise; training continues
             return False
 
     def _is_within(self, module: torch.nn.Module) -> bool:
@@ -181,14 +181,12 @@ class Finder:
 
 
 def is_in_one_piece(model: torch.nn.Module) -> bool:
-    """Whether FSDP1 has not taken the model's parameters apart."""
+    """Return True if FSDP1 has not flattened the model's parameters."""
     return not any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
 
 
 def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """What this rank holds of a tensor, and which part that is: "" for all of it. None for a sum
-    that is still to be made.
-    """
+    """Return this rank's shard of a tensor and its place ("": whole); None for a partial sum."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor, ""
     from torch.distributed.tensor import DTensor

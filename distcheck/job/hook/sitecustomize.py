@@ -1,6 +1,6 @@
-"""Runs in every Python of a job: first the interpreter's own sitecustomize, then recording.
+"""Runs in every Python process of a job: the interpreter's own sitecustomize, and the recording.
 
-The folder of this file is the first of PYTHONPATH. Nothing here imports torch.
+The folder of this file is the first entry of PYTHONPATH. Nothing here imports torch.
 """
 
 import importlib
@@ -11,7 +11,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_one_behind() -> None:
-    """Runs the sitecustomize that Python would have found without this one."""
+    """Run the sitecustomize module that Python would have imported without this one."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
     own = sys.modules.pop("sitecustomize", None)
     try:

@@ -1,15 +1,15 @@
-"""What runs in the processes of a job; `hook/sitecustomize.py` begins it.
+"""Code that runs in the processes of a job, started by `hook/sitecustomize.py`.
 
-start, install     wait for `import torch`; then let one of these listen to the hooks:
-hooks, listening   where every training script passes, and what is heard there
-recorder           writes down what a rank does, with loaders, terms, parameters, step_file
-modules            the modules within a model, with watching for those of a replay's copies
+start, install     wait for `import torch`, then attach one of these listeners to the hooks:
+hooks, listening   the calls that every training script makes, and the listeners' base class
+recorder           records a rank, with loaders, terms, parameters, step_file
+modules            the modules within a model; watching does so for the copies of a replay
 op_log             every operator that torch runs in a step
-replayer           runs the script as one process with the ranks' batches: handing_out, feeding
-copies             what that process computes beside: forks, folding, choosing, state
+replayer           runs the script as a single process with the ranks' batches:
+                   handing_out, feeding
+copies             additional runs of that process: forks, folding, choosing, state
 guarded            a guard on every optimizer, for `distcheck job --guard`
-
 alone, on_cpu      stand-ins: one rank in place of many, and a CPU in place of GPUs
 rank, marking, ending
-                   which process is a rank, what it says of itself, and whether all have ended
+                   identify rank processes, their status, and whether all have finished
 """

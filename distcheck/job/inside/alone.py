@@ -1,8 +1,8 @@
-"""What a script of many ranks finds as one process.
+"""Stand-ins that let a script of many ranks run as a single process.
 
-A process group of one rank is without threads or sockets, and every collective is a copy: a replay
-may fork, and what a backend's threads were doing would be lost in the fork. Of a script that starts
-its ranks itself, the first rank runs in the script's own process.
+Collectives of the one-rank process group are copies and need no threads or sockets, because a
+replay may fork, and a fork loses the work of a backend's threads. If a script starts its own ranks,
+the first rank runs in the script's process.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from distcheck.machine import compat
 
 NAME = "distcheck_alone"
 _COUNTS = re.compile(r"world|n?proc|gpu|rank|device", re.IGNORECASE)
-doubles = False  # whether collectives return twice their results, to see what depends on them
+doubles = False  # if True, collectives double their results, to detect code that uses them
 
 
 class _Done(PythonWork):
-    """An operation that is complete."""
+    """A completed operation."""
 
     def __init__(self, results: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Done(PythonWork):
         return True
 
     def get_future(self) -> Any:
-        """A completed future, which a GPU's stream may wait for."""
+        """Return a completed future that a GPU stream may wait for."""
         gpus = {tensor.device for tensor in leaves(self._results) if tensor.is_cuda}
         future: Any = torch.futures.Future(devices=[*gpus])
         future.set_result(self._results)
@@ -57,20 +57,20 @@ def _done(results: Any) -> _Done:
 
 
 class Alone(PythonGroup):
-    """The group of one rank."""
+    """The process group of one rank."""
 
     torch_name = NAME
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing takes time."""
+        """Do nothing: no operation takes time."""
 
     def shutdown(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is nothing to shut down."""
 
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        """The sum, mean or maximum of one is that one."""
+        """Return the tensors: the sum, mean or maximum of one."""
         return _done(tensors)
 
     allreduce_coalesced = broadcast = reduce = allreduce
@@ -83,7 +83,7 @@ class Alone(PythonGroup):
     gather = allgather
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        """The one input, in the output's shape."""
+        """Copy the input, in the output's shape."""
         output.copy_(given.reshape(output.shape))
         return _done([output])
 
@@ -105,7 +105,7 @@ class Alone(PythonGroup):
         return self.all_gather_single(output, given)
 
     def barrier(self, opts: Any = None) -> Any:
-        """One rank waits for nothing."""
+        """Return a completed operation."""
         return _done([])
 
     def _together(self, works: Sequence[Any], results: Tensors) -> Any:
@@ -113,7 +113,7 @@ class Alone(PythonGroup):
 
 
 def install(*, forks: bool = True) -> None:
-    """Gives this group to a script that asks for one of many ranks."""
+    """Replace the process groups of a script by this one."""
     if forks:
         _without_device_threads()
     devices = ["cpu"] if forks else ["cpu", "cuda"]
@@ -144,18 +144,20 @@ def install(*, forks: bool = True) -> None:
 
 
 def _without_device_threads() -> None:
-    """Keeps autograd to this process's own thread: threads that it starts for devices are lost in
-    a fork, and the copy's backward pass raises or aborts. Where there is no GPU, torch's fake
-    tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
+    """Keep autograd on this process's own thread.
+
+    Device threads are lost in a fork, and the copy's backward pass would raise or abort. Without a
+    GPU, torch's fake tensors (used by FSDP2) pretend to be on eight, and autograd would start their
+    threads.
     """
     compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)
 
 
-# -- a script that starts its ranks itself --------------------------------------------------------
+# -- scripts that start their own ranks ------------------------------------------------------------
 
 
 def run_first_rank(world: int) -> None:
-    """Makes what starts ranks, as many as a `world` has, run the first of them here."""
+    """Make functions that start `world` ranks run the first of them in this process."""
     spawning: Any = torch.multiprocessing
 
     def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
@@ -172,9 +174,7 @@ def run_first_rank(world: int) -> None:
 
 
 def of_one(value: Any, world: int) -> Any:
-    """Arguments of a rank in which numbers of ranks are one: whole numbers that are as many, and
-    attributes with such a name.
-    """
+    """Replace the world size by 1 in arguments: equal integers, and attributes or keys named so."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -1,8 +1,8 @@
-"""How the ranks of a job are arranged: the axes of the script's own mesh, and what each is for.
+"""The arrangement of a job's ranks: the axes of the script's mesh and their kinds.
 
-They are read from what torch was given: a DeviceMesh that has all ranks, the placements of DTensors
-where its axes have no names that say it, the stages of a pipeline; and from Megatron-core. What
-hand-written code does over groups of its own has no such mark, and a person says it (`--mesh`).
+Sources are torch objects (a DeviceMesh of all ranks, placements of DTensors if axis names are
+uninformative, pipeline stages) and Megatron-core. Hand-written groups leave no such trace; the user
+passes `--mesh`.
 """
 
 import gc
@@ -18,7 +18,7 @@ from distcheck.machine import compat
 from distcheck.recordings.jobs.records import SHARING, Axis
 from distcheck.records.mesh import mesh_from_text
 
-# What an axis is for, by the words that people call it by; a name is taken apart at underscores.
+# Kinds of axes by common names; a name is split at underscores.
 _WORDS = {
     "data": ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "replicate", "replica", "shard"),
     "tensor": ("tp", "tensor", "mp", "model"),
@@ -29,11 +29,11 @@ _WORDS = {
 
 
 def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
-    """The axes along which there is more than one rank; nothing where no mesh is known."""
+    """Return the axes with more than one rank; empty if no mesh is known."""
     if asked:
         try:
             mesh = mesh_from_text(asked, world)
-        except ValueError:  # said where the job is judged
+        except ValueError:  # reported when the job is judged
             return ()
         found = [Axis(name=name, kind=name, size=size) for name, size in mesh.axes]
     else:
@@ -45,16 +45,16 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
 
 
 def _of_megatron(world: int) -> list[Axis]:
-    """Those of Megatron-core, in its own order, the last axis first."""
+    """Return Megatron-core's axes in its own order, the last axis first."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return []
 
-    def size_of(kind: str) -> int:  # a release that has no such groups has one rank along the axis
+    def size_of(kind: str) -> int:  # releases without such groups have one rank there
         return int(getattr(state, f"get_{kind}_parallel_world_size", lambda: 1)())
 
     data, experts = size_of("data"), size_of("expert_model")
-    if data % experts:  # experts lie across other axes than the data's, and are none of their own
+    if data % experts:  # experts span other axes than data, and form no separate axis
         experts = 1
     sizes = (
         ("pp", size_of("pipeline_model")), ("dp", data // experts), ("ep", experts),
@@ -66,7 +66,7 @@ def _of_megatron(world: int) -> list[Axis]:
 
 
 def kind_of(name: str) -> str:
-    """What an axis with this name is for; nothing where no word of it says so."""
+    """Return the kind of an axis with this name, or ""."""
     for word in name.lower().replace("-", "_").split("_"):
         kinds = [kind for kind, words in _WORDS.items() if word in words]
         if kinds:
@@ -75,7 +75,7 @@ def kind_of(name: str) -> str:
 
 
 def _of_meshes(parameters: Parameters, world: int) -> list[Axis]:
-    """Those of the mesh that has all ranks, in torch's own order: one that says most of them."""
+    """Return the axes of a mesh of all ranks in row-major order; the most informative mesh wins."""
     if world < 2 or "torch.distributed.device_mesh" not in sys.modules:
         return []
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,9 +107,7 @@ def _named(mesh: Any, parameters: Parameters) -> list[Axis]:
 
 
 def _by_use(mesh: Any, number: int, parameters: Parameters) -> str:
-    """An axis along which a parameter that fully_shard does not divide is in parts, divides layers
-    among ranks.
-    """
+    """Return "tensor" for an axis that shards parameters outside fully_shard, else "data"."""
     own = mesh.mesh.movedim(number, -1).reshape(-1, mesh.mesh.shape[number]).tolist()
     wholes = parameters.of_fsdp2()
     for name, parameter in parameters.by_name.items():
@@ -124,7 +122,7 @@ def _by_use(mesh: Any, number: int, parameters: Parameters) -> str:
 
 
 def _of_stages(world: int) -> list[Axis]:
-    """Those of a pipeline, whose ranks are next to each other, or as far apart as possible."""
+    """Return the axes of a pipeline whose ranks are consecutive or maximally strided."""
     if world < 2 or "torch.distributed.pipelining.stage" not in sys.modules:
         return []
     kind = compat.pipeline_stage()

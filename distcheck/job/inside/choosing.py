@@ -1,7 +1,7 @@
-"""Which batches a script takes as one process, and what each rank counts for: by what copies of the
-replay computed in the first step, one with each rank's batches and one with all of them together.
+"""Chooses the batches of the single-process script and the weights of ranks.
 
-Nothing here looks at what the job's own gradients were.
+The decision is based on copies of the replay at the first step: one with each rank's batches, and
+one with all of them concatenated. It never uses the job's own gradients.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,29 @@ from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
-SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
-SUMS = ("", "sum", "times")  # how a loss is a sum over samples: as in `terms.count_of`
+SAME = 1e-3  # Heuristic: rounding leaves 1e-6, a hard-coded batch size half or more
+SUMS = ("", "sum", "times")  # kinds of sums over samples, as in `terms.count_of`
 Copies = dict[Role, state.Tensors | None]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the ranks' batches are handed out; or `failure`, why they cannot be. A right job has the
-    reference's gradients times one of `scales`: a sum over samples is often scaled by the world.
+    """The mode in which the ranks' batches are fed, or `failure`: the reason why they cannot be.
+
+    A correct job has the reference's gradients times one of `scales`: a loss that is a sum over
+    samples is often scaled by the world size.
     """
 
     mode: str = ""
     why: str = ""
     failure: str = ""
     scales: tuple[float, ...] = (1.0,)
-    joins: bool = False  # it fails, and may not with the micro-batches of a step as one pass
-    interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
+    joins: bool = False  # it fails, but may succeed with a step's micro-batches as one pass
+    interacts: bool = False  # the joint batch's gradient is not the mean of the ranks'
 
 
 def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
-    """The copies of the first step by which it is chosen; `apart`: why batches stay as they are."""
+    """Return the first step's copies, by which to choose; `apart`: why batches stay separate."""
     first = job.steps[0]
     roles = [Role(rank, first) for rank in range(job.world)]
     if not apart and not interacts(job.at(first)):
@@ -49,7 +51,7 @@ def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
 
 
 def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
-    """The choice, by what the copies of `tries` have computed; `said` is why the first failed."""
+    """Choose by the results of the copies of `tries`; `said` is why the first copy failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(Role(rank, first)) for rank in range(job.world)]
     base = alone[0]
@@ -84,7 +86,7 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
         why = choice.why
     feeding.pads = False
     doubled = found.get(Role(0, first, doubles=True))
-    # What ranks exchange before backward goes into no gradient, as where losses are logged.
+    # Tensors exchanged before backward affect no gradient, such as logged losses.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
     call = None if is_unused else _before_backward(job)
     why = why or "the ranks' batches do not fit into one"
@@ -99,7 +101,7 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
 def _of_together(
     job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
 ) -> Choice:
-    """All samples in one batch, where the script's loss means the same by that."""
+    """Return the choice for the joint batch: usable if the loss has the same meaning for it."""
     mean = state.mean(alone, [1 / job.world] * job.world)
     if mean is None:
         return Choice(TOGETHER)
@@ -116,13 +118,13 @@ def _of_together(
         return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
     if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
         return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
-    # Samples interact, or ranks have unlike numbers of them.
+    # Samples interact, or ranks have different numbers of them.
     return Choice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:
-    """What the mean of the ranks' gradients may be multiplied by, where a loss is a sum: by nothing
-    if it is divided by what one rank has, by the world if by what all have; else by either.
+    """Return the admissible factors of the mean gradient for a loss that is a sum over samples: 1
+    if divided by a rank's count, the world size if by the total; otherwise both.
     """
     alone = copies[0]
     if alone is None or not int(alone["sums"]):
@@ -134,17 +136,17 @@ def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[
     targets = [call.counted for one in record.trained for call in one.losses]
     if count in {number for number in (*rows, *targets, sum(rows), sum(targets)) if number}:
         return (1.0,)
-    # A multiple of what one of several passes has may be a number of something else.
+    # A multiple of one pass's count may be a number of something else.
     if count in {number * job.world for number in (sum(rows), sum(targets)) if number}:
         return (float(job.world),)
-    # The script counts something that each rank has another number of, and weights say the rest.
+    # The script counts something that differs across ranks; weights account for it.
     if len({float(one["count"]) for one in copies if one is not None}) > 1:
         return (1.0,)
     return (1.0, float(job.world))
 
 
 def _before_backward(job: JobRecording) -> CollectiveCall | None:
-    """The first collective of several numbers that a rank called before a backward pass."""
+    """Return the first collective of more than one element that a rank called before backward."""
     calls = (call for step in job.steps for one in job.at(step) for call in one.calls)
     return next((call for call in calls if call.elements > 1 and not call.after_backward), None)
 
@@ -152,8 +154,8 @@ def _before_backward(job: JobRecording) -> CollectiveCall | None:
 def weights(
     job: JobRecording, step: int, parts: Sequence[state.Tensors | None], asked: str
 ) -> tuple[list[float], str]:
-    """What the gradient of each rank counts for, by what its copy's loss was divided by, or as the
-    person says; or why that is not known.
+    """Return the weight of each rank, from its copy's loss divisor or the user's choice, and the
+    reason if it is unknown.
     """
     equal = [1 / job.world] * job.world
     records = job.at(step)
@@ -181,5 +183,5 @@ def _number(record: StepRecord, of: str) -> int:
 
 
 def _shape(record: StepRecord) -> tuple[tuple[int, ...], ...]:
-    """What a rank's loss goes over: samples and targets, by pass."""
+    """Return the numbers of samples and targets of a rank's loss, by pass."""
     return tuple((len(p.rows), *(call.counted for call in p.losses)) for p in record.trained)

@@ -1,7 +1,7 @@
-"""What one process reads of the samples that ranks were given: the same indices, read once more.
-And what each rank reads for some of its own indices, with random streams that are alike on all.
+"""Reads the ranks' samples again in a single process: the same indices of the same loader.
 
-A part of a sample that is another one each time is made by chance, and is not compared.
+Each rank also reads some of its own indices with identical RNG streams. Sample fields that change
+on every read are treated as random and are not compared.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ from distcheck.machine.seeds import seed_everything
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LoadedBatch, Sample
 
-_LEAST_ROWS = 8  # chosen: labels of ten classes are then alike by chance once in 10^8
+_LEAST_ROWS = 8  # Heuristic: labels of ten classes then agree by chance once in 10^8
 _MOST_BATCHES = 8
-_MOST_S = 5.0  # chosen: for samples that are read once more at the end of a recording
+_MOST_S = 5.0  # Heuristic: time for rereading samples at the end of a recording
 
 
 def read_again(job: JobRecording, number: int, loader: Any) -> list[Read]:
-    """What one process reads of the first samples of every rank, next to what the rank had."""
+    """Compare the first samples of every rank as recorded and as read by a single process."""
     before = tensors.random_state()
     try:
         return [read for rank in range(job.world) if (read := _of_rank(job, rank, number, loader))]
-    except Exception:  # the script's own code: it may have another data set as one process
+    except Exception:  # code of the script, which may use another data set in a single process
         return []
     finally:
         tensors.set_random_state(before)
 
 
 def read_alike(loaders: Mapping[int, Any]) -> Iterator[Sample]:
-    """What this rank reads of each loader for the first indices. Called when all is recorded: a
-    data set may not be the same after that.
+    """Yield this rank's samples for the first indices of each loader. Call it after recording: a
+    data set may change by being read.
     """
     before, until = tensors.random_state(), time.monotonic() + _MOST_S
-    with contextlib.suppress(Exception):  # the script's own code
+    with contextlib.suppress(Exception):  # code of the script
         for number, loader in loaders.items():
             for index in range(min(_LEAST_ROWS, len(loader.dataset))):
                 once, again = (_parts(_fetcher(loader), index) for _ in range(2))
@@ -85,7 +85,7 @@ def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> Read | N
 
 
 def _batches(job: JobRecording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
-    """Of the first ones that a rank had of a loader."""
+    """Yield the first batches that a rank loaded from a loader."""
     found = [
         (step, batch)
         for step in job.steps
@@ -96,7 +96,7 @@ def _batches(job: JobRecording, rank: int, number: int) -> Iterator[tuple[int, L
 
 
 def _kind(part: list[tuple[str, ...]]) -> str:
-    """How a part of samples was read: always alike, as it was recorded, or otherwise."""
+    """Classify a sample field: random, equal to the recorded one (or constant), or other."""
     recorded, once, again = part
     if once != again:
         return "random"

@@ -1,8 +1,8 @@
-"""What backward passes have added to each `.grad` since it was last None or zero.
+"""Tracks the gradients that backward passes add to each `.grad` since it was last None or zero.
 
-That, and not the number of calls, says which passes a step is made of: what was cleared before the
-step (a dry pass, a skipped step, the first pass of sharpness-aware minimisation, what a generator's
-loss leaves in the discriminator) is in no gradient that the optimizer gets.
+These contributions, not the number of calls, define the passes of a step. Gradients cleared before
+the step (a dry pass, a skipped step, the first pass of sharpness-aware minimization, the generator
+loss's gradients in the discriminator) are in no optimizer gradient.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -19,25 +19,23 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Contributions:
-    """Listens on parameters. `passes` has, by name, the numbers of the backward passes."""
+    """Gradient hooks on parameters. `passes` maps a name to the numbers of its backward passes."""
 
     def __init__(self, listens: Callable[[str, torch.Tensor], Any]) -> None:
-        self._listens = listens  # called from within backward; it must not raise
+        self._listens = listens  # called within backward; must not raise
         self._hooks: dict[str, LeafHook] = {}
         self._parameters: dict[str, torch.Tensor] = {}
-        self._leaves: dict[str, torch.Tensor] = {}  # that backward gives gradients to
-        self.parts: dict[str, Part] = {}  # what this rank has of gradients that are divided
+        self._leaves: dict[str, torch.Tensor] = {}  # the tensors that backward writes gradients to
+        self.parts: dict[str, Part] = {}  # this rank's shards of sharded gradients
         self.local: Tensors = {}
         self.sizes: Tensors = {}
         self.norms: Tensors = {}
         self.passes: dict[str, list[int]] = {}
-        self.backward = -1  # the number of the pass that runs, or ran last
-        self.may_exchange = True  # whether a pass before the last one may
+        self.backward = -1  # number of the current or last pass
+        self.may_exchange = True  # if a pass before the last one may synchronize
 
     def watch(self, name: str, parameter: torch.Tensor, used: torch.Tensor | None = None) -> None:
-        """Hears of a parameter's gradients from now on: of those of the one that the model has
-        `used` in its place, where fully_shard divides it.
-        """
+        """Record a parameter's gradients; for fully_shard, those of the unsharded tensor `used`."""
         leaf = parameter if used is None else used
         if leaf.requires_grad and leaf.is_leaf and leaf is not self._leaves.get(name):
 
@@ -48,9 +46,7 @@ class Contributions:
             self._parameters[name], self._leaves[name] = parameter, leaf
 
     def begin(self) -> None:
-        """A backward pass begins. What was added to a gradient that is not there any more, counts
-        no longer.
-        """
+        """Start a backward pass, and forget contributions to gradients that were cleared."""
         self.backward += 1
         self.forget(
             name
@@ -61,7 +57,7 @@ class Contributions:
             hook.put_back()
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to `.grad`."""
+        """Record a gradient that is about to be added to `.grad`."""
         gradient = gradient.detach()
         if (part := tensors.part_of(gradient)) is not None:
             self.parts[name] = part
@@ -80,8 +76,8 @@ class Contributions:
         self.passes[name].append(self.backward)
 
     def backwards_of(self, names: Iterable[str], since: int) -> set[int]:
-        """The backward passes that are in the gradients of some parameters. Where nothing was heard
-        of any: all those after number `since`.
+        """Return the backward passes that contributed to some parameters' gradients; without hooks,
+        all passes after number `since`.
         """
         heard = [name for name in names if name in self._hooks]
         if not heard:
@@ -89,7 +85,7 @@ class Contributions:
         return {number for name in heard for number in self.passes.get(name, ())}
 
     def write(self, names: Collection[str], file: StepFile, by: float) -> None:
-        """Keeps what was added to some parameters' gradients, multiplied `by` a power of two."""
+        """Write the contributions to some parameters' gradients, times `by`, a power of two."""
         for kind, found in (("local", self.local), ("sizes", self.sizes)):
             file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by, self.parts)
         for name, norm in self.norms.items():
@@ -97,7 +93,7 @@ class Contributions:
                 file.add(f"norms/{name}", norm * by)
 
     def forget(self, names: Iterable[str]) -> None:
-        """What was added to some parameters' gradients is not in them any more."""
+        """Forget the contributions to some parameters' gradients, which were cleared."""
         for name in names:
             for kept in (self.local, self.sizes, self.norms, self.passes):
                 kept.pop(name, None)

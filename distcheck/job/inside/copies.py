@@ -1,11 +1,11 @@
-"""The copies of a replay, step by step: those that compute a rank's gradients, those that measure
-by how much gradients move, and those that make several passes as one.
+"""Copies of a replay: separate runs of a step that compute each rank's gradients, measure the noise
+floor, or merge several passes into one.
 
-Where the script uses a GPU, which a fork loses, copies are processes of their own. Each runs the
-script from its beginning, in a copy of the folder, and is what it is at every step. Every step
-starts from the recorded state, so a copy waits for no other: it writes what it has computed at a
-step, takes the step that was recorded, and goes on. What a GPU computes differently from run to
-run, and kernels that are chosen by measuring, are then in what copies differ by.
+If the script uses a GPU, which a fork would lose, each copy is a separate process. It runs the
+script from its beginning in a copy of the folder, and has the same role at every step. Every step
+starts from the recorded state, so copies do not wait for each other: a copy writes its results,
+loads the recorded state, and continues. Nondeterminism of GPU kernels, including autotuning, is
+then part of the measured differences.
 """
 
 import os
@@ -36,14 +36,14 @@ from distcheck.job.settings import BY_RANK, JobSettings, Role
 from distcheck.machine import devices
 from distcheck.recordings.jobs.reading import JobRecording
 
-_PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python, and measure kernels
+_PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python and tune kernels
 
 Key = tuple[Role, str]
 
 
 @dataclass
 class _Copy:
-    """A process, or one that is still to be started; its folder has its settings and results."""
+    """A process, started or pending; its folder has its settings and results."""
 
     folder: Path
     process: "subprocess.Popen[bytes] | None" = None
@@ -68,26 +68,26 @@ class _Copy:
 
 
 class Processes:
-    """Starts copies, as many at once as there is room for where each takes `gpu_bytes` of a GPU's
-    memory, as a rank of the job did; and reads what they write.
+    """Starts copies, as many at once as fit if each uses `gpu_bytes` of GPU memory like a rank of
+    the job, and reads their results.
     """
 
     def __init__(self, folder: Path, asked: JobSettings, gpu_bytes: int) -> None:
         self._folder, self._asked, self._gpu_bytes = folder, asked, gpu_bytes
         self._project = Path(asked.project)
-        # Each is watched as the rank that it is.
+        # Each copy is watched under its own rank.
         self._environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._here = Path.cwd().relative_to(self._project)
         self._copies: dict[Key, _Copy] = {}
-        self.why: dict[Role, str] = {}  # of copies that failed
+        self.why: dict[Role, str] = {}  # reasons of failed copies
         if asked.role is None:  # before the script writes anything
             shutil.copytree(self._project, folder / "clean", symlinks=True)
 
     def run(
         self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
     ) -> "Role | Written":
-        """What each copy wrote of a step, None of one that failed. Others are ended. What a rank's
-        own copy does, it does in every mode.
+        """Return the results of copies at a step (None for failed ones); end all others. A rank's
+        own copy does the same in every mode.
         """
         keys = [(msgspec.structs.replace(r, step=-1), mode if r.rank < 0 else "") for r in roles]
         for key in [key for key in self._copies if key not in keys]:
@@ -111,17 +111,17 @@ class Processes:
 
     @cached_property
     def _most(self) -> int:
-        """How many at once: asked when the model is on the GPU, and no copy is there."""
+        """The maximum number of copies at once, measured with the model but no copy on the GPU."""
         return devices.copies_beside(self._gpu_bytes)
 
     def keep_spare(self) -> bool:
-        """Copies measure at every step."""
+        """Return False: copies measure at every step."""
         return False
 
     release_spare = keep_spare
 
     def end_spare(self) -> None:
-        """There is none."""
+        """Do nothing: there is no spare copy."""
 
     def read(self, roles: Sequence[Role]) -> Written:
         return {}
@@ -155,18 +155,18 @@ class Processes:
         return found
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
-        """In a copy: writes what it has computed at a step."""
+        """Write the results of a step, in a copy."""
         tensors.write(found, _Copy(self._folder).result(step))
 
 
 DRAWS = 2
 _ON_GPU = "on a GPU a kernel, and its rounding, depends on the shape of a batch"
-SPREADS = 8  # times what a draw has moved: as in `checks/reference`
+SPREADS = 8  # multiple of a perturbation's change, as in `checks/reference`
 Tensors = dict[str, torch.Tensor]
 
 
 class Copies:
-    """In the parent, what they have computed; `hands.copy` says in which copy this is."""
+    """Results of the copies, in the parent; `hands.copy` is this process's role as a copy."""
 
     def __init__(
         self, job: JobRecording, hands: HandingOut, settings: JobSettings, folder: Path,
@@ -181,21 +181,21 @@ class Copies:
         self.folding = Folding(job, hands.feeding, self._apart)
         self.choice = choosing.Choice()
         self.watched = WatchedCopies(DRAWS, job.world)
-        self.times: float | None = None  # one of the scales that a right job may have
-        self.draws = 0  # by which the step's spreads are measured
+        self.times: float | None = None  # one of the scales of a correct job
+        self.draws = 0  # number of perturbations behind the step's spreads
         self.spreads: dict[str, float] = {}
-        self._moves: dict[str, float] = {}  # a gradient's, by one ULP of parameters, over its norm
+        self._moves: dict[str, float] = {}  # a gradient's relative change by one ULP
         self._found: dict[int, Written] = {}  # by step
 
     def begin(self, step: int) -> None:
-        """Forks the copies of a step, and of later ones for which it does something; at the first
-        step, those by which it is chosen which batches the script takes.
+        """Fork the copies of a step, and of later steps that depend on it. At the first step, fork
+        those that decide which batches the script receives.
         """
         first = self._job.steps[0]
-        self._job.tensors(0, step)  # read once, for all copies that are forked
+        self._job.tensors(0, step)  # read once, for all forked copies
         if step == first:
             roles = choosing.tries(self._job, self._hands.feeding, self._apart)
-            if self._apart:  # these will be needed as well, and each takes long to begin
+            if self._apart:  # needed later as well, and slow to start
                 several = product(range(self._job.world), range(1, DRAWS + 1))
                 roles += [Role(rank, first, draw) for rank, draw in several]
             if self._becomes_a_copy(first, roles):
@@ -221,20 +221,20 @@ class Copies:
 
     @cached_property
     def _trained_on_earlier(self) -> frozenset[int]:
-        """The steps that are trained on forward passes before the last step, as where a GAN uses
-        its fakes twice. Nothing can be perturbed when they begin.
+        """The steps trained on forward passes before the previous step, as in a GAN that uses its
+        fakes twice. At their start nothing can be perturbed.
         """
         return frozenset(s for s in self._job.steps if any(r.earlier for r in self._job.at(s)))
 
     def _ahead(self, step: int) -> list[int]:
-        """The later steps for which something is done in this one."""
+        """Return the later steps that depend on computations in this one."""
         by_rank = self.choice.mode == BY_RANK
         later = [one for one in self._job.steps if one > step]
         later = [one for one in later if by_rank or one in self._trained_on_earlier]
         return [one for one in later if self._hands.feeding.begins_at(one) <= step]
 
     def _roles(self, step: int, draws: "range | tuple[int, ...]") -> list[Role]:
-        """The copies that compute the gradients of a step, and are not done."""
+        """Return the pending copies that compute the gradients of a step."""
         if self.choice.mode == BY_RANK:  # this process computes the gradients of rank 0
             several = [(rank, draw) for rank in range(self._job.world) for draw in draws]
             roles = [Role(rank, step, draw) for rank, draw in several if rank or draw]
@@ -243,12 +243,12 @@ class Copies:
         return roles
 
     def _moved(self, step: int) -> list[Role]:
-        """The copies that measure the tolerance of a step after the first one."""
+        """Return the pending copies that measure the tolerance of a step after the first."""
         roles = [*self._roles(step, range(1, DRAWS + 1)), *self.folding.roles(step, DRAWS)]
         return [role for role in roles if role not in self._found.get(step, {})]
 
     def _becomes_a_copy(self, step: int, roles: list[Role]) -> bool:
-        """Runs copies that were not run; in each of them, True."""
+        """Run the pending copies; return True in each copy."""
         known = self._found.setdefault(step, {})
         waiting = [role for role in roles if role not in known]
         found = self.forks.run(waiting, step, self.choice.mode) if waiting else {}
@@ -261,8 +261,8 @@ class Copies:
         return True
 
     def reference(self, step: int, computed: Tensors, recorded: Tensors) -> tuple[Tensors, Tensors]:
-        """The reference's gradients, where this process has `computed` its own; and what else of
-        the step is to be written. `recorded` are the job's.
+        """Return the reference gradients, given this process's `computed` ones, and the other
+        results to write for the step. `recorded` are the job's gradients.
         """
         if self.choice.mode == BY_RANK:
             self._found.setdefault(step, {}).setdefault(Role(0, step), computed)
@@ -290,7 +290,7 @@ class Copies:
         return raw, {**out, "loss": loss}
 
     def _combined(self, step: int, draw: int) -> Tensors | None:
-        """The gradients of the copies of one draw: of all ranks together, or their mean."""
+        """Return the gradients of one draw: of the joint batch, or the weighted mean over ranks."""
         found = self._found.get(step, {})
         if self.choice.mode != BY_RANK:
             return found.get(Role(ALL, step, draw))
@@ -301,7 +301,7 @@ class Copies:
         return state.mean(parts, weights)
 
     def _measure(self, step: int, found: Tensors) -> None:
-        """How far gradients move with one ULP: measured here, or as far as at the first step."""
+        """Measure the change of gradients under perturbation, or reuse the first step's."""
         moved = [self._combined(step, draw) for draw in range(1, DRAWS + 1)]
         draws = [one for one in moved if one is not None]
         self.draws = len(draws)
@@ -310,7 +310,7 @@ class Copies:
             self.spreads[name] = state.spread_of(gradient, there, name, self._moves)
 
     def _says_too_little(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
-        """Whether some gradient is further from what is expected than what is known allows."""
+        """Return True if a gradient deviates from its expectation by more than the known spread."""
         folded = {n.removeprefix("folded/"): g for n, g in out.items() if n[:7] == "folded/"}
         factor = state.factor_of(raw, folded)
         spread = {n: abs(factor) * float(out[f"spread-folded/{n}"]) for n in folded}

@@ -1,8 +1,7 @@
-"""Ends a process of a job before its script does, and leaves nothing that its script would not.
+"""Exits a job process early, with the same cleanup as a normal exit.
 
-Ranks on other machines, whose folders are not seen here, say in the store of the job's master
-whether they have ended, too. It is another connection to it, so that no collective is added to
-those of the script.
+Ranks on other machines, whose folders are not visible here, report in the store of the job's master
+that they have finished. A separate connection is used, so the script's collectives are unchanged.
 """
 
 import os
@@ -18,7 +17,7 @@ from distcheck.worlds.mpi.segments import own_segments, remove
 
 _PREFIX = "distcheck/ended"
 _ASK_S = 0.1
-_PATIENCE_S = 10.0  # for MPI, which waits for all ranks; chosen: they are at the same step
+_PATIENCE_S = 10.0  # Heuristic, for MPI, which waits for all ranks: they are at the same step
 
 
 def leave() -> NoReturn:
@@ -29,9 +28,11 @@ def leave() -> NoReturn:
 
 
 def _finalise_mpi() -> None:
-    """Does what mpi4py does at the end of Python, where a script has begun MPI (Lightning does by
-    itself, to see whether mpirun has started it), and removes the shared memory of Open MPI.
-    mpirun removes that itself; of a process that mpirun has not started it stays in /dev/shm.
+    """Finalize MPI as mpi4py does at exit, if the script has initialized it, and remove Open MPI's
+    shared memory.
+
+    Lightning initializes MPI to detect mpirun. mpirun removes the shared memory itself; a process
+    started without it would leave it in /dev/shm.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
@@ -45,7 +46,7 @@ def _finalise_mpi() -> None:
 
 
 class Elsewhere:
-    """What ranks say of themselves in the job's store; without one, nothing is waited for."""
+    """Status of all ranks in the job's store; without a store, nothing is waited for."""
 
     def __init__(self, rank: int, world: int) -> None:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -55,9 +56,7 @@ class Elsewhere:
         self._is_over = not self._tell(True)
 
     def have_ended(self) -> bool:
-        """Whether all ranks have written their last step. The master may have left with its store;
-        then all had.
-        """
+        """Return True if all ranks have finished, or the master has exited with its store."""
         if self._is_over or self._store is None:
             return True
         if time.monotonic() - self._asked < _ASK_S:
@@ -70,11 +69,11 @@ class Elsewhere:
         return ended
 
     def goes_on(self) -> None:
-        """This rank does, and will ask again."""
+        """Record that this rank continues and will ask again."""
         self._tell(False)
 
     def _tell(self, ended: bool) -> bool:
-        """Says whether this rank has ended; False where it is not heard."""
+        """Record whether this rank has finished; return False if the store is gone."""
         if self._store is None:
             return False
         try:
@@ -82,13 +81,13 @@ class Elsewhere:
                 self._store.set(self._own, "1")
             else:
                 self._store.delete_key(self._own)
-        except RuntimeError:  # the master has left, and its store with it
+        except RuntimeError:  # the master has exited, and its store with it
             return False
         return True
 
 
 def _store() -> "dist.TCPStore | None":  # type: ignore[name-defined]
-    """The job's own, by what its launcher has said of it."""
+    """Connect to the job's store by its launcher's environment variables, or return None."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         return None

@@ -1,4 +1,4 @@
-"""What a replay hands out in place of a script's own batches: those that the ranks had."""
+"""Source of the recorded batches that a replay feeds to a script in place of its own."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,23 +10,23 @@ from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LoadedBatch, Pass
 
 ALL = -1
-Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
-Leaves = list[torch.Tensor | None]  # None: the script has the right one itself
-AND = "+"  # between the names of tensors that are handed out one after the other
+Pairs = Sequence[tuple[int, int]]  # (rank, forward pass), in the order of concatenation
+Leaves = list[torch.Tensor | None]  # None: the script's own tensor is correct
+AND = "+"  # separates the names of tensors to concatenate
 
 
 class NotTogetherError(Exception):
-    """Tensors of ranks do not fit into one."""
+    """Tensors of the ranks cannot be concatenated."""
 
 
 class Feeding:
-    """Batches, inputs, targets and random states of the recording, by the role that needs them."""
+    """Recorded batches, inputs, targets and RNG states, for each role of a copy."""
 
     def __init__(self, job: JobRecording) -> None:
         self._job = job
         self._batches: dict[Place, dict[int, tuple[int, LoadedBatch]]] = {}
         self.lengths: dict[int, int] = {}
-        self.pads = False  # batches of unlike shapes are put together
+        self.pads = False  # pads batches of different shapes before concatenating
         self._padding: dict[tuple[int, int], float] = {}  # by loader and leaf
         for (rank, step), record in sorted(job.records.items()):
             for batch in record.batches:
@@ -40,8 +40,8 @@ class Feeding:
         return list(self._job.records[rank, step].passes)
 
     def begins_at(self, step: int) -> int:
-        """The first step in which something was done for this one: a forward pass that it was
-        trained on, or a batch that was handed out ahead.
+        """Return the first step with work for this one: a forward pass that it was trained on, or a
+        batch that was loaded early.
         """
         found = {step}
         for rank in range(self._job.world):
@@ -55,15 +55,15 @@ class Feeding:
         return [(one, number) for one in (range(self._job.world) if rank == ALL else (rank,))]
 
     def has(self, step: int, pairs: Pairs) -> bool:
-        """Whether the ranks made these forward passes."""
+        """Return True if the ranks made these forward passes."""
         world = self._job.world
         return all(r < world and number < len(self.passes(step, r)) for r, number in pairs)
 
     def batch(
         self, places: Sequence[tuple[int, Place]], *, longer: bool = False
     ) -> list[torch.Tensor] | None:
-        """The leaves of batches that loaders handed out, each to a rank, one after the other; with
-        `longer`, padded by one more than they are. None where one was not recorded.
+        """Return the leaves of several ranks' batches, concatenated; None if one was not recorded.
+        With `longer`, pad by one more than necessary.
         """
         found = []
         for rank, place in places:
@@ -85,12 +85,12 @@ class Feeding:
         return together
 
     def place(self, loader: int, step: int, pair: tuple[int, int]) -> Place | None:
-        """The batch of a loader that a forward pass of a rank had."""
+        """Return the batch of a loader that a rank's forward pass used."""
         own = self.passes(step, pair[0])[pair[1]].batches
         return next((place for place in own if place[0] == loader), None)
 
     def inputs(self, step: int, pairs: Pairs) -> Leaves:
-        """The tensors among the model's arguments in forward passes."""
+        """Return the tensors among the model's arguments in forward passes."""
         of_ranks = [
             [self._data(rank, step, name) if name else None for name in one.inputs]
             for rank, number in pairs
@@ -106,7 +106,7 @@ class Feeding:
         ]
 
     def pieces(self, step: int, pairs: Pairs, place: int) -> list[torch.Tensor]:
-        """The pieces of an input of which ranks of one model have pieces each."""
+        """Return the shards of an input that is sharded among ranks of one model."""
         known = [(rank, self.passes(step, rank)[number].pieces) for rank, number in pairs]
         return [
             self._data(rank, step, name)
@@ -115,15 +115,15 @@ class Feeding:
         ]
 
     def noted_with(self, step: int, first: int, number: int) -> int | None:
-        """The forward pass with which all losses of a backward pass were noted: the last of several
-        since `first`, between which losses were computed. None if each has its own.
+        """Return the forward pass that recorded all losses of a backward pass: the last of several
+        since `first`, if losses were computed between them. None if each pass has its own losses.
         """
         passes = self.passes(step, 0)
         noted = next((p for p in range(first, len(passes)) if passes[p].losses), first)
         return noted if first < noted and number <= noted else None
 
     def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
-        """The target of a loss; None where the script has the right one itself."""
+        """Return the target of a loss, or None if the script's own is correct."""
         parts = []
         for rank, number in pairs:
             calls = self.passes(step, rank)[number].losses
@@ -133,7 +133,7 @@ class Feeding:
         return self._or_own(parts)
 
     def _or_own(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Tensors one after the other. The script makes them itself of batches that were padded."""
+        """Concatenate tensors; None for padded batches, whose targets the script computes."""
         if self.pads and len({part.shape for part in parts}) > 1:
             return None
         return self._or_fail(parts)
@@ -144,7 +144,7 @@ class Feeding:
         return _together(parts)
 
     def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
-        """The random streams before a forward pass, or when its batch had been handed out."""
+        """Return the RNG states before a forward pass, or (`origin`) when its batch was loaded."""
         return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
@@ -152,14 +152,14 @@ class Feeding:
         return self._or_fail([held[f"data/{one}"] for one in name.split(AND)])
 
     def _padding_of(self, loader: int, number: int) -> float:
-        """What shorter rows of a leaf end with, in batches that the script has padded itself."""
+        """Return the padding value of a leaf, inferred from batches that the script padded."""
         key = (loader, number)
         if key not in self._padding:
             self._padding[key] = padding_value(self._all_of(loader, number))
         return self._padding[key]
 
     def varies(self) -> bool:
-        """Whether some batches have unlike shapes."""
+        """Return True if some batches have different shapes."""
         return any(
             self._varies(loader, number)
             for loader, number in {
@@ -181,7 +181,7 @@ class Feeding:
 
 
 def padding_value(batches: Iterator[torch.Tensor]) -> float:
-    """The value that rows end with most often; 0 where no row ends with the same as others."""
+    """Return the most common last value of rows; 0 if no two rows share one."""
     ends = Counter[float]()
     for batch in batches:
         if batch.dim() == 2 and batch.shape[1] and not batch.is_complex():
@@ -199,7 +199,7 @@ def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _padded(parts: Sequence[torch.Tensor], value: float, *, longer: bool) -> Iterator[torch.Tensor]:
-    """Rows of one shape: the second dimension is as long as the longest, or one more."""
+    """Yield rows padded along the second dimension to the longest, or one more."""
     if len({part.dim() for part in parts}) != 1:
         raise NotTogetherError("batches have unlike numbers of dimensions")
     if parts[0].dim() < 2:

@@ -1,9 +1,9 @@
-"""The passes of an accumulation as one: a copy of the replay gets all micro-batches of all ranks in
-one batch, and leaves the gradient of their loss.
+"""Merges the passes of an accumulation: a copy of the replay computes the gradient of all
+micro-batches of all ranks in one batch.
 
-The script's own factor before the loss (`loss / accumulate`) is left out: the gradient is that of
-the loss that torch computed, where the script's is a multiple of it, or of the mean at the end of
-the script's own computation. So it does not matter what the script takes the factor to be.
+The script's factor (`loss / accumulate`) is excluded: the result is the gradient of torch's loss,
+if the script's loss is a multiple of it, or of the final mean in the script's computation. The
+result is therefore independent of the factor.
 """
 
 import resource
@@ -23,15 +23,15 @@ from distcheck.recordings.jobs.records import StepRecord
 Found = Mapping[Role, dict[str, torch.Tensor] | None]
 Kind = Literal["", "mean", "sum", "terms"]
 _KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
-_TERM = "term/"  # before a gradient: it is that of a term
-# Chosen: rounding leaves 1e-6 of a gradient, and a second term of a loss, or samples that interact,
-# more than a thousandth.
+_TERM = "term/"  # prefix of a term's gradient
+# Heuristic: rounding leaves 1e-6 of a gradient; a second loss term, or samples that interact, more
+# than 1e-3.
 _SAME = 1e-3
 _ONE_BY_ONE = "the loss of a larger batch is not the mean of its parts' losses"
 
 
 def interacts(records: Sequence[StepRecord]) -> str:
-    """Why samples of several passes may not share a batch; empty where they may."""
+    """Return why samples of several passes must not share a batch, or ""."""
     if any(record.batchnorm for record in records):
         return "BatchNorm normalises by the batch"
     if any(one.draws for record in records for one in record.passes):
@@ -42,7 +42,7 @@ def interacts(records: Sequence[StepRecord]) -> str:
 
 
 class Folding:
-    """Whether passes can be made as one; the copies for that, and what comes of them."""
+    """Decides if passes can be merged into one batch; plans and reads these copies."""
 
     def __init__(self, job: JobRecording, feeding: Feeding, apart: str = "") -> None:
         self._job, self._feeding = job, feeding
@@ -50,12 +50,12 @@ class Folding:
         self._heard: list[terms.Heard] = []
         self._probes: list[Role] = []
         self._draws: list[Role] = []
-        self._moves: dict[str, float] = {}  # by one ULP, over the norm
+        self._moves: dict[str, float] = {}  # relative change by one ULP
         self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
-        self.why = apart if self._accumulates else ""  # they could not be made as one
+        self.why = apart if self._accumulates else ""  # why passes cannot be merged
 
     def roles(self, step: int, draws: int) -> list[Role]:
-        """The copies of a step; at the first one also those that show whether samples interact."""
+        """Return the copies of a step; at the first step also those that detect interactions."""
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
         if not self._accumulates or self.why:
             return []
@@ -101,14 +101,15 @@ class Folding:
     # -- in a copy -------------------------------------------------------------------------------
 
     def heard(self, one: terms.Heard) -> None:
-        """Keeps a loss of torch's, of which a copy wants the gradient."""
+        """Keep a torch loss whose gradient a copy needs."""
         self._heard.append(one)
 
     def take(
         self, role: Role, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of; of
-        a loss with several terms its own, and in a copy that tries them that of each.
+        """Return the gradient of the mean or sum that the script's loss is a multiple of.
+
+        For a loss with several terms, return its own gradient, and in a probing copy each term's.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         whole = _gradients(loss, trained)
@@ -133,7 +134,7 @@ class Folding:
     # -- in the parent ---------------------------------------------------------------------------
 
     def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
-        """The gradient of all micro-batches as one batch, and how far it moves with one ULP."""
+        """Return the gradient of all micro-batches as one batch, and its change by one ULP."""
         if not self._draws:
             return {}
         plain, *moved = (found.get(role) for role in self._draws)
@@ -159,7 +160,7 @@ class Folding:
         return out
 
     def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
-        """Whether the loss of several passes in one batch is that of each, weighted by targets."""
+        """Return True if the joint loss of several passes is the target-weighted mean of theirs."""
         together, *each = (found.get(role) for role in self._probes)
         if together is None or any(one is None for one in each):
             return False
@@ -172,7 +173,7 @@ class Folding:
         return added is not None and state.distance(added, together) <= _SAME
 
     def _why_not_terms(self, found: Found, weights: torch.Tensor, step: int) -> str:
-        """Why one batch's loss of several terms is not what the passes add up to, if so."""
+        """Return why the joint loss with several terms is not the sum over passes, or ""."""
         recorded = self._job.records[0, step].passes[0].terms
         passes = [one for record in self._job.at(step) for one in record.passes]
         if any(one.terms != recorded for one in passes):
@@ -198,7 +199,7 @@ class Folding:
 
 
 def targets_of_pass(record: StepRecord, number: int, call: int = 0) -> int:
-    """What a mean loss counts for: its targets, or its samples where torch computed no loss."""
+    """Return the weight of a mean loss: its targets, or its samples if torch computed no loss."""
     one = record.passes[number]
     return one.losses[call].counted if one.losses and call >= 0 else len(one.rows)
 
@@ -217,7 +218,7 @@ def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, to
 
 
 def _proportional(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether weights are others times a factor, but for the rounding of single precision."""
+    """Return True if weights are proportional within float32 rounding."""
     by = one.abs().max() / other.abs().max()
     return bool(((one - by * other).abs() <= 1e-6 * one.abs()).all())
 
@@ -248,9 +249,7 @@ def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def factor_of_mean(loss: torch.Tensor) -> float:
-    """The number by which a mean over elements was multiplied to be the loss; 0 where the loss is
-    another thing than such a mean.
-    """
+    """Return the factor between a mean over elements and the loss, or 0 if it is no such mean."""
     ends, _ = terms.ends_of(loss, ())
     if len(ends) != 1 or ends[0][0].reduction != "mean":
         return 0.0
@@ -258,8 +257,9 @@ def factor_of_mean(loss: torch.Tensor) -> float:
 
 
 def limit_memory() -> None:
-    """In a copy: a script accumulates where one batch would not fit into memory, so the copies
-    together may take half (chosen) of what is free. One that needs more fails by itself.
+    """Limit the memory of a copy: copies together may use half (heuristic) of the free memory.
+
+    A script accumulates because one batch does not fit; a copy that needs more fails by itself.
     """
     held = psutil.Process().memory_info().data
     room = available_bytes() // (2 * cores())

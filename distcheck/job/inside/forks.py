@@ -1,7 +1,7 @@
-"""Copies of a replay that go on for a moment by themselves: each computes one set of gradients.
+"""Forked copies of a replay, each of which computes one set of gradients.
 
-A copy is forked where a step begins. It is handed other batches or slightly other parameters,
-trains on until the script is about to use the gradients, writes them down, and is gone.
+A copy is forked at the start of a step. It receives other batches or perturbed parameters, trains
+until the script is about to use the gradients, writes them, and exits.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ from distcheck.job.settings import Role
 from distcheck.machine.resources import cores
 from distcheck.worlds import linux
 
-_PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch
+_PATIENCE_S = 300.0  # for one copy: forward and backward of every micro-batch
 _FAILED = 9
-_MOST_SAID = 300  # characters of what a copy raised
+_MOST_SAID = 300  # characters of an exception that are kept
 
 
 Written = dict[Role, dict[str, torch.Tensor] | None]
 
 
 class Forks:
-    """Forks copies, at most as many at once as there are cores, and reads what they wrote."""
+    """Forks copies, at most one per core at once, and reads their results."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.why: dict[Role, str] = {}  # of copies that failed
-        self._spare: tuple[int, int] | None = None  # its process, and a pipe that it waits at
+        self.why: dict[Role, str] = {}  # reasons of failed copies
+        self._spare: tuple[int, int] | None = None  # its process, and the pipe that it waits at
 
     def _file(self, role: Role) -> Path:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
@@ -46,9 +46,7 @@ class Forks:
     def run(
         self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
     ) -> "Role | Written":
-        """In the parent: what each copy wrote, None of one that failed; without `reads`, it is left
-        to be read. In a copy, which knows step and mode: its role.
-        """
+        """In the parent, return the copies' results (None if failed). In a copy, its role."""
         waiting, running = list(roles), dict[int, Role]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
@@ -77,7 +75,7 @@ class Forks:
         return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:
-        """Forks a copy that waits; True in it, when it is asked to go on."""
+        """Fork a copy that waits; return True in it when it is released."""
         reads, writes = os.pipe()
         parent, child = os.getpid(), os.fork()
         if child == 0:
@@ -91,7 +89,7 @@ class Forks:
         return False
 
     def release_spare(self) -> bool:
-        """Lets the spare copy go on, and waits until it has ended."""
+        """Release the spare copy, and wait until it has exited."""
         if self._spare is None:
             return False
         os.write(self._spare[1], b"1")
@@ -99,7 +97,7 @@ class Forks:
         return True
 
     def end_spare(self) -> None:
-        """Ends the spare copy, if it was not asked for anything."""
+        """End the spare copy if it was not released."""
         if self._spare is not None:
             child, writes = self._spare
             self._spare = None
@@ -110,7 +108,7 @@ class Forks:
         return self._file(role).with_suffix(".raised")
 
     def _note(self, role: Role, status: int) -> None:
-        """Keeps why a copy failed: what it raised, or how it ended."""
+        """Record why a copy failed: its exception, or its exit status."""
         self.why.pop(role, None)
         code = os.waitstatus_to_exitcode(status)
         said = self._reasons(role)
@@ -121,20 +119,18 @@ class Forks:
             self.why[role] = how_ended(code)
 
     def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
-        """In a copy: writes what it has computed, and ends it."""
+        """Write a copy's results and exit it."""
         tensors.write(found, self._file(role))
         os._exit(0)
 
 
 def how_ended(code: int) -> str:
-    """How a copy ended that said nothing, in words."""
+    """Describe the exit of a copy that left no exception."""
     return f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
 
 def _become_a_copy(reasons: Path) -> None:
-    """What the script prints is printed by the parent; what it raises ends the copy, and is noted
-    for the parent.
-    """
+    """Silence the output of a copy, which the parent prints; report its exception and exit."""
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

@@ -1,4 +1,4 @@
-"""Puts a guard on every optimizer of a job, when it makes its first step."""
+"""Installs a guard on every optimizer of a job at its first step."""
 
 import atexit
 import contextlib
@@ -26,7 +26,7 @@ from distcheck.job.settings import JobSettings
 
 @dataclass
 class _Entry:
-    """A guard, its optimizer, and what was last written of it."""
+    """A guard, its optimizer, and its last written state."""
 
     guard: Guard
     optimizer: torch.optim.Optimizer
@@ -35,7 +35,7 @@ class _Entry:
 
 
 class Guarded:
-    """Hears every optimizer's steps; one that another one calls has no guard of its own."""
+    """Hooks on every optimizer step; nested steps of inner optimizers get no guard of their own."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
@@ -45,7 +45,7 @@ class Guarded:
         self._finder = Finder(_trains, several=True)
 
     def install(self) -> None:
-        """Puts the hooks in, once a process."""
+        """Install the hooks, once per process."""
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._note_all)
         register_optimizer_step_pre_hook(self._before)
@@ -106,7 +106,7 @@ class Guarded:
 
 
 def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
-    """Writes what a guard has done so far."""
+    """Write the progress of a guard."""
     first = guard.divergences[0] if guard.divergences else None
     checked = Checked(
         rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,

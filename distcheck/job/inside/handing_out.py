@@ -1,4 +1,4 @@
-"""Hands a script what the ranks had: batches, inputs, targets and random numbers."""
+"""Injects the ranks' recorded batches, inputs, targets and RNG states into a script."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -14,8 +14,8 @@ from distcheck.recordings.jobs.reading import JobRecording
 
 
 class HandingOut:
-    """Where a replay is, and what is handed out there. `copy` is what this process is, if it is a
-    copy; `fails` ends it where what was recorded does not fit.
+    """The position of a replay and the data for it. `copy` is the role of this process as a copy;
+    `fails` ends the replay if the recording does not fit.
     """
 
     def __init__(
@@ -31,26 +31,26 @@ class HandingOut:
 
     def begin_step(self) -> None:
         self.passes = 0  # forward passes of the step
-        self._calls = 0  # losses since the last of them
-        self._before_backward = 0  # losses since the last backward pass,
-        self._passes_before = 0  # and the forward passes before that
+        self._calls = 0  # losses since the last forward pass
+        self._before_backward = 0  # losses since the last backward pass
+        self._passes_before = 0  # forward passes before that backward pass
 
     def computes_loss(self) -> None:
         self._calls += 1
         self._before_backward += 1
 
     def begins_backward(self) -> None:
-        """Losses from here on are of the next backward pass."""
+        """Assign later losses to the next backward pass."""
         self._before_backward, self._passes_before = 0, self.passes
 
     @property
     def makes_one(self) -> bool:
-        """Whether this copy has several passes in one batch now."""
+        """True if this copy currently has several passes in one batch."""
         copy = self.copy
         return copy is not None and copy.step == self.step and bool(copy.pairs)
 
     def source(self, number: int) -> Pairs:
-        """The ranks and their passes whose inputs are handed out now."""
+        """Return the ranks and passes whose inputs are injected now."""
         if self.makes_one and self.copy is not None:
             return self.copy.pairs
         if self.mode == IN_TURN:
@@ -67,7 +67,7 @@ class HandingOut:
         return self.feeding.lengths.get(self._loaders.number(loader))
 
     def is_over(self, iterator: Any) -> bool:
-        """Whether a rank's epoch ended here."""
+        """Return True if a rank's epoch ended here."""
         place = self._loaders.place_of(iterator)
         if place is None or place[0] not in self.feeding.lengths:
             return False
@@ -75,7 +75,7 @@ class HandingOut:
         return place[2] >= self.feeding.lengths[place[0]] * times
 
     def batch(self, iterator: Any, batch: Any) -> None:
-        """Puts the recorded batch into the script's own, and the random streams after it."""
+        """Overwrite the script's batch with the recorded one, and set the RNG states after it."""
         place, _ = self._loaders.next_place(iterator)
         if place is None:
             return
@@ -100,7 +100,7 @@ class HandingOut:
         self.set_random_streams(origin=True)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
-        """Puts in the recorded inputs of the pass that begins, and the random streams before it."""
+        """Overwrite the inputs of the starting pass with the recorded ones, and set RNG states."""
         found = self._together(self.feeding.inputs, self.step, self.source(self.passes))
         self.set_random_streams(origin=False)
         own = tensors.inputs_of((args, kwargs))
@@ -116,7 +116,7 @@ class HandingOut:
         self._put("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
-        """Puts in the recorded target of the same loss, where it fits what was computed."""
+        """Overwrite the target of a loss with the recorded one if it fits the prediction."""
         if self.passes == 0 or not isinstance(target, torch.Tensor) or target.requires_grad:
             return
         pairs, call = self.source(self.passes - 1), self._calls
@@ -131,7 +131,7 @@ class HandingOut:
             tensors.put(target, found)
 
     def set_random_streams(self, *, origin: bool) -> None:
-        """Those of the forward pass that comes next, in the process of one rank."""
+        """Set the RNG states of the next forward pass, in a process that replays one rank."""
         pairs = self.source(self.passes)
         if len(pairs) == 1 and self.feeding.has(self.step, pairs):
             tensors.set_random_state(self.feeding.random(self.step, pairs[0], origin=origin))
@@ -145,15 +145,15 @@ class HandingOut:
     def _put(
         self, what: str, own: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
     ) -> None:
-        """Puts recorded tensors into the script's own; the replay ends where they are others."""
+        """Overwrite the script's tensors with recorded ones; end the replay on a mismatch."""
         if len(own) != len(given):
             self._fails(
                 f"step {self.step}: {what} had {len(given)} tensors on a rank, and {len(own)} as "
                 "one process"
             )
         for tensor, recorded in zip(own, given, strict=True):
-            # A whole number beside a batch counts its samples or targets, for which one process
-            # has its own number: Hugging Face's Trainer hands the model num_items_in_batch.
+            # An integer scalar next to a batch is a number of samples or targets, and a single
+            # process has its own: Hugging Face's Trainer passes num_items_in_batch to the model.
             if recorded is not None:
                 counts = recorded.dim() == tensor.dim() == 0
                 if not (counts and float(recorded).is_integer()):
@@ -161,7 +161,7 @@ class HandingOut:
 
 
 def _are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Whether pieces have the elements of a tensor, in whichever order they were cut."""
+    """Return True if shards have the elements of a tensor, in any order."""
     if sum(piece.numel() for piece in pieces) != whole.numel():
         return False
     together = torch.cat([piece.detach().cpu().flatten() for piece in pieces])

@@ -1,8 +1,8 @@
-"""The places in torch where every training script passes, and what a listener hears there.
+"""Patches the places in torch that every training script calls, and forwards events to a listener.
 
-A listener that raises is dropped, and the job goes on as if nothing listened: `say` is the one
-boundary between distcheck and the script. Each place is one that torch documents, or a function
-that scripts call by its public name; of data loaders also their iterators and fetchers.
+A listener that raises is removed, and the job continues without it: `say` is the only boundary
+between distcheck and the script. Each place is documented by torch, or is a function that scripts
+call by its public name; for data loaders also their iterators and fetchers.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ COLLECTIVES = (
     "barrier", "broadcast_object_list", "all_gather_object",
 )  # fmt: skip
 
-# FSDP gathers parameters, which are no data; in torch 2.11 by the names that scripts use.
+# FSDP gathers parameters, which are not data; in torch 2.11 by the names that scripts use.
 _OF_FSDP = f"{torch.distributed.__path__[0]}/fsdp"
 
 _listener: Deaf | None = None
-_ops: "OpLog | None" = None  # hears of operators
+_ops: "OpLog | None" = None  # records operators
 _on_defect: Callable[[], None] | None = None
 beat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
-_depth = 0  # of models that are being called
-_watching: "Modules | None" = None  # the modules of the model that is being called
-_outermost: torch.optim.Optimizer | None = None  # it steps, and may call others' step within
-# Names of functions that run now. torch calls its own function again, by its public name, where a
-# mode is on (torch.set_default_device is one); the script has made only the outer call.
+_depth = 0  # nesting depth of model calls
+_watching: "Modules | None" = None  # modules of the model that is being called
+_outermost: torch.optim.Optimizer | None = None  # the stepping optimizer; may call others' steps
+# Names of functions that run now. Under a mode (such as torch.set_default_device) torch calls its
+# function again by its public name; the script made only the outer call.
 _running: set[str] = set()
 
 
 def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
-    """Puts the hooks in, once a process."""
+    """Install the hooks, once per process."""
     global _listener, _on_defect
     _listener, _on_defect = listener, on_defect
     watch_registrations()
@@ -68,40 +68,40 @@ def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
 
 
 def listen(listener: Deaf | None) -> None:
-    """Another one listens in this process from now on, or nothing."""
+    """Replace the listener of this process, or remove it."""
     global _listener
     _listener = listener
 
 
 def watch(modules: "Modules | None") -> None:
-    """Watches the modules of the model that is about to be called, or no more."""
+    """Record the modules of the model that is about to be called, or stop."""
     global _watching
     _watching = modules
 
 
 def log_ops(log: "OpLog | None") -> None:
-    """Has a log hear of operators from now on, or none."""
+    """Record operators in a log from now on, or stop."""
     global _ops
     _ops = log
 
 
 def _heard(part: str) -> AbstractContextManager[None]:
-    """A part of a step, of which operators are heard if they are asked for."""
+    """Return a context for a part of a step in which operators are recorded, if requested."""
     return contextlib.nullcontext() if _ops is None else _ops.hears(part)
 
 
 def say(what: str, *given: Any) -> Any:
-    """Calls the listener, if there is one; None where there is none, or it failed."""
+    """Send an event to the listener; return None if there is none or it failed."""
     return within(_tell, what, *given)
 
 
 def _tell(what: str, *given: Any) -> Any:
-    beat()  # also where it has failed: the job goes on
+    beat()  # also without a listener, since the job continues
     return None if _listener is None else getattr(_listener, what)(*given)
 
 
 def within(call: Callable[..., Any], *given: Any) -> Any:
-    """Calls what is distcheck's own; None where that raises, and nothing listens any more."""
+    """Call code of distcheck; if it raises, return None and remove the listener."""
     global _listener
     log, was_silent = _ops, _ops is not None and _ops.is_silent
     if log is not None:
@@ -160,8 +160,8 @@ def _hook_modules() -> None:
 
 
 def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls a module that is, or is within, a whole model."""
-    # First of all, so that what is compiled depends on nothing else here.
+    """Call a module that is, or is within, the outermost model."""
+    # First of all, so that compiled code depends on nothing else here.
     if torch.compiler.is_compiling() or _watching is None:
         return original(module, *args, **kwargs)
     watching = _watching
@@ -209,7 +209,7 @@ def _hook_loaders() -> None:
 
 
 def _after(owner: Any, name: str, event: str) -> None:
-    """Says `event` of an object when a method of it is over."""
+    """Send `event` with the object after its method returns."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -258,7 +258,7 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that may call itself by its public name."""
+    """Call a function that may call itself by its public name."""
     _running.add(name)
     try:
         return original(*args, **kwargs)
@@ -276,12 +276,12 @@ def _hook_backward() -> None:
             original(tensors, *args, **kwargs)
             return
         given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        _depth += 1  # activation checkpoints call parts of the model again: no pass of the script
+        _depth += 1  # checkpointing recomputes parts: no pass of the script
         watching = _watching
         watch(None)
         try:
             first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
-            say("backward", first)  # an edge of the graph, of a pipeline's stage, is without a loss
+            say("backward", first)  # a pipeline stage passes a graph edge, which has no loss
             with _heard("backward"):
                 _once("backward", original, given, *args, **kwargs)
         finally:

@@ -1,7 +1,7 @@
-"""Lets the recorder or a replay listen to the hooks; a defect of distcheck never ends the job.
+"""Attaches the recorder or a replay to the hooks; a defect of distcheck never ends the job.
 
-A thread of every rank waits for the question at a named pipe; a rank that hangs in a collective
-says where it is, too.
+A thread of every rank waits at a named pipe for status requests, so a rank that hangs in a
+collective can still report its position.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from distcheck.job.inside.recorder import Recorder
 from distcheck.job.settings import Answer
 from distcheck.worlds import flight
 
-_EVERY_S = 0.1  # between two notes that a rank goes on
+_EVERY_S = 0.1  # between two heartbeats
 
 
 class Answering:
-    """One for each process of a job that has imported torch."""
+    """Heartbeat and status replies of a process that has imported torch."""
 
     def __init__(self, folder: Path, step: Callable[[], int]) -> None:
         self._folder, self._step = folder, step
@@ -42,19 +42,19 @@ class Answering:
         self._file = os.open(
             folder / f"beat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
-        with contextlib.suppress(OSError):  # no named pipes: it cannot be asked
+        with contextlib.suppress(OSError):  # without named pipes it cannot be asked
             os.mkfifo(folder / f"ask-{os.getpid()}", 0o600)
             threading.Thread(target=self._answer, daemon=True).start()
 
     def beat(self) -> None:
-        """Something was heard of the script."""
+        """Write a heartbeat: the script made progress."""
         now = time.monotonic()
         if now - self._last >= _EVERY_S:
             self._last, self._beats = now, self._beats + 1
             os.pwrite(self._file, self._beats.to_bytes(8, "little"), 0)
 
     def _answer(self) -> None:
-        """Waits to be asked, again and again, until the folder is gone."""
+        """Reply to status requests until the folder is gone."""
         name = str(os.getpid())
         while True:
             try:
@@ -77,26 +77,26 @@ class Answering:
 
 
 def _in_child(folder: Path) -> None:
-    """What a rank forks is not a rank; its data loaders' processes note what they draw from."""
+    """Detach a rank's forked child; data loader workers record their RNG streams."""
     if is_of_a_rank():
         hooks.listen(InWorker(folder, world_of()[0]))
         hooks.beat = lambda: None
 
 
 def install(file: str) -> None:
-    """Called once in a process, when torch has been imported."""
+    """Install the listener, once per process, after torch is imported."""
     settings = asked.read(Path(file))
     folder = Path(file).parent
 
     def give_up() -> None:
-        with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
+        with contextlib.suppress(OSError):  # the folder and its reader are gone
             private.write(folder / "defect", masked(traceback.format_exc()))
         if settings.mode == "replay":
             os._exit(ExitCode.INTERNAL)
 
     try:
         _install(settings, folder, give_up)
-    except Exception:  # the script imports torch, and goes on with it
+    except Exception:  # the script continues after importing torch
         hooks.listen(None)
         give_up()
 
@@ -120,7 +120,7 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
     from distcheck.job.inside import alone
     from distcheck.job.inside.replayer import Replayer
 
-    torch.set_num_threads(1)  # threads would be lost where the replay forks
+    torch.set_num_threads(1)  # threads would be lost in the replay's forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
     alone.install(forks=not settings.in_processes)
     if settings.spawns:

@@ -1,8 +1,8 @@
-"""The micro-batches of a step as one batch, for a script that as one process makes them in one.
+"""Concatenates the micro-batches of a step, for a script that makes one pass as a single process.
 
-A pipeline, or an accumulation that a script skips where there is one process, makes several forward
-passes in a step of which the reference makes one. Each step's record then has one pass: its inputs
-and targets are those of all micro-batches, one after the other, and its loss is their sum.
+A pipeline, or an accumulation that a script skips in a single process, makes several forward passes
+in a step while the reference makes one. Each step's record then has one pass: the concatenated
+inputs and targets of all micro-batches, and the sum of their losses.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ _replace = msgspec.structs.replace
 
 
 def can_join(job: JobRecording) -> bool:
-    """Return True if the passes of each step that was trained on may be one pass: no samples
-    interact, and all passes are of the same kind.
+    """Return True if the passes of each trained step may be joined: samples do not interact, and
+    all passes are of the same kind.
     """
     return all(map(_is_alike, job.records.values())) and not interacts([*job.records.values()])
 
@@ -32,8 +32,8 @@ def joined(job: JobRecording) -> JobRecording:
 
 
 def _is_alike(record: StepRecord) -> bool:
-    """Return True if the passes of a step have the same number of inputs and the same losses, and
-    no loader handed out several batches for them: the script may count the samples of a batch.
+    """Return True if the passes of a step have equally many inputs and the same losses, and no
+    loader yielded several batches for them (the script may count a batch's samples).
     """
     passes = record.trained
     kinds = {(len(one.inputs), tuple(call.name for call in one.losses)) for one in passes}

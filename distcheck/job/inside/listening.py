@@ -1,4 +1,4 @@
-"""What can be heard of a training script, by the places of `hooks`."""
+"""Base class of listeners to the events of `hooks`."""
 
 from typing import Any
 
@@ -6,65 +6,63 @@ import torch
 
 
 class Deaf:
-    """Hears nothing of a training script: what a listener does not care for. A listener may put
-    other data into the tensors that it hears of.
-    """
+    """Ignores every event. Subclasses override events, and may overwrite tensors in place."""
 
     def begins(self, loader: Any) -> None:
-        """A pass over a data loader is about to begin."""
+        """A pass over a data loader is about to start."""
 
     def iterates(self, loader: Any, iterator: Any) -> None:
-        """A pass over a data loader begins."""
+        """A pass over a data loader has started."""
 
     def samples_from(self, iterator: Any) -> None:
-        """A pass over a data loader has got its sampler's iterator."""
+        """A pass over a data loader has created its sampler's iterator."""
 
     def fetches(self) -> None:
-        """This process begins to read samples of a batch."""
+        """This process starts to read samples of a batch."""
 
     def fetched(self) -> None:
-        """It has read them."""
+        """This process has read the samples."""
 
     def batch(self, iterator: Any, batch: Any) -> None:
-        """A data loader hands out a batch."""
+        """A data loader yields a batch."""
 
     def is_over(self, iterator: Any) -> bool:
-        """Whether a data loader is to hand out nothing more."""
+        """Return True if a data loader must stop here."""
         return False
 
     def length(self, loader: Any) -> int | None:
-        """How many batches a data loader is to have; None: its own number."""
+        """Return the number of batches that a data loader must report; None: its own."""
         return None
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The outermost model is called, in training."""
+        """The outermost model is called in training mode."""
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
-        """That call is over."""
+        """The call of the outermost model has returned."""
 
     def evaluates(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The outermost model is called, and not in training."""
+        """The outermost model is called outside training."""
 
     def reaches(self, place: Any) -> None:
-        """A backward pass goes through what a forward pass returned."""
+        """A backward pass reaches the output of a forward pass."""
 
     def gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to a parameter's."""
+        """A gradient is about to be accumulated into a parameter."""
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
-        """A loss of torch's is called with a target."""
+        """A torch loss is called with a target."""
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """It has returned."""
+        """A torch loss has returned."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """A backward pass begins."""
+        """A backward pass starts."""
 
     def backward_over(self) -> None:
-        """It is over."""
+        """A backward pass has ended."""
 
     def gradients_ready(self) -> None:
-        """Something is about to use the gradients: clipping, unscaling or a step."""
+        """Gradients are about to be used by clipping, unscaling or a step."""
 
     def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
         """Gradients were clipped."""
@@ -76,22 +74,22 @@ class Deaf:
         """A GradScaler divides the gradients of an optimizer by its scale."""
 
     def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A GradScaler is asked for a step."""
+        """GradScaler.step is called."""
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """It has made the step, or has skipped it."""
+        """A GradScaler has made or skipped the step."""
 
     def autocasts(self, context: Any) -> None:
-        """Autocast begins, or ends for a while."""
+        """Autocast starts, or is suspended."""
 
     def makes(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer gets parameters."""
+        """Parameters are added to an optimizer."""
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step; or it has just called its closure."""
+        """An optimizer is about to step, or has just called its closure."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+        """An optimizer has stepped."""
 
     def collective(self, name: str, place: str, given: Any) -> None:
         """Python code calls a collective."""

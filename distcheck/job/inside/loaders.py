@@ -1,4 +1,4 @@
-"""Data loaders of a script: which samples were handed out, in which order, in which epoch."""
+"""Records data loaders: the samples loaded, their order, and the epoch."""
 
 import os
 import weakref
@@ -20,24 +20,24 @@ from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
 
-Place = tuple[int, int, int]  # loader, pass over it, number of the batch
-_MOST_AHEAD = 4096  # batches that workers have been asked for
+Place = tuple[int, int, int]  # loader, pass over it, batch number
+_MOST_AHEAD = 4096  # batches prefetched by workers
 
 
 @dataclass
 class _HandedOut:
-    """A batch that no forward pass has had yet, or none of a step that is written."""
+    """A loaded batch that no forward pass has used, or that a pending step uses."""
 
     batch: LoadedBatch
     tensors: list[torch.Tensor]
-    rows: set[str]  # of each of its tensors
+    rows: set[str]  # digests of each tensor's rows
     is_used: bool = False
     is_evaluated: bool = False
 
 
 @dataclass
 class _Pass:
-    """A pass over a loader; what its sampler gave, until the batch is handed out."""
+    """A pass over a loader, with the sampler's indices for batches not yet loaded."""
 
     loader: int
     epoch: int
@@ -50,35 +50,35 @@ class Loaders:
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next = 0  # loaders that are gone have their numbers
+        self._next = 0  # numbers of deleted loaders are not reused
         self._epochs: dict[int, int] = {}
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
-        self.datasets: dict[int, Any] = {}  # of loaders whose sampler gives indices
+        self.datasets: dict[int, Any] = {}  # of loaders whose sampler yields indices
         self._handed: list[_HandedOut] = []
         self._iterations: list[Iteration] = []
         self._before: dict[str, str] = {}
         self._drawn: dict[str, str] = {}
 
     def number(self, loader: Any) -> int:
-        """Loaders are numbered as the script first asks for their length, or their batches."""
+        """Return a loader's number, in the order of the script's first use."""
         if loader not in self._numbers:
             self._numbers[loader], self._next = self._next, self._next + 1
         return self._numbers[loader]
 
     def place_of(self, iterator: Any) -> Place | None:
-        """Loader, pass and number of the batch that would be handed out next."""
+        """Return loader, pass and number of the next batch."""
         at = self._passes.get(iterator)
         return None if at is None else (at.loader, at.epoch, at.number)
 
     def samples_from(self, iterator: Any) -> None:
-        """Notes what the sampler gives from now on; workers ask ahead."""
+        """Record the sampler's indices from now on; workers prefetch."""
         self._given[iterator] = deque(maxlen=_MOST_AHEAD)
         note_samples(iterator, lambda indices: _noting(indices, self._given[iterator]))
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
-        """Notes a pass; returns the numbers of its loader and of the pass. What an earlier pass
-        over the same loader has handed out, and no forward pass has had, is for none.
+        """Record a pass; return the numbers of its loader and of the pass. Unused batches of an
+        earlier pass over the same loader are dropped.
         """
         number = self.number(loader)
         epoch = self._epochs.get(number, -1) + 1
@@ -101,16 +101,16 @@ class Loaders:
         return number, epoch
 
     def fetches(self) -> None:
-        """A batch is about to be made in this process."""
+        """Remember the RNG states before a batch is made in this process."""
         self._before = tensors.random_digests()
 
     def fetched(self) -> None:
-        """It is made: notes which random streams that has drawn from."""
+        """Record the RNG streams that making the batch used."""
         now = tensors.random_digests()
         self._drawn = {name: d for name, d in self._before.items() if now.get(name) != d}
 
     def next_place(self, iterator: Any) -> tuple[Place | None, tuple[int, ...]]:
-        """Loader, pass and number of the batch that is handed out now, and its indices."""
+        """Return loader, pass and number of the current batch, and its indices."""
         at = self._passes.get(iterator)
         if at is None:
             return None, ()
@@ -124,7 +124,7 @@ class Loaders:
         return tuple(several) if is_known else ()
 
     def batch(self, iterator: Any, batch: Any) -> None:
-        """Notes a batch, until the step that it is handed out in is written."""
+        """Record a batch until the step in which it is loaded is written."""
         place, indices = self.next_place(iterator)
         given, drawn = tensors.leaves(batch), self._drawn
         self._drawn = {}
@@ -140,8 +140,8 @@ class Loaders:
         self._handed.append(_HandedOut(noted, [t.detach().cpu().clone() for t in given], own))
 
     def for_pass(self, inputs: Sequence[torch.Tensor]) -> tuple[Place, ...]:
-        """The batches that a forward pass with these inputs has: those that its inputs are of, or,
-        where the script has computed its inputs, the first unused one of each loader.
+        """Return the batches of a forward pass: those that contain its inputs or, if the script
+        computed the inputs, the first unused batch of each loader.
         """
         found = self._with(inputs)
         for is_used in (False, True):
@@ -152,13 +152,13 @@ class Loaders:
         return tuple((o.batch.loader, o.batch.epoch, o.batch.number) for o in found)
 
     def evaluated(self, inputs: Sequence[torch.Tensor]) -> None:
-        """A model was called with these inputs, and not in training."""
+        """Mark the batches of inputs to a model that is not in training."""
         for one in self._with(inputs) if self._handed else ():
             one.is_evaluated = True
 
     def _with(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
-        """The batches that inputs are of. Rows of several may be alike, as those of masks are: a
-        batch is one of them where it has rows that those with more of the rows have not.
+        """Return the batches that contain the inputs. Different batches may share rows (masks): a
+        batch counts only if it has rows that batches with more common rows lack.
         """
         left = {row for one in inputs for row in tensors.rows_of([one])}
         found = set[int]()
@@ -169,8 +169,8 @@ class Loaders:
         return [one for one in self._handed if id(one) in found]
 
     def take(self, file: "StepFile") -> tuple[LoadedBatch, ...]:
-        """The batches that were not written yet, their tensors given to a step's file. Used ones
-        are dropped when the next step is written, to be used by several of its passes.
+        """Write the tensors of unwritten batches to a step's file. Used ones are dropped when the
+        next step is written, since several passes of a step may use them.
         """
         taken = []
         for one in self._handed:
@@ -182,15 +182,14 @@ class Loaders:
         return tuple(taken)
 
     def take_iterations(self) -> tuple[Iteration, ...]:
-        """The passes that began since the last step."""
+        """Return the passes that started since the last step."""
         taken, self._iterations = tuple(self._iterations), []
         return taken
 
 
 class InWorker(Deaf):
-    """In a process that a data loader has started: notes the streams that its first batch drew
-    from, by the state that they had. Ranks that have such a note in common make their samples
-    alike.
+    """Listener in a data loader's worker: records the states of RNG streams that its first batch
+    used. Ranks with a common state generate their samples identically.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -218,7 +217,7 @@ def _noting(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
 
 
 def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
-    """Digests of the names of the files that a batch says its samples are from, if it does."""
+    """Return digests of the file names in a batch if it names one existing file per sample."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
     for part in parts if isinstance(parts, Iterable) else ():
         several = part if isinstance(part, list | tuple) else []
@@ -229,7 +228,7 @@ def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
 
 
 def length_of(loader: Any) -> int:
-    """How many batches a loader has; -1 where it cannot know, as of an iterable data set."""
+    """Return the number of batches of a loader; -1 if unknown, as for an iterable data set."""
     try:
         return len(loader)
     except TypeError:

@@ -1,6 +1,6 @@
-"""Which process of a job is a rank, and notes that processes leave for the front.
+"""Identifies the rank processes of a job, and writes notes for the front-end process.
 
-Imports little: it runs at the start of every Python that the job starts.
+Imports little: it runs at the start of every Python process of the job.
 """
 
 import contextlib
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from distcheck import private
 
-# In the environment of a rank: its own process, and what a launcher calls it.
+# Environment of a rank: its process, and its names from the launcher.
 MARK = "DISTCHECK_JOB_RANK"
 _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def called() -> str:
-    """What a launcher calls this process, if one has started it."""
+    """Return the launcher's names for this process, or ""."""
     return ",".join(os.environ.get(name, "") for name in _CALLED).strip(",")
 
 
 def mark_rank() -> None:
-    """What this process starts from now on is not a rank, unless a launcher calls it otherwise."""
+    """Mark this process as a rank; its children are none unless a launcher renames them."""
     os.environ[MARK] = f"{os.getpid()} {called()}"
 
 
@@ -29,7 +29,7 @@ def is_of_a_rank() -> bool:
 
 
 def note(settings: str, what: str, text: str = "") -> None:
-    """Leaves a file for the front: it says what a process reached before it ended."""
-    with contextlib.suppress(OSError):  # the front says that nothing was recorded
+    """Write a note for the front-end process about this process's progress."""
+    with contextlib.suppress(OSError):  # the front end reports that nothing was recorded
         file = Path(os.path.dirname(settings), f"{what}-{os.getpid()}")
         private.write(file, text.encode(errors="surrogateescape"))

@@ -1,9 +1,8 @@
-"""Watches the modules of a model in its forward passes: what each is given and returns, and the
-gradients of that.
+"""Records the modules of a model in forward: their inputs, outputs, and the gradients of these.
 
-A tensor is kept as a digest and 64 sums, so that what is watched takes little memory and keeps no
-graph. Within what torch.compile has compiled no module is called: its borders alone are seen. What
-an activation checkpoint computes once more belongs to backward, and is not watched.
+A tensor is stored as a digest and 64 projections, so that recording needs little memory and keeps
+no graph. Inside code compiled by torch.compile no module is called, so only its inputs and outputs
+are recorded. Recomputation by activation checkpoints belongs to backward and is not recorded.
 """
 
 import functools
@@ -37,9 +36,7 @@ _NONE = torch.full((SLOTS,), math.nan, dtype=torch.float64)
 
 
 class Part(NamedTuple):
-    """Which part of a tensor is a rank's: `length` from `start` on along `axis`; all of it, without
-    an axis.
-    """
+    """A rank's part of a tensor: `length` elements from `start` along `axis`; all without axis."""
 
     axis: int = -1
     start: int = 0
@@ -51,7 +48,7 @@ class Part(NamedTuple):
 
 @dataclass
 class _Table:
-    """What is seen of one rank in a step."""
+    """Recorded modules of one rank in a step."""
 
     calls: list[ModuleCall] = field(default_factory=list)
     tensors: list[WatchedTensor] = field(default_factory=list)
@@ -67,7 +64,7 @@ class _Table:
         return len(self.tensors) - 1
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        """A graph that backward goes through twice has the sum of both."""
+        """Add a gradient; if backward visits a graph twice, the projections are summed."""
         digest, sums = _noted(gradient)
         one, before = self.tensors[place], self.sums[place][1]
         if one.gradient:
@@ -83,13 +80,15 @@ class _Call(NamedTuple):
     name: str
     kind: str
     again: int
-    inputs: list[tuple[int, ...]]  # by tensor: its place in the table of each pair
+    inputs: list[tuple[int, ...]]  # per tensor: its index in the table of each pair
     depth: int
 
 
 class Modules:
-    """What is seen of one step; `shapes` says which shape a rank's tensor had, by what it is of its
-    call, where a forward pass has the samples of several ranks.
+    """Recorded modules of one step.
+
+    `shapes` returns the shapes of a rank's tensors by their place in a call. It is needed if a
+    forward pass has the samples of several ranks.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class Modules:
         self._pairs: Pairs = ()
         self._counts: dict[str, int] = {}
         self._open: list[str] = []  # the modules that are being called
-        # Those of this pass, by id: the object, its version then, and where it is.
+        # Tensors of this pass, by id: the object, its version then, and its indices.
         self._known: dict[int, tuple[Any, int, tuple[int, ...]]] = {}
         self._left_out = 0
         self._compiled: dict[str, None] = {}
 
     def enters(self, root: torch.nn.Module, number: int, pairs: Pairs) -> None:
-        """A forward pass begins, of the `number`-th model: those of some ranks."""
+        """Start a forward pass of the `number`-th model, with the samples of these ranks."""
         of = f"{type(root).__name__}-{number}." if number else ""
         named = dict(root.named_modules())
         self._names = {id(one): of + tensors.plain_name(name) for name, one in named.items()}
@@ -121,9 +120,7 @@ class Modules:
         hooks.watch(self)
 
     def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Call | None:
-        """A module is called; None where that is not watched: a wrapper's own module is what the
-        wrapper is.
-        """
+        """Record a module call; None if it is not recorded, such as the module inside a wrapper."""
         kind = type(module).__name__
         name = self._names.get(id(module), f"({kind}, outside of the model)")
         if self._open and self._open[-1] == name:
@@ -180,7 +177,7 @@ class Modules:
         return [self._place(f"{of} {number}", one) for number, one in enumerate(found)]
 
     def _place(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Where a tensor is in each pair's table: taken once while it is as it was."""
+        """Return the index of a tensor in each pair's table; unmodified tensors are stored once."""
         version = version_of(tensor)
         held, then, places = self._known.get(id(tensor), (None, 0, ()))
         if held is not None and held() is tensor and then == version:
@@ -204,7 +201,7 @@ class Modules:
         return places
 
     def _part(self, name: str, tensor: torch.Tensor | None, pair: tuple[int, int]) -> Part | None:
-        """Which part of a tensor belongs to a pair; None where that is not known."""
+        """Return the part of a tensor that belongs to a pair, or None if unknown."""
         if tensor is None:
             return None
         if self._shapes is None or len(self._pairs) == 1:
@@ -234,7 +231,7 @@ def _note_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -
 
 
 def _noted(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The digest and the sums of a tensor on the CPU."""
+    """Return the digest and the projections of a CPU tensor."""
     dense = tensor.contiguous()
     is_complex = dense.is_complex()
     numbers = torch.view_as_real(dense.resolve_conj()) if is_complex else dense
@@ -243,8 +240,8 @@ def _noted(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What this process holds of a tensor, on the CPU; None of one without memory of its own, as
-    one that torch.func is mapped over.
+    """Return this process's part of a tensor, on the CPU; None if it has no memory of its own, such
+    as a tensor under torch.func.
     """
     try:
         own = tensor.detach()

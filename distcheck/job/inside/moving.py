@@ -1,9 +1,8 @@
-"""A job whose parameters are moved by one ULP in each step: how far two right runs may part.
+"""Records a job whose parameters are perturbed by one ULP in each step, to measure its noise floor.
 
-Before the first forward pass of a step every parameter moves by one ULP, up or down by chance, and
-before the optimizer steps it is put back: what a step makes of the parameters is the consequence of
-other gradients alone. The ULP is that of the dtype that forward passes compute in: under autocast,
-of that.
+Before the first forward pass of a step every element changes by ±1 ULP at random; before the
+optimizer steps it is restored, so that parameters change only because of different gradients. The
+ULP is that of the dtype in which forward computes: under autocast, autocast's dtype.
 """
 
 from typing import Any
@@ -16,15 +15,13 @@ from distcheck.machine import seeds
 
 
 class Moving(Recorder):
-    """Records as ever, and moves the parameters."""
+    """Records as usual, with perturbed parameters."""
 
     _unmoved: dict[str, torch.Tensor] | None = None
-    _dtype: torch.dtype | None = None  # that forward passes compute in, where that is autocast's
+    _dtype: torch.dtype | None = None  # forward's dtype, if autocast sets it
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Moves the parameters at the first forward pass of a step, and those of models that were
-        not called before.
-        """
+        """Perturb the parameters at the first forward pass of a step, and of new models."""
         super().enters(model, args, kwargs)
         if self._active:
             self._dtype = self._computed()
@@ -32,7 +29,7 @@ class Moving(Recorder):
             self._move()
 
     def autocasts(self, context: Any) -> None:
-        """Moves them by an ULP of what autocast computes in, if that begins within the model."""
+        """Perturb again by autocast's ULP if autocast starts within the model."""
         super().autocasts(context)
         if self._unmoved is not None and self._dtype != self._computed():
             self._put_back()
@@ -61,7 +58,7 @@ class Moving(Recorder):
         super().steps(optimizer)
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """A step that is skipped moves nothing."""
+        """Restore the parameters after a skipped step."""
         self._put_back()
         super().scaler_stepped(scaler, optimizer)
 

@@ -1,8 +1,8 @@
-"""A stand-in for GPUs: a script that asks for CUDA trains on the CPU, over gloo.
+"""Stand-in for GPUs: a script that asks for CUDA trains on the CPU, over gloo.
 
-Devices are replaced where torch is called (a `TorchFunctionMode`), and the few functions of
-`torch.cuda` and `torch.distributed` that scripts call themselves. What a GPU computes in another
-way (kernels, TF32, the order in which NCCL adds) is not seen.
+Devices are replaced in torch calls (a `TorchFunctionMode`), and in the few functions of
+`torch.cuda` and `torch.distributed` that scripts call. Behavior specific to GPUs (kernels, TF32,
+NCCL's summation order) is not covered.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ _NO_GRAPHS = (
     "without it, for this run"
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_MEMORY = 16 << 30  # of a GPU, for scripts that size their batches by it
+_MEMORY = 16 << 30  # of a GPU, for scripts that size batches by it
 
 
 class _Devices(TorchFunctionMode):
-    """Replaces a GPU by the CPU in every call of torch that names one."""
+    """Replaces a GPU by the CPU in every torch call that names one."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -72,19 +72,19 @@ def _is_gpu(value: Any) -> bool:
 
 
 def _device(value: Any) -> Any:
-    """The CPU in place of a GPU, however it is named; any other value as it is."""
+    """Return the CPU for any designation of a GPU; other values unchanged."""
     is_named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return _cpu() if is_named or is_number or _is_gpu(value) else value
 
 
 def _type(value: Any) -> Any:
-    """The name of a type on the CPU in place of one on a GPU."""
+    """Return the name of a CPU type for that of a GPU type."""
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
 
 
 class _Stream:
-    """A stream, or an event, in which everything is done already."""
+    """A stream or event whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -103,8 +103,8 @@ class _Stream:
 
 
 def install(gpus: int) -> None:
-    """Called once in a process, before the script's own code. It sees so many GPUs, or where that
-    is 0, as many as its machine has ranks or it was to see.
+    """Install the stand-in once per process, before the script's code. It shows `gpus` GPUs or, if
+    0, as many as there are local ranks or visible devices.
     """
     seen = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     _replace_cuda(gpus or int(os.environ.get("LOCAL_WORLD_SIZE") or max(2, seen)))
@@ -162,7 +162,7 @@ def _replace_cuda(gpus: int) -> None:
     cuda.CUDAGraph = cuda.graph = _refuse_graphs
     for name in ("range_push", "range_pop", "mark", "range"):
         setattr(cuda.nvtx, name, lambda *_, **__: contextlib.nullcontext())
-    # Where they are defined, and libraries also call them: torch.cuda.random.get_rng_state.
+    # Also where they are defined, since libraries call torch.cuda.random.get_rng_state.
     modules = [one for one in before.values() if isinstance(one, ModuleType)]
     for module in [one for one in modules if one.__name__.startswith("torch.cuda.")]:
         for name, defined in list(vars(module).items()):
@@ -175,9 +175,7 @@ def _refuse_graphs(*_: Any, **__: Any) -> Any:
 
 
 def _replace_accelerator() -> None:
-    """torch.accelerator says to a script what torch.cuda says. Where torch itself asks whether it
-    is to look after streams, graphs and pinned memory of a device, there is none.
-    """
+    """Make torch.accelerator agree with torch.cuda for the script; torch itself sees none."""
     accelerator: Any = torch.accelerator
     answers: dict[str, tuple[Any, Any]] = {
         "current_accelerator": (None, torch.device("cuda")),
@@ -198,7 +196,7 @@ def _replace_accelerator() -> None:
 
 
 def _on_a_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one device, or of a type, for the CPU's."""
+    """Wrap a function of a device or type so that it receives the CPU's."""
 
     @functools.wraps(original)
     def call(given: Any = None) -> Any:
@@ -208,7 +206,7 @@ def _on_a_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_loaders() -> None:
-    """Memory is not pinned: a loader would do that in a thread, which no mode reaches."""
+    """Disable pinned memory: loaders pin in a thread, which no mode reaches."""
     loader = torch.utils.data.DataLoader
     begin = loader.__init__
 
@@ -259,12 +257,12 @@ def _replace_wrappers() -> None:
         begin(self, module, None, None, *args, **kwargs)
 
     wrapper.__init__ = init  # type: ignore[method-assign]
-    # It refuses a SyncBatchNorm that is on a CPU.
+    # It rejects a SyncBatchNorm on a CPU.
     compat.CHECK_SYNC_BATCHNORM.replace(lambda _: lambda *_: None)
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of their gradients."""
+    """The sum over ranks; its backward is the sum of their gradients."""
 
     @staticmethod
     def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
@@ -281,7 +279,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
-    """SyncBatchNorm, which is there for GPUs alone: statistics of the batches of all ranks."""
+    """Compute SyncBatchNorm, which torch has only for GPUs: statistics over all ranks' batches."""
     group = self.process_group or dist.group.WORLD
     if not self.training or dist.get_world_size(group) == 1:
         return compat.BatchNorm.forward(self, given)

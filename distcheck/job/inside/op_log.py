@@ -1,8 +1,8 @@
-"""Hears of every operator that torch runs in a model's forward passes, in torch's losses and in
-backward, with digests of what each is given and makes of that.
+"""Records every operator in forward passes, torch losses and backward, with digests of its inputs
+and outputs.
 
-Code that torch.compile has compiled calls few operators: a compiled module is noted as one. What
-distcheck itself computes is left out, and so is what an operator is given to be written over.
+Code compiled by torch.compile calls few operators, so a compiled module is one record. Excluded are
+distcheck's own computations and inputs that an operator only overwrites.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from distcheck.machine.compat import (
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.records import COMPILED, MOST_OPS, OpCall, Ops
 
-# These write over the tensor that they are called on, whatever it holds.
+# They overwrite the tensor, whatever its contents.
 _FILLS = {
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_",
     "cauchy_", "copy_", "fill_", "zero_",
@@ -37,13 +37,13 @@ class OpLog(OpMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[OpCall] = []
         self._left_out = 0
-        self._part = ""  # that runs now
-        self.is_silent = False  # while distcheck itself computes
-        self.module = ""  # that is being called
+        self._part = ""  # the running part
+        self.is_silent = False  # while distcheck computes
+        self.module = ""  # the module being called
 
     @contextlib.contextmanager
     def hears(self, part: str) -> Iterator[None]:
-        """Hears of operators in a part of a step; within another one, as a part of that."""
+        """Record operators in a part of a step; a nested part belongs to the outer one."""
         if self._part:
             yield
             return
@@ -58,7 +58,7 @@ class OpLog(OpMode):
         return Ops(tuple(self._calls), self._left_out)
 
     def region(self, name: str, inputs: Iterable[str], outputs: Iterable[str]) -> None:
-        """A module that is compiled was called."""
+        """Record the call of a compiled module."""
         self._add(OpCall(COMPILED, _joined(inputs), _joined(outputs), name, self._part))
 
     def __torch_dispatch__(
@@ -88,9 +88,9 @@ class OpLog(OpMode):
     ) -> None:
         name, known = str(func).removesuffix(".default"), written_arguments(func)
         if name.startswith(("c10d.", "_c10d_functional.")):
-            outputs = ""  # it is not over: what it leaves is what later ones are given
+            outputs = ""  # not complete: later operators show the result
         elif ".empty" in name or ".new_empty" in name:
-            outputs = records.digest(b"")  # which holds anything
+            outputs = records.digest(b"")  # uninitialized memory
         else:
             named = {**dict(zip(known, args, strict=False)), **kwargs}
             outputs = _digest(([one for n, one in named.items() if known.get(n)], made))

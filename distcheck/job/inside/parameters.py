@@ -1,5 +1,7 @@
-"""The parameters that a script trains: which tensor has which name. A name is for the reader, and
-for finding the same tensor on another rank; what a step is about are the tensors of its optimizer.
+"""Names the parameters that a script trains.
+
+Names are for the reader, and identify the same tensor on another rank; a step consists of the
+tensors of its optimizer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +14,19 @@ from distcheck.machine.compat import fsdp2_parameters
 
 
 class Parameters:
-    """Those of every module that was called as a whole, and those that optimizers alone have."""
+    """Parameters of every outermost model, and those found only in optimizers."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, torch.Tensor] = {}  # keeps them, so that an id stays one tensor's
+        self.by_name: dict[str, torch.Tensor] = {}  # keeps references, so that ids stay unique
         self.roots: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}
-        self._of_roots: dict[tuple[int, str], torch.Tensor] = {}  # by number and name there
+        self._of_roots: dict[tuple[int, str], torch.Tensor] = {}  # by model number and name
 
     def add_root(self, module: torch.nn.Module) -> list[str]:
-        """Names the parameters of a module that was called, the new ones of which it returns. Those
-        that are made in the first forward pass have a name after it. What stands in for a tensor
-        that an optimizer trains, as FSDP2's whole parameters do for a while, has none.
+        """Name the parameters of a called module, and return the new names. Parameters created in
+        the first forward pass are named after it. Tensors that replace a trained one for a while,
+        such as FSDP2's unsharded parameters, get no name.
         """
         if not any(module is one for one in self.roots):
             self.roots.append(module)
@@ -41,9 +43,7 @@ class Parameters:
         return new
 
     def add_others(self) -> list[str]:
-        """Names what a forward pass has made, and what is in optimizers and in no module that was
-        called; returns the new names.
-        """
+        """Name parameters created by forward or found only in optimizers; return the new names."""
         found = [name for root in self.roots for name in self.add_root(root)]
         for number, optimizer in enumerate(self.optimizers):
             for name, parameter in places_in(optimizer):
@@ -62,7 +62,7 @@ class Parameters:
         return name
 
     def _is_used(self, parameter: torch.Tensor) -> bool:
-        """Whether it was not replaced since it got its name, as a new head replaces the old one."""
+        """Return True if a parameter was not replaced since it was named, as by a new head."""
         of_roots = (one for root in self.roots for one in root.parameters())
         return any(one is parameter for one in of_roots) or self._is_trained(parameter)
 
@@ -70,25 +70,25 @@ class Parameters:
         return any(one is parameter for opt in self.optimizers for _, one in places_in(opt))
 
     def left_out(self) -> list[str]:
-        """The names of what no optimizer of this rank trains: another rank's may."""
+        """Return the names of parameters that no optimizer of this rank trains."""
         trained = {id(p) for one in self.optimizers for _, p in places_in(one)}
         return [name for name, one in self.by_name.items() if id(one) not in trained]
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Its name, if it has one."""
+        """Return a parameter's name, if it has one."""
         return self._names.get(id(parameter))
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """The names of those that have one, in their order."""
+        """Return the names of the named parameters, in order."""
         return [name for one in parameters if (name := self.name_of(one)) is not None]
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """The names of what an optimizer updates, in the order that they have got their names."""
+        """Return the names of an optimizer's parameters, in the order of naming."""
         own = set(self.names_of(parameter for _, parameter in places_in(optimizer)))
         return [name for name in self.by_name if name in own]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """The number of an optimizer, in the order in which a script makes them."""
+        """Return the number of an optimizer, in the order of creation."""
         for number, one in enumerate(self.optimizers):
             if one is optimizer:
                 return number
@@ -96,9 +96,7 @@ class Parameters:
         return len(self.optimizers) - 1
 
     def buffers(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The buffers of all modules that were called, each once; or those of them that are
-        `within` one.
-        """
+        """Return the buffers of all called modules, or of those inside `within`, each once."""
         found: dict[str, torch.Tensor] = {}
         seen = set[int]()
         for place, root in enumerate(self.roots):
@@ -112,9 +110,8 @@ class Parameters:
         return {name: buffer for name, buffer in found.items() if id(buffer) in own}
 
     def used(self, called: Iterable[torch.nn.Module]) -> set[str]:
-        """The names of what optimizers train, and of the parameters and buffers of modules that
-        train or are among those `called`: not of a model that was tried and left, nor of a
-        parameter that another one has replaced.
+        """Return the names of trained parameters, and of all parameters and buffers of modules that
+        train or are in `called`; models that were tried and dropped are excluded.
         """
         trained = {id(p) for one in self.optimizers for _, p in places_in(one)}
         train = [one for one in self.roots if any(id(p) in trained for p in one.parameters())]
@@ -125,9 +122,7 @@ class Parameters:
     def gradients(
         self, names: Iterable[str], copied: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Copies of the gradients that there are, dense; of one that was `copied`, and has the same
-        bits still, that copy.
-        """
+        """Return copies of existing gradients, dense; reuse bit-identical ones of `copied`."""
         found = {}
         for name in names:
             gradient = self.by_name[name].grad
@@ -142,11 +137,11 @@ class Parameters:
         return found
 
     def hold(self) -> bool:
-        """Whether some parameter has a gradient that is not zero."""
+        """Return True if some parameter has a nonzero gradient."""
         return any_held(self.by_name.values())
 
     def of_fsdp2(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor | None]:
-        """What fully_shard divides, by name: the whole parameters that the model computes with."""
+        """Return the unsharded tensors of fully_shard's parameters, by name."""
         roots = self.roots if within is None else [within]
         pairs = (
             pair for root in roots for part in root.modules() for pair in fsdp2_parameters(part)
@@ -159,7 +154,7 @@ class Parameters:
 
 
 def _buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Not by `buffers()`: Megatron's wrapper has an attribute of that name."""
+    """Return the buffers; not by `buffers()`, which is an attribute of Megatron's wrapper."""
     return torch.nn.Module.buffers(module)
 
 

@@ -1,4 +1,4 @@
-"""Who this rank is, how its script was started, and what can be asked of its modules."""
+"""Describes this rank: its place in the world, its environment, and properties of its modules."""
 
 import atexit
 import gc
@@ -22,8 +22,8 @@ from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
-_WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
-# Variables of launchers that a script may read; a prefix would take a person's own as well.
+_WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state
+# Variables of launchers that a script may read; a prefix would match user variables as well.
 _VARIABLES = {
     *["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ROLE_NAME"],
     *(f"{of}_{what}" for of in ("LOCAL", "GROUP", "ROLE") for what in ("RANK", "WORLD_SIZE")),
@@ -38,7 +38,7 @@ _VARIABLES = {
 
 
 def world_of() -> tuple[int, int]:
-    """This process's rank, and how many there are: of the group, or what a launcher has said."""
+    """Return this process's rank and the world size, from the process group or the launcher."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     for rank, world in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
@@ -61,7 +61,7 @@ def introduce(
         records.RankRecord(
             rank=rank,
             world=world,
-            # The reference is started as rank 0 was; the words of others are only shown.
+            # The reference is started like rank 0; other command lines are only displayed.
             arguments=tuple(masked_words(sys.orig_argv) if rank else sys.orig_argv),
             process=os.getpid(),
             parent=os.getppid(),
@@ -79,10 +79,11 @@ def introduce(
 
 
 def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:
-    """Return True if no rank here has exchanged anything up to a step. A rank that sees only its
-    own gradients cannot tell: a broadcast leaves those of its root as they were. Ranks that part
-    over it wait for each other in the next step. Of ranks that do not come to this step, nothing is
-    known.
+    """Return True if no rank here has communicated up to a step.
+
+    A rank that sees only its own gradients cannot decide alone: a broadcast leaves the root's
+    gradients unchanged. Ranks that diverge because of this wait for each other in the next step.
+    Ranks that do not reach this step are ignored.
     """
     mine = records.rank_folder(folder, rank)
     if not apart:
@@ -101,9 +102,9 @@ def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) ->
 
 
 def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:
-    """Ends the process when every rank has written its last step, as one that succeeded; before
-    that it reads some samples of its loaders once more. Where others do not come to that they may
-    wait for this one: it goes on, and is asked again after a step.
+    """Exit successfully after every rank has written its last step, and this rank has reread some
+    samples. If others do not finish (they may wait for this rank), continue and ask again after a
+    step.
     """
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
@@ -125,7 +126,7 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
 
 
 def divided_by(parameters: Parameters) -> str:
-    """What makes ranks hold parts of a model that a library alone can put together, if so."""
+    """Return the library whose shards of a model only it can unshard, or ""."""
     for root in parameters.roots:
         for part in root.modules():
             name = type(part).__name__
@@ -135,8 +136,8 @@ def divided_by(parameters: Parameters) -> str:
 
 
 def _steps_per_rank() -> bool:
-    """Whether a schedule is accelerate's, as it is unless it was asked otherwise: it steps once per
-    rank, since the person has counted the batches of one process.
+    """Return True if a schedule is accelerate's default: it steps once per rank, because the user
+    has counted the batches of one process.
     """
     module: Any = sys.modules.get("accelerate.scheduler")
     kind = getattr(module, "AcceleratedScheduler", None)
@@ -151,10 +152,8 @@ def _steps_per_rank() -> bool:
 
 
 def averages(parameters: Parameters) -> dict[str, str]:
-    """Digests of models that look like averages of one that trains, by the order in which they were
-    made.
-    """
-    found = [] if parameters.has_parts else averaged(parameters)  # ranks have parts of them as well
+    """Return digests of models that look like averages of a trained one, in order of creation."""
+    found = [] if parameters.has_parts else averaged(parameters)  # averages would be sharded, too
     return {f"{type(one).__name__} {place}": state_digest(one) for place, one in enumerate(found)}
 
 
@@ -164,15 +163,15 @@ def state_digest(module: torch.nn.Module) -> str:
 
 
 def averaged(parameters: Parameters) -> list[torch.nn.Module]:
-    """Models that are made as one that trains and do not train, as averages of it are."""
+    """Return models with the structure of a trained one that do not train, such as averages."""
     trained = {id(one) for root in parameters.roots for one in root.parameters()}
     shapes = {_shapes(root) for root in parameters.roots}
     found = []
     for one in gc.get_objects():
-        # Not isinstance: an object that stands in for another may do something when it is asked.
+        # Not isinstance: a proxy object may have side effects.
         if issubclass(type(one), torch.nn.Module) and _shapes(one) in shapes:
             if any(id(parameter) in trained for parameter in one.parameters()):
-                continue  # it trains, or is around one that does
+                continue  # it trains, or wraps a module that does
             found.append(one)
     return found
 
@@ -180,12 +179,12 @@ def averaged(parameters: Parameters) -> list[torch.nn.Module]:
 def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
     try:
         return tuple(one.shape for one in module.parameters())
-    except (AttributeError, RuntimeError):  # one that is not made yet
+    except (AttributeError, RuntimeError):  # not initialized yet
         return ()
 
 
 def normalises(parameters: Parameters) -> bool:
-    """Whether BatchNorm is among the modules, which normalises by the batch."""
+    """Return True if a training module is a BatchNorm that normalizes by the local batch."""
     return any(
         isinstance(part, BatchNorm)
         and part.training
@@ -196,16 +195,16 @@ def normalises(parameters: Parameters) -> bool:
 
 
 def exchanges(model: torch.nn.Module) -> bool | None:
-    """Whether DistributedDataParallel, which others may wrap (Fabric does), exchanges in this pass;
-    None without one.
+    """Return True if DistributedDataParallel, possibly inside a wrapper (Fabric), synchronizes in
+    this pass; None without it.
     """
     found = ddp_in(model)
     return None if found is None else bool(found.require_backward_grad_sync)
 
 
 def exchange_seconds(model: torch.nn.Module) -> float | None:
-    """How long an exchange made backward passes wait so far, on average, as torch measures it in
-    some of them: what it took, less what was computed meanwhile.
+    """Return the mean seconds by which synchronization delayed backward (communication minus
+    overlapped computation), as torch samples it.
     """
     measured = ddp_times(ddp_in(model))
     took = measured.get("avg_backward_comm_time", 0)
@@ -219,7 +218,7 @@ def ddp_in(model: torch.nn.Module) -> Any:
 
 
 def targets_of(name: str, target: Any, ignored: int) -> int:
-    """How many targets a loss counts: all but those that are ignored."""
+    """Return the number of targets of a loss, without ignored ones."""
     if not isinstance(target, torch.Tensor):
         return 0
     if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
@@ -230,7 +229,7 @@ def targets_of(name: str, target: Any, ignored: int) -> int:
 def clip_of(
     kind: str, most: float, norm: Any, *, passes: int, scaled: bool, names: Sequence[str]
 ) -> records.Clip:
-    """What a call of clipping was given, and has found."""
+    """Return the record of a clipping call."""
     return records.Clip(
         kind=kind,
         most=float(most) if float(most) < float("inf") else None,
@@ -242,7 +241,7 @@ def clip_of(
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """The settings of a group that are numbers; of pairs, as of betas, each by itself."""
+    """Return the numeric settings of a param group; tuples such as betas by element."""
     found: dict[str, float] = {}
     for key, value in group.items():
         several = value if isinstance(value, tuple) else (value,)

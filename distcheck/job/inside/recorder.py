@@ -1,4 +1,4 @@
-"""Writes down what a training script does, step by step, in a rank of the job."""
+"""Records a training script step by step, in a rank of the job."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ _numbers = itertools.count()
 
 
 class LossesHeard:
-    """Those since the last backward pass; since earlier ones, where some had none yet, as in a
-    pipeline that makes several forward passes first.
+    """Losses since the last backward pass, or earlier if some had none yet, as in a pipeline that
+    makes several forward passes first.
     """
 
     def __init__(self) -> None:
         self.heard: list[Heard] = []
         self._calls: list[LossCall] = []
-        self._places: dict[int, int] = {}  # in the lists, by number
+        self._places: dict[int, int] = {}  # index in the lists, by number
         self._reached: set[int] = set()
         self._done: set[int] = set()
 
     def hear(self, name: str, reduction: str, counted: int, target: str, value: Any) -> None:
-        """One was computed, over `counted` targets; hears of a backward pass through it."""
+        """Record a loss over `counted` targets, and hook the backward pass through it."""
         heard = next(_numbers)
         self._places[heard] = len(self._calls)
         number = float(value.detach()) if value.numel() == 1 else float("nan")
@@ -58,11 +58,11 @@ class LossesHeard:
 
     @property
     def is_over(self) -> bool:
-        """Whether a backward pass went through each of them."""
+        """True if a backward pass has visited every loss."""
         return len(self._done) == len(self._calls)
 
     def of_backward(self, one: Pass) -> tuple[tuple[LossCall, ...], tuple[Term, ...]]:
-        """The losses that a pass's backward pass came from, and its terms, which say which."""
+        """Return the losses that a backward pass came from, and its terms with indices of these."""
         kept = sorted(self._reached)
         self._done |= self._reached
         places = {place: number for number, place in enumerate(kept, len(one.losses))}
@@ -74,7 +74,7 @@ def begun(
     file: StepFile, model: torch.nn.Module, given: Sequence[torch.Tensor], loaders: Loaders,
     drew: bool,
 ) -> Pass:  # fmt: skip
-    """A pass that begins, with the tensors that the model is `given`."""
+    """Return the record of a starting pass, with the model's input tensors."""
     autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
     return Pass(
         inputs=tuple(file.add_data(t) for t in given),
@@ -91,8 +91,8 @@ def begun(
 
 
 def give_loss(passes: list[Pass], before: Pass | None, reached: Sequence[int]) -> None:
-    """Gives what was noted of the last pass, which was another one `before`, to the only one that
-    backward went through: where several passes are made first, as in a pipeline.
+    """Move the loss of the last pass (previously `before`) to the only pass that backward visited,
+    if several forward passes come first, as in a pipeline.
     """
     last = passes[-1]
     if len(reached) != 1 or reached[0] == len(passes) - 1 or before is None:
@@ -105,13 +105,13 @@ def give_loss(passes: list[Pass], before: Pass | None, reached: Sequence[int]) -
 
 
 class LinesHeard:
-    """By the kinds of `recordings.jobs.records.LINES`, each line once."""
+    """Source lines by the kinds of `recordings.jobs.records.LINES`, each once."""
 
     def __init__(self) -> None:
         self._heard: dict[str, dict[str, None]] = {}
 
     def note(self, kind: str) -> None:
-        """The script calls something now."""
+        """Record the script's current line."""
         lines = self._heard.setdefault(kind, {})
         if len(lines) < MOST_LINES:
             lines[line_of_script()] = None
@@ -121,33 +121,33 @@ class LinesHeard:
 
 
 class Recorder(Deaf):
-    """Hears of a script through `hooks`; one step at a time is in memory."""
+    """Listener that records a script; one step at a time is in memory."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
-        self.steps_over = 0  # that are over
+        self.steps_over = 0  # completed steps
         self.parameters = Parameters()
         self.loaders = Loaders()
         for heard in ("iterates", "samples_from", "fetches", "fetched"):
             setattr(self, heard, getattr(self.loaders, heard))
         self._added = Contributions(lambda *given: hooks.say("gradient", *given))
         self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
-        self._apart = True  # nothing was exchanged in any step
+        self._apart = True  # no step has communicated
         self._left = -1  # bytes of whole tensors that may still be written
         self._rank, self._world, self._runs = 0, 1, False
-        self._keeps = True  # whole state, and not sums of it
-        self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
-        self._through: set[tuple[int, int]] = set()  # the same, of the backward pass that runs
-        self._of_step: dict[int, int] = {}  # by optimizer: the backward pass before its last step
+        self._keeps = True  # whole state instead of projections
+        self._reached: dict[int, set[tuple[int, int]]] = {}  # forward passes, by backward pass
+        self._through: set[tuple[int, int]] = set()  # forward passes of the running backward pass
+        self._of_step: dict[int, int] = {}  # by optimizer: last backward pass before its last step
         self._origin: torch.Tensor | None = None
-        self._last: dict[str, After] = {}  # parameters as the last step has left them
+        self._last: dict[str, After] = {}  # parameters after the last step
         self._begin()
 
     def _begin(self) -> None:
         self._file: StepFile | None = None
         self._passes: list[Pass] = []
-        self._roots: list[torch.nn.Module] = []  # that these passes are of
-        self._opaque: list[tuple[int, int]] = []  # passes that returned nothing to hear from
+        self._roots: list[torch.nn.Module] = []  # the models of these passes
+        self._opaque: list[tuple[int, int]] = []  # passes whose output has no graph
         self._losses = LossesHeard()
         self._clips: list[Clip] = []
         self._calls: list[CollectiveCall] = []
@@ -155,13 +155,13 @@ class Recorder(Deaf):
         self._backwards, self._evaluations = 0, 0
         self._before: Pass | None = None  # the last pass, before a backward pass
         self._raw: dict[str, torch.Tensor] = {}
-        self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
+        self._exchanged: frozenset[str] = frozenset()  # names in `_raw` whose gradients are reduced
         self._looked, self._is_scaled = False, False
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
         self._scale: float | None = None
         self._not_finite: list[str] = []
-        self._made = -1  # steps that were over when a scaler was asked for one
+        self._made = -1  # completed steps when a scaler's step was called
         self._ops = OpLog() if self._settings.ops else None
         self._modules = Modules(ops=self._ops)
         self._held = HeldState(self.parameters, self._added, notes=self._settings.kept)
@@ -185,8 +185,10 @@ class Recorder(Deaf):
         self.parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Takes the inputs, and before the first forward pass of a step the state; again where that
-        was a dry pass: it has left no gradient, and other parameters, or buffers of what is new.
+        """Record the inputs, and the state before the first forward pass of a step.
+
+        The state is recorded again after a dry run: a pass that left no gradient but changed
+        parameters or buffers.
         """
         if not self._active:
             return
@@ -215,9 +217,7 @@ class Recorder(Deaf):
         self._held.autocasts()
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
-        """Notes whether the forward pass drew random numbers, and hears of a backward pass through
-        what it returned.
-        """
+        """Record if forward drew random numbers, and hook the backward pass through its output."""
         if not self._passes:
             return
         for name, used in self.parameters.of_fsdp2(model).items():
@@ -232,12 +232,12 @@ class Recorder(Deaf):
             self._opaque.append(key)
 
     def evaluates(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Notes what was not handed out for training."""
+        """Mark batches that are used for evaluation."""
         if self._active:
             self.loaders.evaluated(tensors.inputs_of((args, kwargs)))
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """Notes how many targets count, and keeps them."""
+        """Record a loss, its number of targets, and the targets."""
         if self._file is not None and value.grad_fn is not None:
             is_data = isinstance(target, torch.Tensor) and not target.requires_grad
             kept = self._file.add_data(target) if is_data else ""
@@ -246,7 +246,7 @@ class Recorder(Deaf):
     # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Notes the loss; listens on every parameter."""
+        """Record the loss, and start recording gradients."""
         if not self._active:
             return
         self._open_step(self.parameters.add_others())
@@ -272,21 +272,19 @@ class Recorder(Deaf):
             )
 
     def reaches(self, place: Any) -> None:
-        """Notes that a backward pass goes through a forward pass, or a loss."""
+        """Record that a backward pass visits a forward pass or a loss."""
         if self._runs and isinstance(place, int):
             self._losses.reaches(place)
         elif self._runs:
             self._through.add(place)
 
     def gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Notes what is added to a parameter's gradient."""
+        """Record a contribution to a parameter's gradient."""
         if self._file is not None:
             self._added.add(name, gradient)
 
     def backward_over(self) -> None:
-        """Notes which losses it came from; where DistributedDataParallel has exchanged, takes what
-        that has left.
-        """
+        """Record the backward pass's losses, and reduced gradients if DDP has synchronized."""
         if not self._runs:
             return
         self._runs = False
@@ -307,7 +305,7 @@ class Recorder(Deaf):
         self._exchanged = frozenset(self._raw)
 
     def gradients_ready(self) -> None:
-        """Takes the other gradients as the script first uses them."""
+        """Record the remaining gradients when the script first uses them."""
         if self._file is not None and not self._looked:
             others = [name for name in self.parameters.by_name if name not in self._raw]
             self._raw |= self.parameters.gradients(others)
@@ -328,33 +326,33 @@ class Recorder(Deaf):
     # -- the step --------------------------------------------------------------------------------
 
     def scales(self, scaler: Any) -> None:
-        """Notes that gradients are larger than they are to be."""
+        """Record that gradients are scaled."""
         self._is_scaled = bool(scaler.is_enabled() and scaler.get_scale() != 1.0)
 
     def unscales(self, optimizer: Any) -> None:
-        """Notes that they are not any more."""
+        """Record that gradients are no longer scaled."""
         self._is_scaled = False
 
     def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """Notes the scale that gradients were multiplied by."""
+        """Record the loss scale."""
         if self._active and scaler.is_enabled():
             self._scale = float(scaler.get_scale())
             self._made = self.steps_over
             self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """A step that the scaler skipped is a step."""
+        """Count a step that the scaler skipped as a step."""
         if self._active and scaler.is_enabled() and self._made == self.steps_over:
             self.steps(optimizer)
             self._finish(optimizer, skipped=True)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the gradients that the optimizer is given, and its settings."""
+        """Record the optimizer gradients and the settings."""
         if not self._active:
             return
         names = self._names_of(optimizer)
         if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
-            return  # a step without gradients, as before a schedule begins
+            return  # a step without gradients, as before a schedule starts
         file = self._open_step([])
         self._lines.note("step")
         if not self._evaluations:
@@ -366,7 +364,7 @@ class Recorder(Deaf):
         self._held.note_optimizer(optimizer, file)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the parameters after the step, and writes it."""
+        """Record the parameters after the step, and write it."""
         if not self._active:
             self.steps_over += 1
             self._end_if_over()
@@ -377,7 +375,7 @@ class Recorder(Deaf):
             self._finish(optimizer, skipped=False)
 
     def collective(self, name: str, place: str, given: Any) -> None:
-        """Notes where the script calls a collective."""
+        """Record the place of a collective call."""
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             self._calls.append(CollectiveCall(name, place, elements, self._backwards > 0))
@@ -446,12 +444,12 @@ class Recorder(Deaf):
         if self.steps_over > self._ends[1] and not self._settings.keep_going:
             rank.end(self._folder, self._rank, self._world, self.loaders.datasets)
 
-    # -- what this process holds -----------------------------------------------------------------
+    # -- state of this process -------------------------------------------------------------------
 
     def _open_step(self, new: list[str]) -> StepFile:
-        """The file of the step, begun here if it was not; `new` parameters are noted in it."""
+        """Return the current step's file, created if necessary; record `new` parameters in it."""
         divided = self.parameters.of_fsdp2() if new else {}
-        for name in new:  # what fully_shard divides is heard of in another tensor
+        for name in new:  # fully_shard's gradients arrive in another tensor
             if name not in divided:
                 self._added.watch(name, self.parameters.by_name[name])
         if self._file is not None:
@@ -485,7 +483,7 @@ class Recorder(Deaf):
         return self.parameters.of_optimizer(optimizer)
 
     def _since(self, optimizer: torch.optim.Optimizer) -> int:
-        """The number of the backward pass before the optimizer's last step."""
+        """Return the number of the last backward pass before the optimizer's last step."""
         return self._of_step.get(self.parameters.number_of(optimizer), -1)
 
     def _change_pass(self, place: int, **changes: Any) -> None:

@@ -1,12 +1,37 @@
-"""Runs the script as one process with the ranks' batches, each step from the recorded state.
+"""Runs the script as a single process on the ranks' batches, each step from the recorded state.
 
-What a step reaches is written beside the recording: gradients when the last backward pass is over
-(`raw/`), those that the optimizer is given (`step/`), and the parameters after a step in which the
-optimizer was given the recorded gradients and settings (`after/`), so that one difference is not
-found again as the next one. What the script does to gradients between backward and the step is done
-to the recorded ones, where DistributedDataParallel had left those. `spread/` holds how far
-gradients move, as a norm, when every parameter moves by one ULP: measured at the first step, and
-wherever what that says is not enough.
+Purpose: the results are the single-process reference of a job. The unmodified script runs again
+under `hooks`, in a copy of the project, with stand-ins for its process group (`alone`). This
+listener decides at each event what the script sees, and records what it computes.
+
+A step has four stages.
+1. Before the first batch or forward pass, `copies` forks copies of this process: one per additional
+   rank if batches cannot be joined, and perturbed ones that measure the noise floor.
+2. At each forward pass the recorded parameters and buffers are loaded (`_load_state`), and inputs,
+   targets and RNG states are overwritten by the recorded ones (`handing_out`).
+3. When the last backward pass has ended, a copy writes its gradients and exits. The parent combines
+   them into the reference gradients, `raw/` (`_take`).
+4. In `optimizer.step()` the script's gradients are recorded (`step/`). Then the job's gradients and
+   settings replace them, so that `after/` shows only errors of the update itself.
+
+Invariants: every step starts from the recorded state, so an error in one step does not appear in
+the next, and errors do not accumulate. The reference never reads the job's gradients to compute its
+own; they only select one of the admissible `scales`, decide if tolerances must be measured again,
+and replace the script's gradients after `raw/` is fixed. `spread/` is the change of a gradient, as
+an L2 norm, if every parameter is perturbed by one ULP. It is measured at the first step, and at a
+later one if the estimate from the first cannot explain a difference.
+
+Example with two ranks, one parameter w, SGD with lr 0.1 and loss mean((w x - y)^2). Step 0 starts
+from w = 1. Rank 0 has x, y = 1, 3: its local gradient is 2 (1 - 3) = -4. Rank 1 has x, y = 2, 0:
+its local gradient is 2 * 2 * 2 = 8. The script divides by the world size after DDP's average, so
+the recording has `raw/w` = `step/w` = 1 and `after/w` = 1 - 0.1 * 1 = 0.9.
+- Batches joined: the script is given both rows in one batch. The loss is (4 + 4) / 2 = 4, its
+  gradient is (-4 + 8) / 2 = 2, and `raw/w` = 2.
+- By rank, if samples interact (BatchNorm): this process computes -4, a forked copy with the batch
+  of rank 1 writes 8 and exits; with weights 0.5, 0.5 again `raw/w` = 2.
+The script steps with 2, so `step/w` = 2, but the optimizer receives the recorded 1 and reaches
+`after/w` = 0.9. Judging finds gradients 0.5x the reference and a correct update. Step 1 starts from
+the recorded w = 0.9, and is judged by itself.
 """
 
 import math
@@ -32,7 +57,7 @@ from distcheck.recordings.recording import Kind
 
 
 class Replayer(Deaf):
-    """Hears of a script through `hooks`, and hands it what the ranks had."""
+    """Listener that feeds the recorded data to a script and records the reference."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
@@ -41,10 +66,10 @@ class Replayer(Deaf):
         self._hands = HandingOut(self._job, settings, self._fail)
         self._copies = Copies(self._job, self._hands, settings, folder, self._fail)
         self._parameters = Parameters()
-        self._raw: dict[str, torch.Tensor] = {}  # gradients of the last backward passes
-        self._left: dict[str, torch.Tensor] = {}  # what the script goes on with after them
+        self._raw: dict[str, torch.Tensor] = {}  # reference gradients of the step
+        self._left: dict[str, torch.Tensor] = {}  # gradients that the script continues with
         self._seen: list[ReplayedStep] = []
-        self._at = 0  # the place among the recorded steps
+        self._at = 0  # index of the recorded step
         self._begin()
 
     def _begin(self) -> None:
@@ -52,15 +77,15 @@ class Replayer(Deaf):
         self._hands.step = self._step if self._at < len(self._job.steps) else -1
         self._hands.begin_step()
         self._backwards = 0
-        self._made = -1  # steps that were over when a scaler was asked for one
+        self._made = -1  # steps made when a scaler's step was called
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
         self._modules = Modules(lambda rank: watching.shapes_at(self._job, rank, self._step))
         self._losses: dict[int, float] = {}  # by forward pass
         self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
-        self._candidate: dict[str, torch.Tensor] = {}  # gradients when backward was over
-        self._own: float | None = None  # what the script's own exchange multiplied them by
+        self._candidate: dict[str, torch.Tensor] = {}  # gradients after backward
+        self._own: float | None = None  # factor of the script's own synchronization
         self._out: dict[str, torch.Tensor] = {}
         self._groups: tuple[dict[str, float], ...] = ()
         self._kept_settings: list[dict[str, Any]] = []
@@ -80,26 +105,26 @@ class Replayer(Deaf):
 
     @property
     def _record(self) -> StepRecord:
-        """The step as the rank has it whose batches this process gets."""
+        """The recorded step of the rank whose batches this process receives."""
         rank = max(0, self._copy.rank) if self._copy is not None else 0
         return self._job.records[rank, self._step]
 
     @property
     def _is_target(self) -> bool:
-        """Whether a copy is at the step whose gradients it computes."""
+        """True if a copy is at the step whose gradients it computes."""
         return self._copy is not None and self._copy.step in (self._step, -1)
 
     @property
     def _is_perturbed(self) -> bool:
-        """Whether a copy's gradients depend on the parameters that this step begins with."""
+        """True if a copy's gradients depend on the parameters at the start of this step."""
         step = self._step if self._copy is None else self._copy.step
         earlier = () if step < 0 else self._job.records[0, step].earlier
         return self._is_target or self._step in {place for place, _ in earlier}
 
-    # -- a step begins ---------------------------------------------------------------------------
+    # -- start of a step -------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Forks the copies of a step, once, before its first batch or forward pass."""
+        """Fork the copies of a step once, before its first batch or forward pass."""
         if self._begun or self._copy is not None:
             return
         self._begun = True
@@ -125,7 +150,7 @@ class Replayer(Deaf):
     # -- batches and passes ----------------------------------------------------------------------
 
     def begins(self, loader: Any) -> None:
-        """No worker is started: what it would read is replaced."""
+        """Disable loader workers, since their batches are replaced."""
         loader.num_workers = loader.timeout = 0
 
     def iterates(self, loader: Any, iterator: Any) -> None:
@@ -135,7 +160,7 @@ class Replayer(Deaf):
         return self._hands.length(loader)
 
     def is_over(self, iterator: Any) -> bool:
-        """Whether a rank's epoch ended here."""
+        """Return True if a rank's epoch ended here."""
         return self._hands.is_over(iterator)
 
     def batch(self, iterator: Any, batch: Any) -> None:
@@ -146,7 +171,7 @@ class Replayer(Deaf):
         self._parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Puts the recorded state in at the first pass of a step, and the recorded inputs."""
+        """Load the recorded state at the first pass of a step, and the recorded inputs."""
         self._begin_step()
         pairs = self._hands.source(self._hands.passes)
         if not self._hands.feeding.has(self._step, pairs):
@@ -166,12 +191,12 @@ class Replayer(Deaf):
             self._modules.enters(model, place, pairs)
 
     def _load_state(self, place: int) -> None:
-        """Puts in what parameters were before a pass, those of which that was not done yet."""
+        """Load the recorded parameters and buffers that were not loaded yet in this step."""
         passes = self._job.records[0, self._step].passes
         each = max(1, len(passes))
         later = bool(passes) and passes[place % each].later
         if later and place and not passes[(place - 1) % each].later and place == self._hands.passes:
-            self._loaded = set()  # they had changed in between
+            self._loaded = set()  # they changed between these passes
         kind = "" if later or not any(one.later for one in passes) else "start/"
         moves = self._copy.draw if self._copy is not None and self._is_perturbed and not kind else 0
         if moves and self._moving is None:
@@ -195,7 +220,7 @@ class Replayer(Deaf):
     # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Notes the loss; a copy with several passes in one batch is done."""
+        """Record the loss; a copy with several passes in one batch writes its results and exits."""
         alone.doubles = False
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
@@ -213,7 +238,7 @@ class Replayer(Deaf):
         self._heard = []
 
     def backward_over(self) -> None:
-        """A copy writes its gradients and ends; the parent goes on with the reference's."""
+        """After the last backward pass, exit a copy, or continue with the reference gradients."""
         expected = self._record.backwards * (self._job.world if self._mode == IN_TURN else 1)
         if self._backwards != expected or self._is_ready:
             return
@@ -224,7 +249,7 @@ class Replayer(Deaf):
             self._take()
 
     def gradients_ready(self) -> None:
-        """Something looks at the gradients: the script's own exchange is over, if it has one."""
+        """Measure the factor of the script's own synchronization, which is complete now."""
         if self._own is None and self._candidate:
             found = state.gradients(self._parameters.by_name)
             factor = state.factor_of(found, self._candidate)
@@ -232,15 +257,15 @@ class Replayer(Deaf):
             self._own = factor if left < 1e-6 else 0.0
 
     def _leave(self) -> None:
-        """A copy's end: what it has computed, and how."""
+        """Write the results of a copy and exit it."""
         if not self._is_target or self._copy is None or self._is_ready:
             return
-        self._is_ready = True  # where it is a process, it goes on
+        self._is_ready = True  # a separate process continues
         watched = watching.packed_all(self._modules.taken())
         self._copies.forks.leave(self._copy, {**self._computed(), **watched}, self._step)
 
     def _computed(self) -> dict[str, torch.Tensor]:
-        """The gradients of the step's passes, and what their losses are."""
+        """Return the gradients of the step's passes, and properties of their losses."""
         counts = {self._counts.get(place, (0.0, "")) for place in self._losses_of_step()}
         count, sums = counts.pop() if len(counts) == 1 else (0.0, "")
         about = {
@@ -254,7 +279,7 @@ class Replayer(Deaf):
         return {**raw, **about}
 
     def _losses_of_step(self) -> list[int]:
-        """The passes whose loss the step was trained on."""
+        """Return the passes whose loss the step was trained on."""
         passes = self._record.passes
         each = max(1, len(passes))
         return [place for place in self._losses if place >= 0 and passes[place % each].live]
@@ -264,7 +289,7 @@ class Replayer(Deaf):
         return torch.tensor(total / self._scale, dtype=torch.float64)
 
     def _take(self) -> None:
-        """The reference's gradients, for what the script does with them until the next step."""
+        """Compute the reference gradients, and put them in place of the script's until the step."""
         self._is_ready = True
         computed = self._computed()
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
@@ -279,14 +304,14 @@ class Replayer(Deaf):
             state.put(self._parameters.by_name, scaled)
 
     def _recorded(self, kind: Kind, name: str) -> torch.Tensor | None:
-        """A gradient of the first rank whose optimizer has the parameter."""
+        """Return a gradient of the first rank whose optimizer has the parameter."""
         rank = next(iter(self._job.holders(self._step, name)), 0)
         return self._job.gradient(kind, rank, self._step, name)
 
     # -- the step --------------------------------------------------------------------------------
 
     def scales(self, scaler: Any) -> None:
-        """Puts the recorded loss scale in."""
+        """Load the recorded loss scale."""
         if scaler.is_enabled() and self._record.scale is not None:
             scaler.load_state_dict({**scaler.state_dict(), "scale": self._scale})
 
@@ -295,25 +320,25 @@ class Replayer(Deaf):
         return self._record.scale or 1.0
 
     def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
-        """Notes how much clipping allows, and what it has found."""
+        """Record the maximum norm and the norm of clipping."""
         if self._is_ready and isinstance(norm, torch.Tensor | float):
             self._clips.append((float(most), float(norm)))
 
     def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """Notes how many steps were made before."""
+        """Remember the number of completed steps."""
         self._made = self._at
         self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """A step that the scaler skips is a step."""
+        """Count a step that the scaler skipped as a step."""
         if scaler.is_enabled() and self._made == self._at and self._raw:
             self._finish(optimizer, skipped=True)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what the optimizer is given, and gives it what it was given in the job."""
+        """Record the optimizer gradients and settings, and replace them by the job's."""
         self.gradients_ready()
         if not self._candidate and self._hands.passes:
-            self._candidate = state.gradients(self._parameters.by_name)  # by no backward pass
+            self._candidate = state.gradients(self._parameters.by_name)  # not from a backward pass
         if self._copy is not None and self._is_target and self._candidate:
             self._leave()
         if self._copy is None and self._hands.passes and not self._is_ready:
@@ -335,7 +360,7 @@ class Replayer(Deaf):
         state.put(own, {n: self._recorded(Kind.GRADIENT, n) for n in own})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the parameters, and gives the script its own settings back."""
+        """Restore the script's settings, and finish the step."""
         if not self._raw and self._copy is None:
             return
         for group, own in zip(optimizer.param_groups, self._kept_settings, strict=False):
@@ -351,7 +376,7 @@ class Replayer(Deaf):
             ending.leave()
         self._begin()
         passes = self._record.passes
-        if passes and not passes[0].batches:  # the script makes its inputs itself, from here on
+        if passes and not passes[0].batches:  # the script computes its inputs, from here on
             self._hands.set_random_streams(origin=True)
             if passes[0].drew:
                 self._begin_step()

@@ -1,6 +1,6 @@
-"""Waits until a process of the job has imported torch, and then installs the hooks.
+"""Waits until a process of the job has imported torch, then installs the hooks.
 
-Imports little: it runs at the start of every Python that the job starts.
+Imports little: it runs at the start of every Python process of the job.
 """
 
 import atexit
@@ -19,14 +19,12 @@ from distcheck import private
 from distcheck.job import in_use
 from distcheck.job.inside.marking import MARK, called, mark_rank, note
 
-_OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, of what a rank has raised and noted itself
+_OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, for exceptions that ranks note themselves
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 
 def begin(settings: str) -> None:
-    """Leaves a note that this Python was reached, and waits for torch; not in what a rank
-    starts.
-    """
+    """Note that this Python process exists, and wait for torch; do nothing in a rank's children."""
     in_use.hold(os.path.dirname(settings))
     own, of = f"{os.getpid()} {called()}", os.environ.get(MARK, "")
     if of and of != own and of.partition(" ")[2] == called():
@@ -43,13 +41,13 @@ def begin(settings: str) -> None:
 
 
 def _note_what_was_missed(settings: str) -> None:
-    """At the end: torch was imported, and no hook was asked for it."""
+    """Note at exit that torch was imported without the hooks."""
     if "torch" in sys.modules and not _Waiting.has_installed:
         note(settings, "missed")
 
 
 def _note_what_ends_it(settings: str) -> None:
-    """Notes an exception that ends the process, which is still shown as usual."""
+    """Note an exception that ends the process; it is still displayed as usual."""
 
     def show(kind: Any, error: Any, trace: Any) -> None:
         rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
@@ -57,9 +55,9 @@ def _note_what_ends_it(settings: str) -> None:
             shows(kind, error, trace)
             return
         said = f"{kind.__name__}: {error}"[:2000]
-        if kind.__name__ == _OF_SPAWN:  # the traceback of the rank
+        if kind.__name__ == _OF_SPAWN:  # the rank's traceback
             said = str(error).strip().rpartition("\n")[2][:2000]
-        from distcheck.errors.masking import masked  # not at the start of every Python
+        from distcheck.errors.masking import masked  # not at the start of every Python process
 
         with contextlib.suppress(OSError):
             file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
@@ -75,15 +73,13 @@ def _install(settings: str) -> None:
         from distcheck.job.inside import install
 
         install.install(settings)
-    except Exception:  # the script imports torch, and goes on with it
+    except Exception:  # the script continues after importing torch
         with contextlib.suppress(OSError):
             private.write(Path(os.path.dirname(settings), "defect"), traceback.format_exc())
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds torch as usual, and installs the hooks after its import; to ask for its place
-    alone changes nothing.
-    """
+    """Finds torch as usual and installs the hooks after its import; a mere lookup has no effect."""
 
     has_installed = False
 

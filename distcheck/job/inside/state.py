@@ -1,5 +1,5 @@
-"""Recorded state put into a model, a little beside it for a perturbation; means of gradients; state
-that scripts hold beside models and optimizers.
+"""Loads recorded state into a model, perturbed if requested; means and distances of gradients;
+state held outside models and optimizers.
 """
 
 import gc
@@ -20,7 +20,7 @@ from distcheck.machine.numerics import spacing
 from distcheck.recordings.jobs import records
 
 Tensors = dict[str, torch.Tensor]
-# What a copy writes beside its gradients.
+# Results of a copy in addition to gradients.
 NOT_GRADIENTS = ("loss", "passes", "backwards", "count", "sums", "own", "kind", "weights")
 
 
@@ -28,17 +28,17 @@ def load(
     into: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor], kind: str,
     moves: torch.Generator | None = None,
 ) -> None:  # fmt: skip
-    """Puts recorded tensors of a kind in, moved by one ULP if asked to."""
+    """Load recorded tensors of a kind, perturbed by one ULP if `moves` is given."""
     with torch.no_grad():
         for name, tensor in into.items():
             value = kept.get(f"{kind}{name}")
             if value is not None and not torch.nn.parameter.is_lazy(tensor):
                 value = value if moves is None else moved(value, moves)
-                local(tensor).data.copy_(value)  # graphs that have the tensor may still be used
+                local(tensor).data.copy_(value)  # graphs that use the tensor remain valid
 
 
 def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
-    """The gradients that there are, as copies on the CPU."""
+    """Return copies of existing gradients on the CPU."""
     return {
         name: tensors.whole(parameter.grad).clone()
         for name, parameter in parameters.items()
@@ -47,7 +47,7 @@ def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor | None]) -> None:
-    """Makes these the gradients, None for a parameter that is to have none."""
+    """Set gradients; None clears a parameter's."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             number = given.get(name)
@@ -60,14 +60,14 @@ def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What one rank holds of a tensor that is divided among ranks: of one rank, all."""
+    """Return a rank's shard of a tensor, or the whole tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def moved(
     tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Every element one ULP up or down, by chance; one of another dtype if it is coarser."""
+    """Perturb every element by ±1 ULP at random, in the coarser of the two dtypes."""
     if not tensor.is_floating_point():
         return tensor
     up = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.bool)
@@ -79,7 +79,7 @@ def moved(
 
 
 def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors | None:
-    """The weighted mean of what copies wrote, in the dtype of each; None where one is missing."""
+    """Return the weighted mean of copies' results, in their dtypes; None if one is missing."""
     there = [part for part in parts if part is not None]
     if len(there) < len(parts):
         return None
@@ -95,7 +95,7 @@ def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors |
 def distance(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> float:
-    """How far gradients are from others times a factor, over the norm of those, in the L2 norm."""
+    """Return the L2 distance of gradients from `factor` times others, relative to these."""
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     size = sum(float(other[name].double().square().sum()) for name in names) * factor**2
     apart = (one[n].double() - factor * other[n].double() for n in names)
@@ -106,8 +106,10 @@ def distance(
 def spread_of(
     gradient: torch.Tensor, moved: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
-    """The distance of a gradient from the farthest of those that parameters moved by one ULP give.
-    Its share of the norm is kept in `known`, by which it is estimated if no parameter was moved.
+    """Return the distance of a gradient from the farthest perturbed one.
+
+    Its fraction of the norm is kept in `known` and used as the estimate without perturbed
+    gradients.
     """
     norm = float(gradient.double().norm())
     if not moved:
@@ -119,34 +121,32 @@ def spread_of(
 
 
 def factor_of(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """The factor between one set of gradients and another, by least squares; 0 if there is none."""
+    """Return the least-squares factor between two sets of gradients, or 0."""
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     square = sum(float(other[name].double().square().sum()) for name in names)
     product = sum(float((one[n].double() * other[n].double()).sum()) for n in names)
     return product / square if square else 0.0
 
 
-SMALL = 64  # elements; what an optimizer holds of a parameter is kept whole up to here
+SMALL = 64  # elements; optimizer state up to this size is recorded completely
 
 
 class HeldState:
-    """What is held in one step, for its record; `notes`: all of it, or the dtype of autocast
-    alone.
-    """
+    """State of one step for its record; if not `notes`, only autocast's dtype."""
 
     def __init__(self, parameters: Parameters, added: Contributions, *, notes: bool) -> None:
         self._parameters, self._added, self._notes = parameters, added, notes
         self.about: dict[str, Any] = {}
 
     def autocasts(self) -> None:
-        """Notes the dtype that forward passes compute in, if autocast is on."""
+        """Record the dtype of forward passes if autocast is on."""
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 self.about["computed"] = str(dtype).removeprefix("torch.")
 
     def begin(self) -> None:
-        """Notes averages of the model, and FSDP2's dtype, before the first forward pass."""
+        """Record averages of the model and FSDP2's dtype before the first forward pass."""
         parts = [part for root in self._parameters.roots for part in root.modules()]
         dtypes = [one for one, _ in map(fsdp2_dtypes, parts) if one is not None]
         if dtypes:
@@ -157,7 +157,7 @@ class HeldState:
             self.about["held"] = averages_held(self._parameters, [id(one) for one in own])
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, file: StepFile) -> None:
-        """Notes what an optimizer holds when it begins to step."""
+        """Record an optimizer's state at the start of its step."""
         if not self._notes:
             return
         counters: dict[str, float] = {}
@@ -172,7 +172,7 @@ class HeldState:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> Iterator[tuple[str, Any]]:
-    """What an optimizer holds of each of its parameters, by `<parameter>/<key>`."""
+    """Yield an optimizer's state of each parameter, by `<parameter>/<key>`."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = parameters.name_of(parameter)
@@ -183,10 +183,10 @@ def optimizer_state(
 
 
 def averages_held(parameters: Parameters, own: Collection[int]) -> tuple[str, ...]:
-    """Digests of what looks like the model and does not train: modules, and dictionaries with a
-    tensor for each of its parameters; not of distcheck's `own`, by their ids.
+    """Return digests of untrained copies of the model: modules, and dictionaries with a tensor for
+    each parameter, except distcheck's `own` (by id).
     """
-    if parameters.has_parts:  # ranks have parts of them as well, which are not put together
+    if parameters.has_parts:  # averages are sharded as well
         return ()
     names = set(parameters.by_name)
     modules = averaged(parameters)
@@ -201,7 +201,7 @@ def averages_held(parameters: Parameters, own: Collection[int]) -> tuple[str, ..
 
 
 def _average_in(one: dict[Any, Any], names: set[str], storages: set[int]) -> str:
-    """The digest of a dictionary of tensors; empty for one that is none, or is the model's own."""
+    """Return the digest of a dictionary of tensors; "" for others and the model's own."""
     if not all(isinstance(key, str) for key in one):
         return ""
     named = {tensors.plain_name(key): value for key, value in list(one.items())}

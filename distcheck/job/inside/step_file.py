@@ -1,4 +1,4 @@
-"""The tensors of one step of one rank, until they are written: whole, or as sums."""
+"""Collects the tensors of one step of one rank until they are written, whole or as projections."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ _STATE = ("before/", "buffer/")
 
 
 class After(NamedTuple):
-    """A parameter as a step has left it: with its sums where they alone were written."""
+    """A parameter after a step, with its projections if only they were written."""
 
     digest: str
     dtype: torch.dtype
@@ -28,9 +28,10 @@ class After(NamedTuple):
 
 
 class StepFile:
-    """Collects tensors by name; `digests` are kept of all of them, also of those that are not.
-    `last` is what the file of the step before has of parameters after that: it is not written again
-    (`recordings.jobs.reading` looks there).
+    """Collects tensors by name, and digests of all tensors, recorded or not.
+
+    `last` holds the parameters after the previous step as its file has them; unchanged ones are not
+    written again (`recordings.jobs.reading` looks them up).
     """
 
     def __init__(self, folder: Path, step: int, last: Mapping[str, After] | None = None) -> None:
@@ -49,11 +50,11 @@ class StepFile:
         return self._digests.get(name)
 
     def differ(self, state: Mapping[str, torch.Tensor], kind: str = "before") -> bool:
-        """Whether some parameter, or buffer, is not what was taken of it."""
+        """Return True if a parameter or buffer has changed since it was recorded."""
         return any(self._written(state, kind))
 
     def note_written(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Notes the parameters that are not what was taken of them, by their digests."""
+        """Record the digests of parameters that have changed since they were recorded."""
         written = self._written(parameters, "before")
         self._digests |= {f"written/{name}": now for name, now in written}
 
@@ -64,13 +65,13 @@ class StepFile:
                 yield name, now
 
     def compare_only(self, names: Collection[str]) -> None:
-        """Drops the digests of all other state: ranks may hold it differently."""
+        """Drop the digests of all other state, which may differ across ranks."""
         for kind, _, name in [one.partition("/") for one in self._digests]:
             if f"{kind}/" in _STATE and name not in names:
                 del self._digests[f"{kind}/{name}"]
 
     def restart(self) -> None:
-        """Parameters are taken again: what was taken is the state before the first pass alone."""
+        """Start over: the recorded state becomes that before the first pass only."""
         for found in (self._kept, self._digests):
             whole: dict[str, Any] = dict(found)  # type: ignore[call-overload]
             for name in [n for n in whole if n.removeprefix("sums/").startswith(_STATE)]:
@@ -83,7 +84,7 @@ class StepFile:
         self._kept[name] = tensors.held(tensor).clone()
 
     def add_data(self, tensor: torch.Tensor) -> str:
-        """Keeps part of a batch once, however often it is seen; returns its digest."""
+        """Record part of a batch once, and return its digest."""
         plain = tensors.held(tensor)
         about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
         name = records.digest(about.encode())
@@ -92,7 +93,7 @@ class StepFile:
         return name
 
     def add_state(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """Notes a parameter or buffer before the step by its digest, and keeps it if asked to."""
+        """Record the digest of a parameter or buffer before the step, and contents if `keep`."""
         kind, _, of = name.partition("/")
         keep = self._is_part(name, tensor) or keep
         plain = tensors.held(tensor)
@@ -107,7 +108,7 @@ class StepFile:
             self._kept[f"sums/{name}"] = sketches.sketch(plain) if known is None else known
 
     def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """The same of a parameter after the step. What is kept is not copied: `write` follows."""
+        """Record a parameter after the step. It is not copied, since `write` follows."""
         keep = self._is_part(f"after/{name}", tensor) or keep
         plain = tensors.held(tensor)
         sums = None if keep else sketches.sketch(plain)
@@ -124,7 +125,7 @@ class StepFile:
             self._kept[name] = plain.clone()
 
     def _is_part(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether it is divided among ranks; notes what this one has of it."""
+        """Return True if a tensor is sharded, and record this rank's shard."""
         part = tensors.part_of(tensor)
         if part is not None:
             self._parts[name] = part
@@ -134,8 +135,8 @@ class StepFile:
         self, kind: str, found: Mapping[str, torch.Tensor], by: float,
         parts: Mapping[str, Part] | None = None,
     ) -> None:  # fmt: skip
-        """Keeps gradients, multiplied `by` a power of two that undoes a scale; `parts` says what
-        they are of those that are divided among ranks. They are not copied: `write` follows.
+        """Record gradients times `by`, a power of two that undoes a loss scale; `parts` describes
+        sharded gradients. They are not copied, since `write` follows.
         """
         for name, gradient in found.items():
             plain = tensors.held(gradient)
@@ -147,21 +148,21 @@ class StepFile:
             if kind != "sizes":
                 self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
             if kind == "step" and self._digests.get(f"raw/{name}") == self._digests[f"step/{name}"]:
-                continue  # nothing was clipped: the reader takes raw
+                continue  # not clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
 
     def add_modules(self, seen: Seen | None) -> None:
-        """Keeps what modules were given and returned, if they were watched."""
+        """Record module inputs and outputs, if any."""
         if seen is not None:
             self._modules, self._kept[SUMS] = seen
 
     def is_unchanged(self, names: Collection[str]) -> bool:
-        """Whether gradients are still what the rank's own passes have added up to."""
+        """Return True if gradients are still the sum of the rank's own passes."""
         pairs = [(self._digests.get(f"raw/{n}"), self._digests.get(f"local/{n}")) for n in names]
         return bool(pairs) and all(raw == local for raw, local in pairs)
 
     def write(self, budget: int, **about: Any) -> int:
-        """Writes the step, whole if that takes at most `budget` bytes; returns what it took."""
+        """Write the step, whole if it fits into `budget` bytes; return its size."""
         kept = {**self._kept, **self._gradients}
         size = sum(t.numel() * t.element_size() for t in kept.values())
         whole = size <= budget
@@ -169,7 +170,7 @@ class StepFile:
             kept = {name: t for name, t in self._kept.items() if name.startswith("sums/")}
             for name, gradient in self._gradients.items():
                 if name.startswith("sizes/"):
-                    continue  # they are in the magnitudes of the local ones
+                    continue  # included in the magnitudes of local gradients
                 kept[name] = sketches.sketch(gradient)
                 sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
@@ -195,7 +196,7 @@ class StepFile:
 
 
 def _apart(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same, with copies of those that share memory: a file cannot hold these."""
+    """Copy tensors that share memory, which a safetensors file cannot hold."""
     found, seen = {}, set()
     for name, one in kept.items():
         storage = one.untyped_storage()
@@ -206,7 +207,7 @@ def _apart(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _json_safe(record: StepRecord) -> StepRecord:
-    """JSON has no NaN: a loss that is not a number is left out."""
+    """Remove losses that are not finite, since JSON has no NaN."""
 
     def sound(number: float | None) -> float | None:
         return None if number is None or number != number or abs(number) == float("inf") else number

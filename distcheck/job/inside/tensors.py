@@ -1,4 +1,4 @@
-"""Tensors of a training script: leaves of batches, names of parameters, digests, random streams."""
+"""Helpers for a script's tensors: leaves of batches, parameter names, digests, RNG states."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,18 +17,16 @@ from distcheck.recordings.jobs.records import MOST_ROWS, Part, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DEEPEST = 8  # containers within containers
+_DEEPEST = 8  # nesting depth of containers
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of wrappers around its module."""
+    """Return a parameter's name without the prefixes of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU; one that is divided among the ranks is put together, which is a
-    collective of all of them.
-    """
+    """Return a tensor on the CPU; unshard a DTensor, which is a collective call."""
     tensor = tensor.detach()
     if is_in_parts(tensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
@@ -36,7 +34,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, of a tensor that is divided among the ranks what this one has."""
+    """Return a tensor, or this rank's shard of a DTensor, on the CPU."""
     tensor = tensor.detach()
     if is_in_parts(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -44,8 +42,8 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:
-    """What this rank has of a tensor that is divided among ranks. Raises ValueError where that is
-    another thing than a box of it, or a term of a sum.
+    """Describe this rank's shard of a DTensor; None for others. Raises ValueError for a shard that
+    is neither a box of the tensor nor a term of a sum.
     """
     if not is_in_parts(tensor):
         return None
@@ -69,13 +67,13 @@ def part_of(tensor: torch.Tensor) -> Part | None:
 
 
 def write(found: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Writes a new file of tensors, which is there when it is whole."""
+    """Write tensors to a new file that appears atomically."""
     with private.drafted(file) as draft:
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
 
 
 def taken_from(file: Path) -> dict[str, torch.Tensor] | None:
-    """The tensors of a file, which is removed; None where there is none."""
+    """Read and remove a file of tensors; None if it does not exist."""
     if not file.exists():
         return None
     found = load_file(file)
@@ -84,22 +82,20 @@ def taken_from(file: Path) -> dict[str, torch.Tensor] | None:
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:
-    """Whether this rank may hold a part of it (a DTensor)."""
+    """Return True for a DTensor, of which this rank may hold a shard."""
     return hasattr(tensor, "full_tensor")
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of the bits; `tensor` is on the CPU and contiguous. Not by numpy(): a storage that
-    it has seen cannot be resized any more, as the script may want to.
+    """Return the digest of a contiguous CPU tensor's bits. Not by numpy(), after which the script
+    could no longer resize the storage.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     return digest(raw_bytes(plain))
 
 
 def any_held(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether some parameter has a gradient that is not zero; of one that is divided among ranks,
-    this rank's part.
-    """
+    """Return True if a parameter has a nonzero gradient (its local shard, if sharded)."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -118,8 +114,8 @@ def not_finite(found: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """By the least and the largest element, one of which is NaN where any is: isfinite() makes a
-    tensor of answers, and takes 20 times as long.
+    """Return True if all elements are finite, by the minimum and maximum, which propagate NaN:
+    isfinite() allocates a mask and takes 20 times as long.
     """
     if type(tensor) is not torch.Tensor or tensor.dtype not in _FLOATS or not tensor.numel():
         return bool(tensor.isfinite().all())
@@ -127,13 +123,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
-    """The absolute values of the elements, of complex ones those of both parts."""
+    """Return absolute values; for complex tensors, of real and imaginary parts."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).abs()
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, or of arguments, in a fixed order: in containers, and in objects that
-    are made of them (data classes, batches of libraries).
+    """Return the tensors of a batch or of arguments in a fixed order, from containers, data classes
+    and library batch objects.
     """
     return list(_leaves(value, set()))
 
@@ -156,7 +152,7 @@ def _leaves(value: Any, above: set[int]) -> Iterator[torch.Tensor]:
 
 
 def inputs_of(value: Any) -> list[torch.Tensor]:
-    """The tensors among a model's arguments that are data, and not computed by a graph."""
+    """Return the tensors among a model's arguments that are data, not results of a graph."""
     return [t for t in leaves(value) if t.grad_fn is None and not is_parameter(t)]
 
 
@@ -165,15 +161,13 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def put(tensor: torch.Tensor, given: torch.Tensor) -> None:
-    """Makes a tensor hold other data, of any shape, for all code that has the tensor. What it was a
-    view of stays as it is.
-    """
+    """Replace a tensor's data, of any shape, for all code that holds it; not that of its base."""
     with torch.no_grad():
         tensor.data = given.to(device=tensor.device, dtype=tensor.dtype).clone()
 
 
 def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
-    """A digest of each sample: the rows of all tensors that have as many as the first one."""
+    """Return a digest of each sample: the rows of all tensors with the first one's batch size."""
     batched = [t for t in tensors if t.dim() > 0 and t.shape[0] == tensors[0].shape[0]]
     if not batched or tensors[0].dim() == 0:
         return ()
@@ -183,14 +177,12 @@ def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
 
 
 def has_drawn(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    """Whether random numbers were drawn between two states of torch's stream."""
+    """Return True if torch's RNG was used between two states."""
     return before is not None and not torch.equal(before, now)
 
 
 def random_state() -> torch.Tensor:
-    """The random streams of this process: torch's, Python's, NumPy's where it is loaded, and the
-    GPU's where one is used.
-    """
+    """Return the RNG states of this process: torch, Python, NumPy if loaded, and CUDA if used."""
     libraries = library_states().ljust(LIBRARY_STATES_BYTES, b"\0")
     states = [torch.get_rng_state(), torch.frombuffer(bytearray(libraries), dtype=torch.uint8)]
     if _uses_gpu():

@@ -1,5 +1,5 @@
-"""The terms of a loss, read off its autograd graph: which losses it adds up, and the numbers that
-each was multiplied by on the way to where backward starts.
+"""Reads the terms of a loss from its autograd graph: the losses that it adds, and the factors of
+each.
 """
 
 import math
@@ -14,40 +14,42 @@ from distcheck.recordings.jobs.records import Factor, Term
 
 MOST_TERMS = 32
 _MOST_NODES = 256
-# What leaves a single number as it is.
+# Operations that keep a scalar's value.
 _SAME = (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View",
 )  # fmt: skip
 Node = Any
-# A loss of torch's: its name, its reduction, its value, how many targets it counts.
+# A torch loss: its name, reduction, value, and number of targets.
 Heard = tuple[str, str, torch.Tensor, int]
-By = tuple[float, bool, bool]  # a factor: the number, and `computed` and `divides` of a Factor
+By = tuple[float, bool, bool]  # a factor: its number, and `computed` and `divides` of Factor
 
 
 @dataclass(frozen=True)
 class End:
-    """A node of the graph, and which of its outputs."""
+    """A node of the graph and the index of its output."""
 
     node: Node
     output: int
 
 
 class _UnreadableError(Exception):
-    """Why a loss has no terms."""
+    """The reason why a loss has no readable terms."""
 
 
 def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[Term, ...], str]:
-    """The terms, and why there are none: a loss that is another thing than a sum, with constant
-    weights, of losses that were heard and of the script's own means and sums.
+    """Return the terms of a loss, or the reason why there are none: the loss is not a sum, with
+    constant weights, of recorded losses and the script's own means and sums.
     """
     found, why = ends_of(loss, heard)
     return tuple(term for term, _ in found), why
 
 
 def count_of(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple[float, str]:
-    """What a loss is divided by, as its graph says: the elements or targets that it is a mean of,
-    or the number that a sum was divided by; 0 where its terms say several numbers, or nothing. And
-    how it is a sum over samples: a `sum`, or means `times` the number of samples (`rows`), or not.
+    """Return the divisor of a loss, and how it is a sum over samples.
+
+    The divisor is the number of elements or targets of a mean, or the divisor of a sum; 0 if the
+    terms disagree or have none. The second value is "sum", "times" (means times the number of
+    samples, `rows`), or "".
     """
     found, _ = ends_of(loss, heard)
     counts = set[float]()
@@ -64,18 +66,18 @@ def count_of(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple
 
 
 def _rounded(number: float) -> float:
-    """A whole number where it is one but for the rounding of single precision."""
+    """Round to an integer if the difference is within float32 rounding."""
     near = round(number)
     return float(near) if near and abs(number - near) < 1e-3 else number
 
 
 def _is_times(term: Term, rows: int) -> bool:
-    """Whether a whole loss was multiplied by the number of samples."""
+    """Return True if the whole loss was multiplied by the number of samples."""
     return any(one.outer and not one.computed and one.number == rows for one in term.factors)
 
 
 def _elements(node: Node) -> int:
-    """Over how many elements each number of a mean goes."""
+    """Return the number of elements that each output of a mean averages."""
     of, mean = node._saved_self_sym_sizes, output_of_node(node, 0).shape
     each: int = math.prod(of) // max(1, math.prod(mean))
     return each
@@ -91,12 +93,12 @@ def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 
 def ends_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[list[tuple[Term, End]], str]:
-    """The terms, each with the place in the graph that it stands at."""
+    """Return the terms with their places in the graph, or the reason why there are none."""
     try:
         return _ends(loss, heard), ""
     except _UnreadableError as error:
         return [], str(error)
-    except (AttributeError, RuntimeError) as error:  # a node of another kind, or of a freed graph
+    except (AttributeError, RuntimeError) as error:  # an unknown or freed node
         return [], f"its graph cannot be read ({error})"
 
 
@@ -127,7 +129,7 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
             outer = outer and len(parts) == 1
             for part, place, factor in reversed(parts):
                 if factor is not None and factor[0] == 0:
-                    continue  # it adds nothing, as where every parameter is to have a gradient
+                    continue  # adds nothing; used to give every parameter a gradient
                 by = () if factor is None else (_as_factor(factor, outer=outer),)
                 waiting.append((part, place, (*factors, *by), outer))
         if len(found) + len(waiting) > MOST_TERMS:
@@ -140,12 +142,12 @@ def _as_factor(factor: By, *, outer: bool) -> Factor:
 
 
 def _inside(node: Node) -> Iterator[By]:
-    """What every element of a mean or sum is multiplied by."""
+    """Yield the factors of every element of a mean or sum."""
     part = node.next_functions[0][0]
     while part is not None and _kind(part) in ("Mul", "Div", "Neg", *_SAME):
         try:
             ((part, _, factor),) = _parts(part, 0)
-        except _UnreadableError:  # multiplied by a tensor, as by a mask
+        except _UnreadableError:  # multiplied by a tensor, such as a mask
             return
         if factor is not None:
             yield factor
@@ -155,7 +157,7 @@ Part = tuple[Node, int, By | None]  # a node, its output, its factor
 
 
 def _parts(node: Node, output: int) -> list[Part]:
-    """What a node adds up, each with the number that it is multiplied by."""
+    """Return the summands of a node with their factors."""
     if node is None:
         raise _UnreadableError("it has no graph")
     name = _kind(node)
@@ -190,12 +192,12 @@ def _kind(node: Node) -> str:
 
 
 def _reduces(node: Node) -> str:
-    """Whether a node is a mean or a sum over elements."""
+    """Return "mean" or "sum" for a reduction node, else ""."""
     return {"Mean": "mean", "Sum": "sum"}.get("" if node is None else _kind(node), "")
 
 
 def _passes(node: Node) -> bool:
-    """Whether a mean or sum is one over a single number, or over losses that were stacked."""
+    """Return True for a mean or sum of a single element, or of stacked losses."""
     return bool(math.prod(node._saved_self_sym_sizes) == 1 or _stacks(node.next_functions[0][0]))
 
 
@@ -208,9 +210,7 @@ def _factor(number: float) -> By | None:
 
 
 def _scaled(by: Any, *, divides: bool) -> By:
-    """The constant of a multiplication or division, and whether a script may have computed it: by
-    a division it has, unless it is a whole number that was multiplied.
-    """
+    """Return a constant factor, and if the script may have computed it (quotients and floats)."""
     if not isinstance(by, torch.Tensor) or by.numel() != 1:
         raise _UnreadableError("it is multiplied by something else than a number")
     number = float(by)

@@ -1,5 +1,5 @@
-"""What modules of a replay were given and returned, in all of its copies: the reference's of each
-rank, and how far each tensor is moved by one ULP of every parameter.
+"""Collects module inputs and outputs from all copies of a replay: the reference of each rank, and
+the change of each tensor by one ULP of every parameter.
 """
 
 import math
@@ -24,14 +24,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 class WatchedCopies:
-    """By copy, what it has seen of each rank."""
+    """Recorded modules of each rank, by copy."""
 
     def __init__(self, draws: int, world: int) -> None:
         self._draws, self._world = draws, world
         self._found: dict[Role, dict[int, Seen]] = {}
 
     def without(self, found: Written) -> Written:
-        """What copies wrote, without what they have seen of modules, which is kept here."""
+        """Return copies' results without recorded modules, which are kept here."""
         left: Written = {}
         for role, one in found.items():
             left[role] = one
@@ -42,7 +42,7 @@ class WatchedCopies:
         return left
 
     def results(self, step: int, own: dict[int, Seen]) -> Tensors:
-        """For the reference's file: what was seen of each rank, and its spreads."""
+        """Return the recorded modules of each rank and their spreads, for the reference's file."""
         out: Tensors = {}
         for rank in range(self._world):
             seen = own.get(rank) or self._of(rank, step, 0).get(rank)
@@ -64,9 +64,7 @@ def packed_all(seen: dict[int, Seen]) -> Tensors:
 
 
 def spreads(seen: Seen, moved: list[Seen]) -> torch.Tensor:
-    """How far each tensor, and its gradient, is from the farthest of moved ones; NaN where there is
-    none.
-    """
+    """Return the distance of each tensor and gradient from the farthest perturbed one, or NaN."""
     found = torch.full(seen.sums.shape[:2], math.nan, dtype=torch.float64)
     places = seen.places()
     for one in moved:
@@ -80,6 +78,6 @@ def spreads(seen: Seen, moved: list[Seen]) -> torch.Tensor:
 
 
 def shapes_at(job: JobRecording, rank: int, step: int) -> dict[str, Shape | None]:
-    """The shapes of what a rank's modules were given and returned."""
+    """Return the shapes of a rank's module inputs and outputs."""
     watched = job.records[rank, step].modules
     return {} if watched is None else shapes_of(watched)
