@@ -73,9 +73,7 @@ def _kinds(cause: str, exchange: str) -> Iterator[str]:
 
 
 def _lines(step: StepRecord, kind: str) -> Iterable[str]:
-    """Return the lines of a kind in a step; of collectives, those after backward with several
-    elements.
-    """
+    """Return the lines of a kind; of collectives, those after backward with several elements."""
     if kind != _COLLECTIVE:
         return step.lines.get(kind, ())
     calls = [one for one in step.calls if one.after_backward and one.elements > 1]

@@ -69,9 +69,7 @@ class Changed:
         return factor if self.is_right(lambda mean: factor * mean, abs(factor)) else None
 
     def is_right(self, made: Callable[[torch.Tensor], torch.Tensor], most: float = 1.0) -> bool:
-        """Return True if every gradient equals `made(mean)` within `most` bounds and two
-        roundings.
-        """
+        """Return True if gradients equal `made(mean)` within `most` bounds and two roundings."""
         return all(
             bool(((given - made(mean)).abs() <= (1 + 1e-6) * most * bound).all())
             for given, mean, bound in self.rows

@@ -1,12 +1,12 @@
-"""The parts that decide: what should have been, how far apart, and why.
+"""Expectations, comparisons and causes: decides if a run is correct, and why not.
 
-oracles/     what each rank should have computed, one file per layer or accepted deviation
+oracles/     the results that each rank should have, one file per layer or accepted deviation
 checks/      comparisons of a trace with an expectation
-parting/     two recordings of one training: where they part, and whether that is more than rounding
+parting/     two recordings of one training: first divergence, and whether it exceeds rounding
 diagnosis/   from failed checks to named causes
-fitting      factors and weights by least squares, which causes of any command are named by
-job          the job that judges some steps of a case, in a process of its own
-sensitivity  which of the simplest mistakes a passing case would have shown
-acceptance   what `--accept` allows in place of the exact mean
-rerun_bisection  which difference between two worlds makes a rerun differ
+fitting      least-squares factors and weights, on which causes of all commands are based
+job          the job that judges some steps of a case, in a separate process
+sensitivity  the simplest mistakes that a passing case would have revealed
+acceptance   deviations allowed by `--accept` in place of the exact mean
+rerun_bisection  the difference between two worlds that changes a rerun
 """

@@ -1,19 +1,18 @@
-"""What a person accepts of code that differs by design (`--accept KIND`), and what is expected of
-it then.
+"""Deviations by design that the user accepts (`--accept KIND`), and the expectations under them.
 
     low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32); R, S32 and S64
                                 are widened as for a promised `wire`        oracles/rounding.py
     quantised:BITS              gradients are rounded to a grid of 2^BITS steps over the range of
-                                a rank's or of all; R, S32 and S64 are widened
+                                one rank or of all; R, S32 and S64 are widened
                                                                             oracles/quantum.py
-    low-rank:RANK               what is exchanged of a matrix is its projection on RANK directions,
-                                and the rest is carried over (PowerSGD)     oracles/low_rank.py
+    low-rank:RANK               a matrix is reduced as its projection on RANK directions, and
+                                the rest is carried over (PowerSGD)         oracles/low_rank.py
     low-rank:RANK:no-feedback   the same, and the rest is dropped
-    local-sgd:PERIOD            ranks train by themselves, and average their parameters after every
+    local-sgd:PERIOD            ranks step locally, and average their parameters after every
                                 PERIOD-th step (1: after every one)         oracles/averaging.py
 
-Nothing is left out that can still be checked: what starts from recorded state (local gradients, the
-optimizer's step, the loss of each rank, a second run) is judged as without it. No torch.
+All checks that remain possible are made: checks that start from recorded state (local gradients,
+the optimizer step, the loss of each rank, a rerun) are unaffected. No torch.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +37,7 @@ KINDS = (
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind, read: `amount` is the number of bits, of ranks of a matrix, or of steps."""
+    """A parsed kind; `amount` is the number of bits, the matrix rank, or the number of steps."""
 
     family: str
     amount: int = 0
@@ -47,7 +46,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requires_mean(self) -> bool:
-        """Whether gradients must be the mean over the ranks, within some bound."""
+        """True if gradients must be the mean over the ranks, within some bound."""
         return self.family in ("low-precision", "quantised")
 
     def __str__(self) -> str:
@@ -56,11 +55,11 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.family}:{self.amount}" + ("" if self.feedback else ":no-feedback")
 
 
-DTYPES = ("float32", "float64")  # in which what is accepted has a bound
+DTYPES = ("float32", "float64")  # dtypes in which accepted deviations have a bound
 
 
 def read(text: str | None) -> Accepted | None:
-    """What was asked for. Raises UsageError for anything that has no bound of its own."""
+    """Parse a kind. Raises UsageError for anything without a bound."""
     if text is None:
         return None
     family, _, rest = text.partition(":")
@@ -86,7 +85,7 @@ def spelled(text: str | None) -> str | None:
 def check_asked(
     text: str | None, *, dtype: str | None, steps: int, workloads: Sequence[str]
 ) -> None:
-    """Raises UsageError for what can be seen before anything is loaded."""
+    """Raise UsageError for conflicts that are visible before anything is loaded."""
     accepted = read(text)
     if accepted is None:
         return
@@ -107,7 +106,7 @@ def check_asked(
 
 
 def check_promise(case: Case, contract: Contract) -> None:
-    """Raises UsageError where a strategy promises what would be accepted, or the opposite of it."""
+    """Raise UsageError if a strategy promises the accepted deviation, or the opposite."""
     accepted = read(case.accept)
     if accepted is None:
         return
@@ -127,7 +126,7 @@ def check_promise(case: Case, contract: Contract) -> None:
 
 
 def contract_under(case: Case, contract: Contract) -> Contract:
-    """The contract that a case is judged by: an accepted dtype is one that was promised."""
+    """Return the contract that a case is judged by: an accepted dtype acts like a promised one."""
     accepted = read(case.accept)
     if accepted is None or accepted.wire is None:
         return contract
@@ -135,26 +134,26 @@ def contract_under(case: Case, contract: Contract) -> Contract:
 
 
 def requires_full_batch(text: str | None) -> bool:
-    """Whether gradients must be the whole batch's, within some bound: S32 and S64."""
+    """Return True if gradients must be the full batch's, within some bound (S32 and S64)."""
     accepted = read(text)
     return accepted is None or accepted.requires_mean
 
 
 def keeps_scalars(text: str | None) -> bool:
-    """Whether what is accepted takes parameters without dimensions: torch's PowerSGD does not."""
+    """Return True if the deviation supports scalar (0-d) parameters: torch's PowerSGD does not."""
     accepted = read(text)
     return accepted is None or accepted.family != "low-rank"
 
 
 def keeps_lattice(text: str | None) -> bool:
-    """Whether the lattice has anything to show: sums that are exact, or rounded by a dtype."""
+    """Return True if the lattice check remains meaningful: sums that are exact or rounded."""
     accepted = read(text)
     return accepted is None or accepted.family == "low-precision"
 
 
 def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
-    """Says of a run under low-rank that nothing of it was compressed, by what the check of the
-    gradients found; empty where something was.
+    """Return a reason if a run under low-rank compressed nothing, according to the gradient check's
+    findings, else "".
     """
     accepted = read(case.accept)
     if accepted is None or accepted.family != "low-rank" or FindingKind.COMPRESSED in kinds:

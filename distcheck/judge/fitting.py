@@ -1,5 +1,5 @@
-"""A tensor, or a set of them, as a combination of others, by least squares: the one fit that names
-factors and weights, of `verify` and `job` alike. Oracles do without it.
+"""Least-squares fits of tensors to combinations of others, on which factors and weights in `verify`
+and `job` are based. Oracles do not use it.
 """
 
 from collections.abc import Iterable
@@ -9,17 +9,17 @@ import torch
 
 from distcheck.machine.numerics import wide
 
-_ROWS = 1 << 15  # that are factored at once, so that nothing is copied whole
+_ROWS = 1 << 15  # factored at once, so that nothing is copied whole
 
 
 class Fit(NamedTuple):
-    """What fits best, one factor for each base.
+    """The best fit, with one factor per base.
 
-    left      the L2 norm of what the combination leaves over
-    size      that of what was fitted
-    apart     the least singular value of the bases over the largest: where it is tiny, they are
-              multiples of each other, and the factors mean nothing
-    moved_by  how far each factor moves at most for an error of 1 in what was fitted
+    left      L2 norm of the residual
+    size      L2 norm of the fitted tensors
+    apart     smallest over largest singular value of the bases: if tiny, they are multiples of
+              each other, and the factors mean nothing
+    moved_by  largest change of each factor for an error of 1 in the fitted tensors
     """
 
     factors: tuple[float, ...]
@@ -34,10 +34,9 @@ class Fit(NamedTuple):
 
 
 def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
-    """Fits the first tensor of each row by the others, with the same factors in all rows; None
-    where a base is zero everywhere, or a number is not finite.
-
-    [bases, actual] = Q R is made by rows: the factors and what is left follow from the last R.
+    """Fit the first tensor of each row by the others, with the same factors in all rows; None if a
+    base is zero everywhere, or an element is not finite. [bases, actual] = Q R is computed block by
+    block: factors and residual follow from the last R.
     """
     r: torch.Tensor | None = None
     for actual, *bases in rows:

@@ -1,4 +1,4 @@
-"""The job that judges: oracles and checks over a recorded trace, in a process of their own."""
+"""The judging job: oracles and checks over a recorded trace, in a separate process."""
 
 import os
 import traceback
@@ -37,7 +37,7 @@ Pair = tuple[str, str]  # a check and its layer
 
 @JUDGE.does
 def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[CheckResult]:
-    os.nice(5)  # the ranks of the rerun go first, and leave gaps
+    os.nice(5)  # the ranks of the rerun take priority
     seeds.pin_determinism()
     device = devices.enter(job.case.judged_on, 0)
     trace = TraceReader(fds["trace"], job.layout, device=device)
@@ -45,7 +45,7 @@ def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[Check
     if "rerun" in fds:
         rerun = TraceReader(fds["rerun"], job.layout, baseline=trace, device=device)
     if trained_with(job.case.adaptation.form) == job.case.workload:
-        enter_world_of_one()  # which its reference runs in
+        enter_world_of_one()  # required by its reference
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     judged = rerun if job.of_rerun and rerun is not None else trace
@@ -59,10 +59,9 @@ def judge_trace(
     rerun: TraceReader | None,
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
-    """Every planned check over the job's steps. A check that crashes is unknown, never a pass.
-
-    Step by step: first all that is expected, by the layers that the checks need, then the checks.
-    What was expected of a step is let go before the next one.
+    """Run every planned check over the job's steps. A check that crashes is unknown, never a pass.
+    Step by step, expectations for the checks' layers are computed first, then compared; those of a
+    step are freed before the next one.
     """
     references = References(ingredients, job.contract, trace)
     evidence = evidence_of(job, ingredients, references, rerun)
@@ -84,7 +83,7 @@ def judge_trace(
 def evidence_of(
     job: JudgeRequest, ingredients: Ingredients, references: References, rerun: TraceReader | None
 ) -> Evidence:
-    """What every check of a job is given, but for what is expected at a step."""
+    """Return the input of every check, without the expectations of a step."""
     return Evidence(
         case=ingredients.case,
         contract=job.contract,
@@ -103,7 +102,7 @@ def evidence_of(
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected at one step; where it could not be computed, why."""
+    """The expectations at one step, or the errors that prevented them."""
 
     step: int
     headers: tuple[StepHeader, ...]
@@ -112,7 +111,7 @@ class Expected:
     errors: Mapping[Pair, Exception]
 
     def of(self, check: str, layer: str) -> Expectation:
-        """For one check under one layer. Raises what kept it from being computed."""
+        """Return the expectation for one check and layer, or raise the error that prevented it."""
         pair = (check, layer)
         if pair in self.errors:
             raise self.errors[pair]
@@ -122,7 +121,7 @@ class Expected:
 
 
 def expect_step(references: References, step: int, planned: Sequence[Pair]) -> Expected:
-    """All that the planned checks need of a step, and no more."""
+    """Compute the expectations that the planned checks need at a step, and no more."""
     at = references.at(step)
     headers = tuple(at.trace.header(rank, step) for rank in range(at.trace.layout.world))
     what: dict[Pair, Any] = {}
@@ -146,7 +145,7 @@ def expect_step(references: References, step: int, planned: Sequence[Pair]) -> E
                 found = sensitivity.of_exchange(at.trace.ranks, forms)
                 silent = moves and not any(one.counts for one in found)
                 shown[layer] = (None,) * len(found) if silent else found
-        else:  # a gradient there is no mean of parts that ranks have by themselves
+        else:  # a gradient there is no mean of separate local ones
             shown = dict.fromkeys(gradients, (None,) * len(at.specs))
     except Exception as error:
         errors |= {pair: error for pair, forms in what.items() if isinstance(forms, GradientForms)}
@@ -164,11 +163,11 @@ class _Sitting:
 
     @property
     def goes_on(self) -> bool:
-        """Whether nothing has failed but what is judged."""
+        """True unless the check itself has raised an error."""
         return self._ended is None
 
     def hear(self, evidence: Evidence, expected: Expected) -> None:
-        """Compares one step; what is looked at over all steps together is kept until the end."""
+        """Compare one step; checks over all steps keep the expectation until the end."""
         if not self.goes_on:
             return
         try:

@@ -1,4 +1,4 @@
-"""What the front asks of processes that judge a case, or look closer at one. No torch."""
+"""Requests to processes that judge or measure a case. No torch."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from distcheck.worlds.jobs import Job
 
 
 class _OfCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case, and its `steps` that are meant."""
+    """A case, and the requested `steps`."""
 
     case: Case
     contract: Contract
@@ -21,10 +21,8 @@ class _OfCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeRequest(_OfCase, frozen=True, kw_only=True):
-    """What to judge: `planned` lists (check, layer).
-
-    With `of_rerun` the rerun is judged in the first run's place. `of_run` lists what is judged of
-    the run as a whole, beside the steps.
+    """A request to judge: `planned` lists (check, layer). With `of_rerun` the rerun is judged
+    instead of the first run. `of_run` lists checks of the whole run in addition to the steps.
     """
 
     planned: tuple[tuple[str, str], ...]
@@ -33,13 +31,13 @@ class JudgeRequest(_OfCase, frozen=True, kw_only=True):
 
 
 class ObserveRequest(_OfCase, frozen=True, kw_only=True):
-    """Steps of a failed case to look at more closely, the gradients' first; `failed` lists the
-    (check, layer) that failed.
+    """A request to measure steps of a failed case, those of gradients first; `failed` lists the
+    failed (check, layer).
     """
 
     failed: tuple[tuple[str, str], ...]
     takes_loss: bool = True
-    update_step: int = -1  # at which parameters failed first
+    update_step: int = -1  # first step with failed parameters
 
 
 JUDGE = Job(

@@ -1,13 +1,13 @@
-"""What to run when a rerun in separate interpreters was not as the first world: one world at a
-time, until it is known what makes the difference, or that it is a matter of chance.
+"""Plans worlds to find the difference that changes a rerun in separate interpreters, one world at a
+time, or to show that it is a race.
 
-1  a repeat of the first world     differs: two worlds with one process state do
-2  each factor alone               the first that differs is suspected; delays are no process state
-3  the repeat and the suspect, twice   a race that showed by chance is the one or the other
+1  repeat the first world          differs: two worlds with one process state do 2  each factor by
+itself           the first that differs is suspected; delays are no process state 3  the repeat and
+the suspect, twice   a race would differ in one or the other
 
-Where no factor alone makes a difference, all of them but the delays are suspected together. A race
-that shows in a world with probability p is mistaken for process state with a probability of at most
-p^4 (1 - p)^5 for each of four factors, and p^3 (1 - p)^9 for all together: below 1 % at any p.
+If no single factor makes a difference, all factors but the delays are suspected together. A race
+that appears in a world with probability p is mistaken for process state with a probability of at
+most p^4 (1 - p)^5 for each of four factors, and p^3 (1 - p)^9 for all together: below 1 % at any p.
 """
 
 from collections.abc import Generator
@@ -17,17 +17,17 @@ import msgspec
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 _CONFIRMED = 2
-Differs = bool  # whether a world differed from the first, in bits or in how its ranks ended
+Differs = bool  # True if a world differed from the first, in bits or exit status
 
 
 class Separation(msgspec.Struct, frozen=True, kw_only=True):
-    """What further worlds showed of a rerun in separate interpreters that was not the first world.
+    """Result of further worlds about a rerun in separate interpreters that differed.
 
-    `depends` says whether it depends on process state, and was not a matter of chance: on each of
-    `factors` alone, or, where there are several, on no single one of them. Where it does not, one
-    factor says that this one made the difference, as delays do to a race. `harmless`: the rerun
-    passed every check too, and its factor is the machines that ranks are on. `lines` are those of
-    the code under test that read such state, as text.
+    `depends`: the difference depends on process state and is no race: on each of `factors`
+    separately or, if there are several, only on their combination. Otherwise a factor in `factors`
+    made the difference, as delays do to a race. `harmless`: the rerun passed every check, too, and
+    its factor is the ranks' machines. `lines` are lines of the code under test that read such
+    state, as text.
     """
 
     depends: bool
@@ -38,9 +38,8 @@ class Separation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakingApart:
-    """Asks for worlds, and comes to a conclusion.
-
-    `next` is the world to run, None when there is a `conclusion`; `note` takes how it was.
+    """Requests worlds until a conclusion. `next` is the world to run, None when there is a
+    `conclusion`; `note` takes its result.
     """
 
     def __init__(self, separate: Surroundings) -> None:
@@ -50,7 +49,7 @@ class TakingApart:
         self.next: Surroundings | None = next(self._plan)
 
     def note(self, differs: Differs) -> None:
-        """How the world was that `next` asked for."""
+        """Record the result of the world `next`."""
         self._count += 1
         try:
             self.next = self._plan.send(differs)

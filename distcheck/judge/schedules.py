@@ -1,4 +1,4 @@
-"""What schedules of a simulated world have shown of a case: a check, and the cause of a failure."""
+"""Turns results of simulated schedules into a check and the cause of its failure."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +16,7 @@ from distcheck.records.schedules import (
 
 CHECK = "schedules"
 _MOST_LINES = 14  # of one timeline
-_BEFORE = 5  # of them before the two part
+_BEFORE = 5  # lines before the divergence
 _NOTHING = Compared()
 Digests = Callable[[bytes], Sequence[str]]
 
@@ -24,8 +24,8 @@ Digests = Callable[[bytes], Sequence[str]]
 def judged(
     found: Searched, *, ranks: int, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
-    """The check and its cause, if it failed. `digests` reads a rank's result: one per step; with
-    `replay` and a schedule, the other run can be had again.
+    """Return the check and its cause, if it failed. `digests` reads a rank's result, one per step;
+    `replay` with a schedule reproduces the other run.
     """
     steps = len(digests(found.usual.results[0])) if found.usual.results else 0
     compared = Compared(ranks=ranks, steps=steps)
@@ -60,7 +60,7 @@ def _alike(found: Searched, compared: Compared) -> CheckResult:
 
 
 def _covered(ran: int, covered: Covered) -> str:
-    """What was run of the schedules with few switches; all are claimed only where all were run."""
+    """Describe the coverage of schedules with few preemptions; "all" only if all were run."""
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
         return f"all {ran} schedules that there are{each}"
@@ -78,7 +78,7 @@ def _switches(count: int) -> str:
 
 
 def found_by(found: Searched) -> str:
-    """How the other run was found, in words."""
+    """Describe the search that found the other run."""
     drawn = found.drawn
     first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
     return f"found by {first}, shrunk in {found.shrinking} runs"
@@ -126,7 +126,7 @@ def _depends(
 
 
 def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
-    """The first receive from any rank that took another rank's message in the other run."""
+    """Return the first receive from any rank that took another message in the other run."""
     ours, theirs = _receives(usual), _receives(other)
     for place, turn in ours.items():
         taken = theirs.get(place)
@@ -139,7 +139,7 @@ def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
 
 
 def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
-    """A run's receives from any rank, by rank and number."""
+    """Return a run's receives from any rank, by rank and number."""
     found: dict[tuple[int, int], Turn] = {}
     counts: dict[int, int] = {}
     for turn in run.turns:
@@ -154,7 +154,7 @@ def _part(other: ScheduleRun) -> str:
 
 
 def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
-    """The first step whose bits differ, and on which ranks."""
+    """Return the first step with different bits, and its ranks."""
     if other.end != "finished" or usual.end != "finished":
         return ""
     pairs = [(digests(a), digests(b)) for a, b in zip(usual.results, other.results, strict=False)]
@@ -172,7 +172,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
 
 
 def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
-    """Both runs around the first call that they do not share."""
+    """Yield both runs around their first different call."""
     apart = next(
         (
             place

@@ -1,7 +1,7 @@
-"""What a case that passed would have shown, and what follows for its verdict. No torch.
+"""Turns the sensitivity of a passing case into its verdict. No torch.
 
-A mistake that no tensor would have shown at any step, on some rank, was not looked for: the case is
-`unknown` then, however much was compared.
+A mistake that no tensor would have revealed at any step, on some rank, was not searched for: then
+the case is `unknown`, however much was compared.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ _ALONE = (
 
 
 def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
-    """Whether the checks of the exchange would have shown each of the simplest mistakes; `if_none`
-    is the reason where nothing was compared.
+    """Check that each of the simplest mistakes would have been revealed; `if_none` is the reason if
+    nothing was compared.
     """
     if case.world == 1:
         return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=_ALONE)
@@ -50,7 +50,7 @@ def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckR
 
 
 def of_check(result: CheckResult) -> CheckResult:
-    """A pass of a check that could not have failed for any mistake is unknown."""
+    """Turn a pass that no mistake could have failed into unknown."""
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
     reason = f"{_NOTHING_COUNTS} ({_why(list(result.shown.values()))})"
@@ -64,8 +64,8 @@ def of_check(result: CheckResult) -> CheckResult:
 
 
 def why_alone_unknown(results: Sequence[CheckResult]) -> str:
-    """Which mistakes could not have shown, where this alone keeps a case from a pass. Empty where a
-    check failed, or is unknown for another reason.
+    """Return the unrevealed mistakes if only they keep a case from passing. "" if a check failed,
+    or is unknown for another reason.
     """
     lacking = [result for result in results if result.verdict != "pass"]
     for result in lacking:
@@ -76,9 +76,7 @@ def why_alone_unknown(results: Sequence[CheckResult]) -> str:
 
 
 def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
-    """What any of the layers would have shown of a tensor. Layers judge the same steps: their
-    numbers of steps do not add up.
-    """
+    """Merge the sensitivity of layers, which judge the same steps (numbers do not add)."""
     merged: dict[str, Shown] = {}
     for result in results:
         for name, one in result.shown.items():
@@ -92,7 +90,7 @@ def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
 
 
 def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
-    """The mistakes that no tensor would have shown, a sentence for each reason."""
+    """Yield the mistakes that no tensor would have revealed, one sentence per reason."""
     tensors, by_reason = list(shown.values()), defaultdict[str, list[str]](list)
     for name, mistake in MISTAKES.items():
         possible = [one for one in tensors if name in one.shown]
@@ -124,13 +122,13 @@ def _why(tensors: Sequence[Shown]) -> str:
 
 
 def _describe(case: Case, shown: Mapping[str, Shown]) -> str:
-    """What a pass would have shown, and in how many tensors."""
+    """Describe the mistakes that would have been revealed, and in how many tensors."""
     text = describe(shown, ranks=len(case.with_data))
     return text if case.accept is None else f"{text}; {_within_what_is_accepted(case, shown)}"
 
 
 def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
-    """What an accepted deviation hides of a wrong factor."""
+    """Describe the wrong factors that an accepted deviation hides."""
     found = scales(shown)
     if found is None or found[0] == float("inf"):
         return f"--accept {case.accept}: the smallest wrong factor that shows was not measured"

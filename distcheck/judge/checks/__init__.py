@@ -1,27 +1,25 @@
-"""The checks: pure functions from what was recorded and what was expected to a verdict.
+"""The checks: pure functions from a recording and an expectation to a verdict.
 
-One file a check, in the order of the report:
+One file per check, in report order:
 
     outcome, data, initial_state, outputs, local_gradients, gradients, loss, parameters, buffers,
     agreement, rerun
 
-A check module defines `compare(evidence, tally)`; `tally.layer` says by which layer, and the plan
-whether it is judged step by step or over the whole run. It trains nothing, keeps nothing, starts no
-process, reads no clock, and decides nothing about other checks: what is expected was computed
-before (`judge/job.py`), and is frozen. It is given one step at a time, in the order of the
-steps; with `OVER_STEPS = True` all at once. `outcome` alone needs no trace and is judged by the
-front.
+A check module defines `compare(evidence, tally)`; `tally.layer` is the layer, and the plan decides
+if it is judged step by step or over the whole run. A check trains nothing, stores nothing, starts
+no process, reads no clock, and does not depend on other checks: expectations are computed before
+(`judge/job.py`) and frozen. It receives one step at a time in order, or all steps at once with
+`OVER_STEPS = True`. Only `outcome` needs no trace; the front-end process judges it. `purpose`
+cannot fail: it reports if the events that a workload exists for have happened.
 
-`purpose` cannot fail: it says whether what a workload is for happened.
+Shared parts:
 
-What they compare with:
-
-    evidence.py     what a check gets to see
-    matching.py     one tensor of every rank with one expectation; parted.py: two recordings
-    comparison.py   two tensors: to the bit, within a bound, by relative norm
-    tally.py        adds up what was compared, and keeps the worst and the first place
-    merging.py      the results of one check as one, and whether they cover what is required
-    sensitivity.py  which of the simplest mistakes a comparison would have shown
+    evidence.py     the input of a check
+    matching.py     one tensor of every rank against one expectation; parted.py: two recordings
+    comparison.py   two tensors: bitwise, within a bound, by relative norm
+    tally.py        accumulates comparisons, and keeps the worst and the first place
+    merging.py      merges the results of one check, and compares them with the required coverage
+    sensitivity.py  the simplest mistakes that a comparison would have revealed
 """
 
 import importlib
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from distcheck.judge.checks.evidence import Evidence
     from distcheck.judge.checks.tally import Tally
 
-# A check, and what of a model it compares on every rank in every case, in every step: "parameters",
-# "buffers" or "optimizer". Where that depends on the case it is empty, and the plan decides.
+# For each check, the tensors that it compares on every rank, case and step: "parameters", "buffers"
+# or "optimizer". "" if that depends on the case; then the plan decides.
 ORDER: Mapping[str, str] = {
     "outcome": "",
     "data": "",
@@ -50,15 +48,15 @@ ORDER: Mapping[str, str] = {
 
 
 class Check(Protocol):
-    """What a check module offers."""
+    """Interface of a check module."""
 
     def compare(self, evidence: "Evidence", tally: "Tally") -> None:
-        """Compares everything it is about, and notes it in the tally."""
+        """Compare everything the check covers, and record it in the tally."""
         ...
 
 
 def module_names() -> dict[str, str]:
-    """Every check in the order of the report: name to module."""
+    """Return the module of every check by name, in report order."""
     return {name.replace("_", " "): f"{__name__}.{name}" for name in ORDER}
 
 

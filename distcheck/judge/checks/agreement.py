@@ -1,9 +1,10 @@
-"""All ranks hold the same gradients, parameters and (unless sharded) optimizer state, to the bit.
+"""Checks that all ranks hold the same gradients, parameters and optimizer state (unless sharded),
+bitwise.
 
-Agreement alone proves little (all may agree on the wrong answer), but replicas that disagree by
-one bit drift apart, whatever any bound says. Ranks that may train by themselves agree in their
-parameters after every average. What ranks put together is the same on all of them whatever each
-holds: it does not count as compared.
+Agreement proves little (all ranks may hold the same wrong value), but replicas that differ in one
+bit diverge further, whatever the bounds. Under local SGD, parameters agree after every average. A
+tensor that ranks unshard collectively is the same on all of them anyway, and does not count as
+compared.
 """
 
 from functools import partial
@@ -19,9 +20,7 @@ from distcheck.records.layers import TOGETHER
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Every rank against the first (with data), by digest; values are looked at where digests
-    differ.
-    """
+    """Compare every rank with the first that has data, by digest, then by value."""
     layout, trace, compared_with = evidence.trace.layout, evidence.trace, evidence.with_data[0]
     _remark_on_idle(evidence, tally)
     kinds = [Kind.GRADIENT, Kind.PARAMETER]
@@ -65,7 +64,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 
 
 def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:
-    """A pass is not to be read as saying something of a rank that was not compared."""
+    """Warn about ranks without data, which are not compared."""
     idle = [str(rank) for rank in evidence.ranks if rank not in evidence.holding]
     if idle:
         tally.remark(
@@ -75,7 +74,7 @@ def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:
 
 
 def _digest(evidence: Evidence, rank: int, kind: Kind, slot: int) -> str:
-    """One digest over what a rank recorded of a kind; empty where it never got there."""
+    """Return one digest of all entries of a kind on a rank; "" if one was not recorded."""
     indices = range(len(evidence.trace.layout.specs(kind)))
     entries = [evidence.trace.entry(rank, kind, slot, index) for index in indices]
     if any(entry.state is EntryState.UNWRITTEN for entry in entries):

@@ -1,10 +1,10 @@
-"""Running statistics and other buffers moved as one machine's would, shard by shard.
+"""Checks running statistics and other buffers against those of a single process, shard by shard.
 
-Where a forward pass starts from is part of the contract: each rank's own buffers, or rank 0's. A
-strategy that promises nothing may do either. It may also give all ranks one rank's buffer after the
-forward pass, to the bit, or average it over the ranks, evenly or by samples: then the bound is that
-of any mean, `oracles/rounding.py`. Code that exchanges in its forward pass has to leave on every
-rank what the whole batch leaves in one process.
+The contract defines the buffers at the start of a forward pass: the rank's own, or rank 0's.
+Without a promise either is allowed. A strategy may also copy one rank's buffer to all ranks after
+forward, bitwise, or average it over the ranks, evenly or by samples, within the bound of a mean
+(`oracles/rounding.py`). Code that communicates in forward must leave the buffers of the full batch
+on every rank.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise, per rank, against the shard's forward pass computed again."""
+    """Compare bitwise, per rank, with the recomputed forward pass of the shard."""
     for expectation in evidence.expectations:
         if isinstance(expectation.what, AfterBatch):
             _compare_batch(evidence, expectation, expectation.what, tally)
@@ -40,7 +40,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _compare_batch(
     evidence: Evidence, expectation: Expectation, after: AfterBatch, tally: Tally
 ) -> None:
-    """Every rank, with what one process leaves by all samples; where that moves any buffer."""
+    """Compare every rank with the full batch in a single process, if that changes any buffer."""
     specs = evidence.trace.layout.model.buffers
     shown = of_buffers(after)
     for index, near in enumerate(after.buffers):
@@ -61,7 +61,7 @@ def _comparison(
     index: int,
     expected: torch.Tensor,
 ) -> Compare:
-    """To the bit, unless the buffer is the mean of what the ranks' forward passes left."""
+    """Compare bitwise, unless the buffer is the mean over the ranks' forward passes."""
     actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
     to_the_bit = partial(bitwise, expected=expected)
     if actual is None or not evidence.contract.takes_any_buffers or torch.equal(actual, expected):
@@ -71,7 +71,7 @@ def _comparison(
     if (source := _sent_by(evidence, expectation, index, left)) is not None:
         tally.remark("after the forward pass every rank is given one rank's buffers")
         return partial(bitwise, expected=source)
-    if not actual.is_floating_point() or actual.itemsize == 1:  # for which no rounding is known
+    if not actual.is_floating_point() or actual.itemsize == 1:  # no known rounding
         return to_the_bit
     even = [1.0 / len(left)] * len(left)
     for shares in (even, [weight / len(left) for weight in ways.shares.weights]):
@@ -88,7 +88,7 @@ def _comparison(
 def _sent_by(
     evidence: Evidence, expectation: Expectation, index: int, left: Sequence[torch.Tensor]
 ) -> torch.Tensor | None:
-    """What one rank's forward pass left in a buffer, if every rank holds it after the step."""
+    """Return the buffer of one rank's forward pass if every rank holds it after the step."""
     slot = expectation.step + 1
     held = [evidence.trace.tensor(rank, Kind.BUFFER, slot, index) for rank in evidence.with_data]
     for one in left:
@@ -100,7 +100,7 @@ def _sent_by(
 def _expected(
     evidence: Evidence, expectation: Expectation, rank: int, position: int
 ) -> tuple[torch.Tensor, ...]:
-    """The way that the rank's buffers went, where two are allowed; else the first."""
+    """Return the allowed expectation that the rank's buffers match, or the first one."""
     actual = evidence.trace.tensors(rank, Kind.BUFFER, expectation.step + 1)
     of_rank: tuple[tuple[torch.Tensor, ...], ...] = expectation.what.ways[position]
     for way in of_rank[1:]:

@@ -1,7 +1,7 @@
-"""The three ways of comparing two tensors: to the bit, within a bound, by relative L2 norm.
+"""Compares two tensors in three ways: bitwise, within a bound, by relative L2 norm.
 
-Each returns the place that comes closest to failing (or fails worst) and the first that fails.
-`index` is the position in the tensor; nothing here knows about ranks or steps.
+Each comparison returns the place that is closest to failing (or fails worst) and the first failing
+one. `index` is the position in the tensor; ranks and steps are unknown here.
 """
 
 import math
@@ -15,11 +15,11 @@ from distcheck.machine.numerics import real_parts
 from distcheck.records.decoding import MOST
 from distcheck.records.picture_sums import NONFINITE
 
-_SHOWN = 4  # of the elements of one tensor that fail
-_LOOKED_AT = 1 << 14  # elements of one tensor, for ULP; a histogram needs no more
+_SHOWN = 4  # failing elements that are kept per tensor
+_LOOKED_AT = 1 << 14  # elements sampled per tensor for the ULP histogram
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# As a float, as an integer, and the bits of that which the dtype does not have.
+# Struct codes of the float and the integer, and the number of integer bits the dtype lacks.
 _STRUCT = {
     torch.float64: ("d", "q", 0), torch.float32: ("f", "i", 0), torch.float16: ("e", "h", 0),
     torch.bfloat16: ("f", "i", 16),
@@ -28,7 +28,7 @@ _STRUCT = {
 
 @dataclass(frozen=True)
 class Place:
-    """One element (or, with an empty index, a whole tensor): how far it is from expected."""
+    """One element (or a whole tensor, if the index is empty) with its error and bound."""
 
     index: tuple[int, ...]
     actual: float
@@ -37,16 +37,16 @@ class Place:
     bound: float
     ulp: int | None
     unit: str
-    actual_bits: str = ""  # hexadecimal, in the tensor's dtype; so are expected's, rounded to it
+    actual_bits: str = ""  # hexadecimal, in the tensor's dtype, to which `expected` is rounded
     expected_bits: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result over one tensor; of one that fails, the worst few `places`.
+    """The comparison of one tensor; for a failed one, the worst few `places`.
 
     `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`). `undecided`
-    is the reason why one that is not ok shows no mistake.
+    is the reason why a failed comparison shows no mistake.
     """
 
     ok: bool
@@ -59,14 +59,14 @@ class Comparison:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits as integers, so that -0 is not +0 and NaN equals itself."""
+    """Return the tensor's bits as integers, so that -0 differs from +0 and NaN equals itself."""
     tensor = real_parts(tensor).contiguous()
     return tensor.view(_INTEGER[tensor.element_size()])
 
 
 def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
-    """Equal to the bit, or not. NaN equals any NaN: IEEE 754 does not say which sign and payload
-    the sum of two of them has (2019, section 6.2.3), and processors and compilers differ.
+    """Compare bitwise. NaN equals any NaN: IEEE 754 does not define the sign and payload of a sum
+    of two NaNs (2019, section 6.2.3), and processors and compilers differ.
     """
     expected = expected.to(actual.device)
     if torch.equal(bits(actual), bits(expected)):
@@ -76,7 +76,7 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     )
     if bool(same.all()):
         return Comparison(True, actual.numel(), ulps={0: actual.numel()})
-    if actual.is_complex():  # a number is the same if both its parts are
+    if actual.is_complex():  # equal if both parts are
         same = same.all(-1)
     differs = ~same.reshape(-1)
     error = torch.where(differs, _distance(actual, expected).reshape(-1), -1.0)
@@ -92,7 +92,7 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 
 def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
-    """Equal to the bit, except that -0 equals +0: for expectations that are exact numbers."""
+    """Compare bitwise, but -0 equals +0: for expectations that are exact numbers."""
     return bitwise(actual + 0.0, expected + 0.0)
 
 
@@ -103,13 +103,11 @@ def within(
     *,
     nan_is_expected: bool = False,
 ) -> Comparison:
-    """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64.
+    """Compare |actual - expected| <= bound elementwise; `expected` and `bound` in float64.
 
-    Nothing is within a bound that is negative, infinite or not a number. A NaN is not within any
-    bound either, unless `nan_is_expected`: then NaN is right where NaN is expected.
-
-    Complex numbers are within where both of their parts are; places have an index more then, 0 for
-    the real and 1 for the imaginary part.
+    Nothing is within a negative, infinite or NaN bound. NaN is not within any bound, unless
+    `nan_is_expected`: then NaN is right if NaN is expected. Complex numbers are within if both
+    parts are; places then have an additional index, 0 for the real and 1 for the imaginary part.
     """
     if actual.is_complex():
         parts = within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
@@ -143,10 +141,10 @@ def within(
 def _closest_if_all_within(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
 ) -> int | None:
-    """Where the error is the largest share of its bound, if it is all of it nowhere.
+    """Return the place with the largest error / bound if it is at most 1 everywhere, else None.
 
-    The common case in few passes over memory. A NaN makes argmax point at something that is not at
-    most 1; at it, and at bounds that are not positive numbers, the caller looks more closely.
+    This is the common case, in few passes over memory. A NaN makes argmax point at a value that is
+    not at most 1; the caller examines that, and bounds that are not positive, in detail.
     """
     least, most = bound.aminmax()
     if not 0.0 < float(least) <= float(most) < math.inf:
@@ -163,8 +161,8 @@ def by_norm(
     *,
     nan_is_expected: bool = False,
 ) -> Comparison:
-    """The L2 norm of the difference is at most `tolerance`, which excludes nothing if infinite; an
-    infinity that is expected is required as such; `nan_is_expected` as in `within`.
+    """Compare the L2 norm of the difference with `tolerance`. An infinite tolerance excludes
+    nothing; an expected infinity must be matched exactly; `nan_is_expected` as in `within`.
     """
     if actual.is_complex():
         pair = real_parts(actual), real_parts(expected)
@@ -190,10 +188,11 @@ def by_norm(
 
 
 def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
-    """How far two tensors are apart in ULP, signed, in bins of powers of two: bin to number of
-    elements, see `distcheck.records.picture_sums`. Large tensors are sampled
-    evenly, and counts scaled up. `expected` is rounded to the dtype of `actual`; empty for other
-    dtypes than floats.
+    """Return a histogram of signed ULP distances: bin (powers of two) to number of elements, see
+    `distcheck.records.picture_sums`.
+
+    Large tensors are sampled evenly and counts scaled up. `expected` is rounded to the dtype of
+    `actual`; empty for dtypes that are not floats.
     """
     elements = actual.numel()
     if actual.dtype not in _FLOATS or elements == 0:
@@ -204,7 +203,7 @@ def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
     finite = torch.isfinite(ours) & torch.isfinite(theirs)
     one, two = _ordered_bits(ours), _ordered_bits(theirs)
     distance = one - two
-    rough = one.double() - two.double()  # the difference of large int64 may overflow
+    rough = one.double() - two.double()  # a difference of large int64 may overflow
     distance = torch.where(rough.abs() < 2.0**53, distance.double(), rough)
     place = torch.frexp(distance.abs()).exponent * torch.sign(distance).to(torch.int32)
     place = torch.where(finite | (distance == 0), place, NONFINITE)
@@ -215,27 +214,27 @@ def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
 
 
 def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats, neighbours one apart; both zeros are 0."""
+    """Map floats to integers in the same order, adjacent ones to adjacent ones; both zeros to 0."""
     raw = bits(tensor)
     magnitude = (raw & torch.iinfo(raw.dtype).max).to(torch.int64)
     return torch.where(raw < 0, -magnitude, magnitude)
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
-    """Return how many representable numbers lie between the two, at most `MOST`: in float64 there
-    are more between 2 and -2. None if that means nothing.
+    """Return the signed number of representable steps between two numbers, limited to `MOST`
+    (float64 has more between 2 and -2), or None if undefined.
     """
     if dtype not in _STRUCT or not (math.isfinite(actual) and math.isfinite(expected)):
         return None
     try:
         distance = _ordered(actual, *_STRUCT[dtype]) - _ordered(expected, *_STRUCT[dtype])
-    except OverflowError:  # a float64 expectation beyond the dtype's range
+    except OverflowError:  # a float64 expectation outside the dtype's range
         return None
     return max(-MOST, min(distance, MOST))
 
 
 def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
-    """Integers in the order of the floats they encode, neighbours one apart."""
+    """Map a float to an integer in the same order, adjacent floats to adjacent integers."""
     raw: int = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))[0]
     magnitude = raw & ((1 << (8 * struct.calcsize(integer) - 1)) - 1)
     return (-magnitude if raw < 0 else magnitude) >> drop_bits
@@ -248,7 +247,7 @@ def _distance(
         return (actual.to(torch.complex128) - expected.to(torch.complex128)).abs()
     actual, expected = actual.double(), expected.double()  # float8 has no comparison
     distance = (actual - expected).abs()
-    # Infinity minus itself is not a number: equal infinities are no difference, others endless.
+    # Infinity minus itself is NaN: equal infinities have distance 0, others infinity.
     same = actual == expected
     if nan_is_expected:
         same = same | (actual.isnan() & expected.isnan())
@@ -262,7 +261,7 @@ def _places(
     order: torch.Tensor,
     fails: torch.Tensor,
 ) -> tuple[Place, ...]:
-    """The worst few of the elements that fail, by `order`."""
+    """Return the worst few failing elements, by `order`."""
     found = order.topk(min(_SHOWN, order.numel())).indices.tolist()
     return tuple(_place(actual, expected, bound, int(at)) for at in found if bool(fails[at]))
 
@@ -290,7 +289,7 @@ def _place(
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Where the element of a flat position is in a tensor of a shape."""
+    """Return the index of a flat position in a tensor of a shape."""
     index = []
     for size in reversed(shape):
         position, at = divmod(position, size)
@@ -299,7 +298,7 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bits_of(value: float, dtype: torch.dtype) -> str:
-    """The bits of a number in a dtype, as hexadecimal digits; empty where there are none."""
+    """Return the bits of a number in a dtype as hexadecimal digits, or ""."""
     if dtype not in _STRUCT:
         return ""
     if dtype == torch.bfloat16:
@@ -307,7 +306,7 @@ def bits_of(value: float, dtype: torch.dtype) -> str:
         return struct.pack(">f", nearest).hex()[:4]
     try:
         return struct.pack(f">{_STRUCT[dtype][0]}", value).hex()
-    except OverflowError:  # beyond the dtype's range
+    except OverflowError:  # outside the dtype's range
         return ""
 
 

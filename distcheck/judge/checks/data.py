@@ -1,12 +1,10 @@
-"""Every sample that one machine would read at a step is read by exactly one rank.
+"""Checks that every sample that a single process would read at a step is read by exactly one rank.
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
-belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
-sampler of its own is checked for less: no sample twice in an epoch, shards of the right size,
-another order in another epoch. In a mesh, ranks of one data coordinate read the same samples.
-
-Ranks that draw the same random numbers for other samples are remarked on, and pass: a workload that
-draws none could not tell.
+belongs to rank p mod W at step p div batch, for the W ranks with data. A workload with its own
+sampler is checked for less: no sample twice in an epoch, shards of the right size, another order in
+another epoch. In a mesh, ranks of one data coordinate read the same samples. Ranks that draw equal
+random numbers for different samples get a warning only: a workload may not draw any.
 """
 
 from collections import defaultdict
@@ -21,7 +19,7 @@ from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import FindingKind
 
-OVER_STEPS = True  # looks at all steps together, as they were recorded
+OVER_STEPS = True  # judges all recorded steps together
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -56,8 +54,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def drew_alike(
     trace: TraceReader, ranks: Sequence[int]
 ) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
-    """The first step that several ranks began from one state of a library's generator: the library,
-    the step, and groups of these ranks; none where every rank had its own.
+    """Return the first step that several ranks started from one RNG state: the library, the step,
+    and groups of these ranks; empty if all states differ.
     """
     half = seeds.LIBRARY_STATES_BYTES // 2
     for step in range(trace.steps_written()):
@@ -89,14 +87,14 @@ def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
 
 
 def _positions(evidence: Evidence) -> dict[int, int]:
-    """Of each rank with data, whose shard it reads: its own, or that of its data coordinate."""
+    """Return each rank's shard index: its position among ranks with data or data coordinate."""
     if evidence.mesh is None:
         return {rank: position for position, rank in enumerate(evidence.with_data)}
     return {rank: evidence.mesh.coordinate(rank, "data") for rank in evidence.ranks}
 
 
 def _shuffle(size: int, seed: int, epoch: int) -> list[int]:
-    """The order in which a single process with torch's shuffle reads an epoch."""
+    """Return the order in which a single process with torch's shuffle reads an epoch."""
     generator = torch.Generator()
     generator.manual_seed(seeds.derive(seed, "data order") % 2**31 + epoch)
     order: list[int] = torch.randperm(size, generator=generator).tolist()

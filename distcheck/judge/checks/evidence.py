@@ -1,4 +1,4 @@
-"""What a check gets to see: the case, the trace, and what is expected. All of it is frozen."""
+"""The input of a check: the case, the trace, and the expectations. All of it is frozen."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ from distcheck.records.mistakes import Shown
 
 @dataclass(frozen=True)
 class Expectation:
-    """What is expected at a step by the check's layer. `headers` are those of the ranks with data,
-    which are numbered from 0; where every rank has data, that is their rank.
+    """The expectation at a step under the check's layer.
 
-    `what` is one of the frozen forms of `oracles/forms.py`, or None. `shown` is, per parameter,
-    what comparing its gradient would show (`sensitivity.py`).
+    `headers` are those of the ranks with data, numbered from 0. `what` is one of the frozen forms
+    of `oracles/forms.py`, or None. `shown` lists, per parameter, the mistakes that comparing its
+    gradient would reveal (`sensitivity.py`).
     """
 
     step: int
@@ -30,12 +30,12 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A trace, what is expected at each step to judge, and the rerun's trace if there is one.
+    """A trace, the expectation at each judged step, and the rerun's trace if there is one.
 
-    `train_size` and `own_sampler` are of the data; `training`, `must_happen` and whether a forward
-    pass draws random numbers, of the workload;
-    `averages` says when parameters are averaged, where ranks may train by themselves; `holding`
-    are the ranks that must hold the mean gradient; `mesh` is that of a model-parallel layout.
+    `train_size` and `own_sampler` describe the data; `training`, `must_happen` and
+    `draws_random_numbers` the workload. `averages` gives the steps at which parameters are averaged
+    under local SGD; `holding` are the ranks that must hold the mean gradient; `mesh` is that of a
+    model-parallel layout.
     """
 
     case: Case
@@ -58,7 +58,7 @@ class Evidence:
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """The ranks that read a shard, in the order of the expectations' lists; in a mesh, one of
-        each data coordinate.
+        """The ranks that read a shard, in the order of the expectations; in a mesh, one per data
+        coordinate.
         """
         return self.case.with_data if self.mesh is None else self.mesh.readers

@@ -1,11 +1,11 @@
-"""After the sync every rank holds the gradient of the whole batch: the check that matters most.
+"""Checks that every rank holds the full batch's gradient after synchronization: the central check.
 
-lattice   bitwise, against the closed form (or, where no order is promised, within R)
+lattice   bitwise, against the closed form (or within R, if no order is promised)
 X         bitwise, against the shards reduced in the declared order
-R         elementwise, within the rounding bound of any order (or, where a low-rank exchange is
-          accepted, as a projection of the mean)
-S32, S64  per tensor, relative L2 norm against the whole batch in one process (S32: where rounding
-          decides on which side of a kink a sample is, taken shard by shard)
+R         elementwise, within the rounding bound of any order (or as a projection of the mean,
+          if low-rank compression is accepted)
+S32, S64  per tensor, relative L2 norm against the full batch in a single process (S32: shard
+          by shard if rounding decides the side of a kink that a sample is on)
 """
 
 import torch
@@ -30,7 +30,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         forms = expectation.what
         if isinstance(forms, EachItsOwn):
-            # Ranks that train by themselves: each must hold its own shard's, bit for bit.
+            # Local SGD: each rank must hold the gradient of its own shard, bit for bit.
             for rank in evidence.ranks:
                 for index, own in enumerate(forms.parts[rank]):
                     match_ranks(
@@ -78,7 +78,7 @@ def _comparison(
 
 
 def _remark_on_rank(expectation: Expectation, kept: list[float], tally: Tally) -> None:
-    """How much of a gradient a low-rank exchange kept; that is not judged."""
+    """Report the fraction of the norm that low-rank compression kept; this is not judged."""
     compressed = [share for share in kept if share < 1.0]
     if compressed:
         least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))

@@ -1,8 +1,8 @@
-"""Whether events of the training loop happened: its steps, epochs, modes and random numbers.
+"""Detects events of the training loop: its steps, epochs, modes and random numbers.
 
-A function for each kind of event, with its name, returns "" where it happened, and otherwise what
-was seen in its place. What ranks did with an event plays no part: a GradScaler met an overflow
-whether or not the strategy then hid it.
+Each kind of event has a function with its name, which returns "" if the event happened, and
+otherwise a description of the recording. The ranks' reaction is irrelevant: a GradScaler met an
+overflow whether or not the strategy then hid it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,7 +21,7 @@ from distcheck.records import expected_events as events
 
 
 class RunOfEvents:
-    """A run as events are looked for in it: ranks with data only, numbered from 0."""
+    """A run, as searched for events: only ranks with data, numbered from 0."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.case, self.training = evidence.case, evidence.training
@@ -42,18 +42,18 @@ class RunOfEvents:
         return found.own[index]
 
     def named(self, parameter: str) -> Iterator[tuple[int, Gradients]]:
-        """(step, own gradients) of one parameter."""
+        """Yield (step, local gradients) of one parameter."""
         names = [spec.name for spec in self.specs]
         for expectation in self.steps if parameter in names else ():
             yield expectation.step, self.own(expectation, names.index(parameter))
 
     def exchanged(self, index: int) -> bool:
-        """Whether every rank had a gradient of a parameter at some step, not all of them zero."""
+        """Return True if at some step every rank had a gradient of a parameter, not all zero."""
         owns = (self.own(expectation, index) for expectation in self.steps)
         return any(all_there(own) and any(holds_any(g) for g in own) for own in owns)
 
     def buffers(self, name: str) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(step, before, after) of a buffer, on every rank."""
+        """Yield (step, before, after) of a buffer, on every rank."""
         names = [spec.name for spec in self.trace.layout.model.buffers]
         for expectation in self.steps if name in names else ():
             for rank in self.ranks:
@@ -83,7 +83,7 @@ def _is_on(on: str, holds: Sequence[bool]) -> bool:
 
 
 def _counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
-    """How many ranks it held on, step by step."""
+    """Describe the number of ranks at each step with a property."""
     if not found:
         return "seen: no such parameter"
     shown = ", ".join(f"{sum(holds)} of {len(holds)} at step {step}" for step, holds in found)
@@ -91,7 +91,7 @@ def _counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
 
 
 def no_gradient(event: events.NoGradient, run: RunOfEvents) -> str:
-    """None is what backward leaves where the loss does not reach a parameter."""
+    """Detect None as a gradient, which backward leaves if the loss is independent of it."""
     found = [(step, [g is None for g in own]) for step, own in run.named(event.parameter)]
     had = not event.after_one
     for _, absent in found:
@@ -121,7 +121,7 @@ def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
 
 
 def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
-    """At some step, on every rank."""
+    """Detect magnitudes that occur at one step on every rank together."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
         there = [wide(g).abs().flatten() for g in own if g is not None]
@@ -137,7 +137,7 @@ def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
 
 
 def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
-    """By which rows hold anything but zeros."""
+    """Detect ranks with different nonzero rows."""
     for _, own in run.named(event.parameter):
         rows = {tuple(g.reshape(len(g), -1).any(1).tolist()) for g in own if g is not None}
         if len(rows) > 1:
@@ -146,14 +146,14 @@ def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
 
 
 def _in_both_parts(gradient: torch.Tensor | None) -> bool:
-    """Whether it is not zero, neither in its real nor in its imaginary part."""
+    """Return True if the gradient is nonzero, for complex ones in both parts."""
     if gradient is None or not gradient.is_complex():
         return holds_any(gradient)
     return holds_any(gradient.real) and holds_any(gradient.imag)
 
 
 def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
-    """Complex ones need both parts."""
+    """Detect nonzero gradients of all dtypes; complex ones need both parts."""
     found = {
         spec.dtype
         for index, spec in enumerate(run.specs)
@@ -165,7 +165,7 @@ def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
 
 
 def twins(event: events.Twins, run: RunOfEvents) -> str:
-    """At one step, on one rank."""
+    """Detect parameters of equal shape with different gradients, at one step on one rank."""
     most = 0
     for step in run.steps:
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -181,7 +181,7 @@ def twins(event: events.Twins, run: RunOfEvents) -> str:
 
 
 def _there(run: RunOfEvents, holds: Callable[[TensorSpec], bool]) -> list[TensorSpec]:
-    """The parameters with a property that every rank had a gradient of, at one step at least."""
+    """Return the parameters with a property for which every rank had a gradient at some step."""
     owns = ((s, i) for i, s in enumerate(run.specs) if holds(s))
     return [
         spec
@@ -191,7 +191,7 @@ def _there(run: RunOfEvents, holds: Callable[[TensorSpec], bool]) -> list[Tensor
 
 
 def shapes(event: events.Shapes, run: RunOfEvents) -> str:
-    """Also of shapes without elements, whose gradients cannot be other than zero."""
+    """Detect shapes, also those without elements, whose gradients are always zero."""
     found = {spec.shape for spec in _there(run, lambda spec: spec.shape in event.shapes)}
     missing = [shape for shape in event.shapes if shape not in found]
     return f"seen: none of shape {', '.join(map(str, missing))}" if missing else ""
@@ -214,7 +214,7 @@ def remainder(event: events.Remainder, run: RunOfEvents) -> str:
 
 
 def permuted(event: events.Permuted, run: RunOfEvents) -> str:
-    """As the ranks recorded it before the first step."""
+    """Detect permuted memory, as recorded before the first step."""
     for index, spec in enumerate(run.specs):
         strides = torch.empty(spec.shape, device="meta").stride()
         order = run.trace.entry(0, Kind.PARAMETER, 0, index).order
@@ -224,21 +224,21 @@ def permuted(event: events.Permuted, run: RunOfEvents) -> str:
 
 
 def tied(event: events.Tied, run: RunOfEvents) -> str:
-    """By the names that the model has for its parameters."""
+    """Detect tied parameters by their names in the model."""
     twice = run.as_prepared[0].twice_named
     found = [i for i, spec in enumerate(run.specs) if spec.name in twice and run.exchanged(i)]
     return "" if found else f"seen: {len(twice)} parameters with two names"
 
 
 def one_storage(event: events.OneStorage, run: RunOfEvents) -> str:
-    """By the model as the workload builds it."""
+    """Detect parameters in one storage, in the model as the workload builds it."""
     shared = run.as_prepared[0].in_one_storage
     found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
     return "" if len(found) > 1 else f"seen: {len(shared)} parameters with a storage in common"
 
 
 def kinds(event: events.Kinds, run: RunOfEvents) -> str:
-    """Every parameter, on some rank and at some step."""
+    """Check every parameter, on some rank and at some step."""
     there = run.as_prepared[0].kinds
     missing = [kind for kind in event.kinds if kind not in there]
     if missing:
@@ -271,7 +271,7 @@ def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
         if any(n * samples != tokens * size for n, size in others):
             return ""
     if not others:
-        return ""  # there is one rank with data, whose loss is the batch's
+        return ""  # with one rank its loss is the batch's
     return "seen: as many on every rank, at every step"
 
 
@@ -283,7 +283,7 @@ def padding(event: events.Padding, run: RunOfEvents) -> str:
 
 
 def other_order(event: events.OtherOrder, run: RunOfEvents) -> str:
-    """Two epochs, whose first steps a rank read differently."""
+    """Detect two epochs whose first steps differ on a rank."""
     first: dict[int, list[tuple[int, ...]]] = {}
     for step in run.steps:
         first.setdefault(step.headers[0].epoch, [header.ids for header in step.headers])
@@ -294,7 +294,7 @@ def other_order(event: events.OtherOrder, run: RunOfEvents) -> str:
 
 
 def resumed(event: events.Resumed, run: RunOfEvents) -> str:
-    """The loop resumes before a step, so a step from there on was taken by what was resumed."""
+    """Detect a resume, after which at least one step was made."""
     before = run.training.resume_before
     if before is not None and any(step.step >= before for step in run.steps):
         return ""
@@ -303,7 +303,7 @@ def resumed(event: events.Resumed, run: RunOfEvents) -> str:
 
 
 def rate_changed(event: events.RateChanged, run: RunOfEvents) -> str:
-    """The workload's schedule, called again for the steps that were taken."""
+    """Detect a changed learning rate by calling the workload's schedule again for these steps."""
     rates = [step.rates for step in run.as_prepared]
     if any(rate != rates[0] for rate in rates[1:]):
         return ""
@@ -311,14 +311,14 @@ def rate_changed(event: events.RateChanged, run: RunOfEvents) -> str:
 
 
 def accumulated(event: events.Accumulated, run: RunOfEvents) -> str:
-    """A shard is cut into as many stretches as it has samples, at most."""
+    """Detect accumulation: a shard has at most as many micro-batches as samples."""
     passes = run.training.accumulate
     least = [min(passes, *(len(header.ids) for header in step.headers)) for step in run.steps]
     return "" if max(least, default=0) > 1 else f"seen: {max(least, default=0)} backward pass"
 
 
 def _later_step(run: RunOfEvents, when: bool, what: str) -> str:
-    """That the loop does something between steps, and there were two."""
+    """Return "" if the loop has the property and there were two steps."""
     if when and len(run.steps) > 1:
         return ""
     return f"seen: {len(run.steps)} step{'s' * (len(run.steps) != 1)} of a loop that {what}"
@@ -335,7 +335,7 @@ def evaluated(event: events.Evaluated, run: RunOfEvents) -> str:
 
 
 def clipped(event: events.Clipped, run: RunOfEvents) -> str:
-    """By what rank 0 held after the exchange."""
+    """Detect clipping by the norm of rank 0's reduced gradients."""
     limit, norms = run.training.clip_norm, []
     for step in run.steps:
         found = run.trace.tensors(0, Kind.GRADIENT, step.step)
@@ -352,7 +352,7 @@ def _not_finite(run: RunOfEvents, step: Expectation) -> bool:
 
 
 def scaler_skips(event: events.ScalerSkips, run: RunOfEvents) -> str:
-    """By the ranks' own gradients, which are scaled."""
+    """Detect skipped steps by the ranks' local gradients, which are scaled."""
     scale = run.training.loss_scale
     over = [step.step for step in run.steps if _not_finite(run, step)]
     if scale is not None and 0 < len(over) < len(run.steps):
@@ -362,13 +362,13 @@ def scaler_skips(event: events.ScalerSkips, run: RunOfEvents) -> str:
 
 
 def called_twice(event: events.CalledTwice, run: RunOfEvents) -> str:
-    """Rank 0's forward pass of the first step, again."""
+    """Detect repeated calls in a repetition of rank 0's first forward pass."""
     calls = run.as_prepared[0].calls
     return "" if calls > 1 else f"seen: {calls} call"
 
 
 def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
-    """By the state of torch's generators before each step."""
+    """Detect RNG use by the state of torch's generators before each step."""
     states = [[header.rng_digest for header in step.headers] for step in run.steps]
     drew = any(
         before != after
@@ -383,13 +383,13 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
 
 
 def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:
-    """What the workload does to each rank's model before the strategy is given it, again."""
+    """Detect different initial models by repeating the workload's initialization of each rank."""
     alike = run.as_prepared[0].starts_alike
     return "seen: the same parameters on every rank" if alike else ""
 
 
 def frozen(event: events.Frozen, run: RunOfEvents) -> str:
-    """By the workload's model as it is prepared for each step that was taken."""
+    """Detect frozen parameters in the workload's model as prepared for each step."""
     trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
     trained = not event.after_training
     for now in trains:
@@ -408,7 +408,7 @@ def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:
 
 
 def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
-    """By the modules' mode as the workload prepares them, and by what became of a buffer."""
+    """Detect eval mode by the modules' mode, and by a buffer that changes in training mode only."""
     still, moved = set[int](), set[int]()
     trains = {expectation.step: expectation.what.training_mode for expectation in run.steps}
     for step, before, after in run.buffers(event.buffer):
@@ -423,7 +423,7 @@ def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
 
 
 def buffer_replaced(event: events.BufferReplaced, run: RunOfEvents) -> str:
-    """On any rank."""
+    """Detect a replaced buffer on any rank."""
     found = [not torch.equal(before, after) for _, before, after in run.buffers(event.buffer)]
     if any(found):
         return ""
@@ -431,7 +431,7 @@ def buffer_replaced(event: events.BufferReplaced, run: RunOfEvents) -> str:
 
 
 def integers_changed(event: events.IntegersChanged, run: RunOfEvents) -> str:
-    """On any rank."""
+    """Detect a changed integer buffer on any rank."""
     seen = f"seen: {event.buffer} is not a buffer"
     for _, before, after in run.buffers(event.buffer):
         whole = not after.is_floating_point() and after.dtype != torch.bool

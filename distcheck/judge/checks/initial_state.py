@@ -1,4 +1,4 @@
-"""Every rank begins with the parameters and buffers that one machine would begin with."""
+"""Checks that every rank starts with the parameters and buffers of a single process."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise, against a model built here from the same seed; only step 0 has an initial state."""
+    """Compare bitwise with a model built from the same seed; only step 0 has an initial state."""
     for expectation in evidence.expectations:
         if expectation.what is None:
             continue

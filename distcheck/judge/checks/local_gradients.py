@@ -1,4 +1,4 @@
-"""What every rank's backward produced before anything was exchanged is that rank's own shard."""
+"""Checks that every rank's gradients before any communication are those of its own shard."""
 
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import comparison_with, match_ranks
@@ -7,7 +7,7 @@ from distcheck.recordings.recording import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise, per rank, against the shard computed again (X) or in closed form (lattice)."""
+    """Compare bitwise, per rank, with the recomputed shard (X) or the closed form (lattice)."""
     for expectation in evidence.expectations:
         for rank, own in zip(evidence.with_data, expectation.what.parts, strict=True):
             for index, form in enumerate(own):
@@ -19,7 +19,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 
 
 def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: int) -> None:
-    """Says once that a rank finished a step in which the recorder could not see a gradient."""
+    """Warn once that the recorder missed a gradient in a completed step."""
     trace = evidence.trace
     entry = trace.entry(rank, Kind.LOCAL_GRADIENT, step, index)
     if entry.state is EntryState.UNWRITTEN and trace.header(rank, step).written:

@@ -1,4 +1,6 @@
-"""Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
+"""Checks that every rank computed the loss of its shard, and their weighted mean is the batch's
+loss.
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ from distcheck.records.mesh import Mesh
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise per rank (X, lattice), or the weighted mean against the full batch (S32, S64)."""
+    """Compare bitwise per rank (X, lattice), or the weighted mean with the batch (S32, S64)."""
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):
             continue
@@ -47,8 +49,8 @@ def _compare_mean(
 def _compare_in_mesh(
     evidence: Evidence, mesh: Mesh, expectation: Expectation, expected: MeanLoss, tally: Tally
 ) -> None:
-    """Ranks at the same place in every data coordinate have the batch's loss together; in a
-    pipeline, those of some places have none.
+    """Compare the mean over ranks at the same place in every data coordinate with the batch's loss;
+    in a pipeline, ranks of some places have none.
     """
     step, shown = expectation.step, False
     for ranks in mesh.along("data"):

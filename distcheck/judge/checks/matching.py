@@ -1,6 +1,5 @@
-"""How what ranks recorded is compared with what it may be, tensor by tensor.
-
-Ranks that recorded the same bits are compared once and counted each.
+"""Compares the tensors of all ranks with an expectation; ranks with equal bits are compared once,
+and all are counted.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,12 +38,11 @@ def match_ranks(
     slot: int | None = None,
     zero_will_do: bool = False,
 ) -> None:
-    """Compares one tensor of every rank with one expectation, as the step left it, or in another
-    `slot`.
+    """Compare one tensor of every rank with one expectation, after the step or in another `slot`.
 
-    `compare` is None where no tensor is expected (a parameter without a gradient); with
-    `zero_will_do` one that is zero everywhere is the same. What a rank never recorded is not
-    counted: the verdict will then be unknown.
+    `compare` is None if no tensor is expected (a parameter without a gradient); with `zero_will_do`
+    a zero tensor is accepted then. A tensor that was never recorded is not counted, so the verdict
+    becomes unknown.
     """
     if slot is None:
         slot = step if kind in OF_A_STEP else step + 1
@@ -70,7 +68,7 @@ def match_ranks(
 
 
 def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
-    """How a tensor is compared; None where there must be none. What is excused is said."""
+    """Return the comparison for a form; None if there must be no tensor. Records excuses."""
     if form is None:
         return None
     if isinstance(form, Bits):
@@ -95,7 +93,7 @@ def _near(form: Near, actual: torch.Tensor) -> Comparison:
 
 
 def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> Comparison:
-    """How a result fits what went into its exchange, as a comparison of norms."""
+    """Turn the fit of a low-rank result into a comparison of norms."""
     place = Place(
         index=(),
         actual=float(actual.double().norm()),
@@ -109,7 +107,7 @@ def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> C
 
 
 def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
-    """As the first form has it; what that refuses, as the second has it."""
+    """Compare with the first form, and if that fails, with the second."""
     first, second = (comparison_with(one, tally) for one in (form.first, form.second))
     assert first is not None
     assert second is not None
@@ -118,7 +116,7 @@ def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
         return found
     by_second = second(actual)
     if form.excuse and not by_second.ok:
-        return found  # what is further from both is measured by the first
+        return found  # a failure of both is measured by the first
     if form.excuse:
         tally.excuse(form.excuse)
     return by_second
@@ -127,7 +125,7 @@ def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
 def note_not_given(
     tally: Tally, trace: TraceReader, kind: Kind, slot: int, index: int, ranks: Iterable[int]
 ) -> None:
-    """Says that a strategy's accessor has left a tensor out, on ranks that finished the step."""
+    """Report that a strategy's accessor omitted a tensor on ranks that completed the step."""
     accessor = "full_gradients" if kind is Kind.GRADIENT else "full_parameters"
     for rank in ranks:
         unwritten = trace.entry(rank, kind, slot, index).state is EntryState.UNWRITTEN

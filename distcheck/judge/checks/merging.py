@@ -13,7 +13,7 @@ Result = TypeVar("Result", bound=Any)  # of a check: `CheckResult`, or its entry
 
 
 def share_of_bound(difference: Difference) -> float:
-    """Error as a share of its bound; under a bound of zero every error is beyond measure."""
+    """Return error / bound; with a bound of zero, every error is practically infinite."""
     error, bound = float(difference.error), float(difference.bound)
     if math.isnan(error):
         return math.inf
@@ -23,7 +23,7 @@ def share_of_bound(difference: Difference) -> float:
 
 
 def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
-    """One result out of those for disjoint sets of steps, in the order of the steps."""
+    """Merge the results for disjoint sets of steps, in step order."""
     failed = [part for part in parts if part.first is not None]
     first = min(failed, key=lambda part: part.first.step if part.first else 0, default=None)
     verdicts: list[VerdictName] = [part.verdict for part in parts]
@@ -32,7 +32,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
     )
     shown = merge_shown([part.shown for part in parts])
     compared = _added([part.compared for part in parts])
-    if shown:  # a tensor may count at the steps of one part alone
+    if shown:  # a tensor may count at the steps of one part only
         tensors = sum(found.counts for found in shown.values())
         compared = msgspec.structs.replace(compared, tensors=max(tensors, compared.tensors))
     return CheckResult(
@@ -53,13 +53,13 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
 
 
 def with_excuse(result: CheckResult) -> CheckResult:
-    """A whole result, with what excuses a part of it, unless it failed."""
+    """Return a complete result with its excuses in the reason, unless it failed."""
     reasons = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
     return msgspec.structs.replace(result, reason="; ".join(filter(None, reasons)), excuse="")
 
 
 def _added(parts: Sequence[Compared]) -> Compared:
-    """Of disjoint sets of steps."""
+    """Add the coverage of disjoint sets of steps."""
     return Compared(
         tensors=max(part.tensors for part in parts),
         elements=sum(part.elements for part in parts),
@@ -69,7 +69,7 @@ def _added(parts: Sequence[Compared]) -> Compared:
 
 
 def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
-    """What was only looked at, besides what was compared at some step."""
+    """Return the coverage of insensitive comparisons without tensors and ranks of others."""
     looked_at = [
         Compared(
             tensors=part.compared.tensors + part.insensitive.tensors,
@@ -88,11 +88,11 @@ def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
 
 
 def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -> Result | None:
-    """The failed result, or the first of another `verdict`, that diverges first: by step, then in
-    the order of the checks.
+    """Return the failed result (or one with another `verdict`) that diverges first: by step, then
+    in the order of the checks.
 
-    A wrong gradient at one step shows in what the next step computes from it, so the order of the
-    checks alone would name a consequence. Results that failed without a place come last.
+    A wrong gradient changes results at the next step, so the order of the checks would name a
+    consequence. Results that failed without a place come last.
     """
     failed = [result for result in results if result.verdict == verdict]
     return min(
@@ -103,7 +103,7 @@ def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -
 
 
 def hold_against(result: CheckResult, required: Compared) -> CheckResult:
-    """A pass that looked at less than the plan asks for is unknown, with what is missing."""
+    """Turn a pass with less than the planned coverage into unknown, and list the missing part."""
     if result.verdict != "pass":
         return result
     compared, insensitive = result.compared, result.insensitive

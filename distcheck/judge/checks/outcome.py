@@ -1,5 +1,5 @@
-"""Every rank finished: none raised, exited, was killed or hung.
+"""Checks that every rank finished: none raised, exited, was killed or hung.
 
-Judged by the front (`distcheck.verification.verdicts`), which is what sees ranks end; here for
-its name.
+Judged by the front-end process (`distcheck.verification.verdicts`), which supervises the ranks;
+this module only defines the name.
 """

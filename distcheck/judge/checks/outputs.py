@@ -1,7 +1,8 @@
-"""In a layout: what the model returned for each sample is what one process makes of the samples.
+"""Checks, in a layout, that the model's outputs equal those of a single process for the same
+samples.
 
-A loss does not show all that its model may get wrong: cross-entropy is the same for logits that are
-all too large by one number, and a mean over the samples for rows in another order.
+A loss hides some errors of a model: cross-entropy is invariant to a constant added to all logits,
+and a mean over samples to the order of rows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from distcheck.records.layers import NO_OUTPUTS
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Every rank that has outputs, against those of its data coordinate's samples."""
+    """Compare every rank with outputs with those for its data coordinate's samples."""
     mesh = evidence.mesh
     if mesh is None:
         return

@@ -1,10 +1,10 @@
-"""The optimizer did with the synchronised gradients what it does with them on one machine.
+"""Checks that the optimizer's update is that of a single process, given the reduced gradients.
 
-Gradients are judged on their own; here each rank's recorded gradients, parameters and optimizer
-state go through the same optimizer in one process, and the result must be bit-identical. In
-the lattice the parameters are known in closed form, whatever was recorded. State that is sharded
-over the ranks is taken from, and compared on, the rank that holds it. Ranks that may train by
-themselves must hold, after every average, the mean of what their own updates left (R).
+Gradients are judged separately; here each rank's recorded gradients, parameters and optimizer state
+go through the same optimizer in one process, and the result must be bit-identical. In the lattice,
+parameters are known in closed form. Sharded optimizer state is taken from, and compared on, the
+rank that holds it. Under local SGD, ranks must hold the mean of their own updates after every
+average (R).
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def _compare_rank(
 def _compare_average(
     evidence: Evidence, expectation: Expectation, averaged: Averaged, tally: Tally
 ) -> None:
-    """Local SGD: after some steps, the mean of what every rank's own update left."""
+    """Compare with the mean of every rank's own update (local SGD), after averaging steps."""
     step = expectation.step
     for index, alike in enumerate(zip(*averaged.parts, strict=True)):
         present = [tensor for tensor in alike if tensor is not None]
@@ -97,7 +97,7 @@ def _one_holder(
     expected: Form | None,
     tally: Tally,
 ) -> None:
-    """Sharded state: what exists is held once, neither lost nor by several."""
+    """Check that each sharded state is held by exactly one rank."""
     spec = evidence.trace.layout.model.optimizer[index]
     if len(holders) == (expected is not None):
         if not holders:

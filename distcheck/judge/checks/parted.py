@@ -1,4 +1,4 @@
-"""One thing that two recordings hold, into a tally: by digest first, then by value."""
+"""Adds one pair of entries from two recordings to a tally: by digest first, then by value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ def compare_pair(
     compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise,
     has_tensors: bool = True,
 ) -> int:
-    """Adds a pair whose digests differ; returns how many elements were compared by value. Without
-    tensors their digests stand for them.
+    """Add a pair whose digests differ; return the number of elements compared by value. Without
+    tensors, digests stand for them.
     """
     place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
     if pair.kind is None:
@@ -61,7 +61,7 @@ def compare_pair(
 
 
 def _shown(value: Any, other: Any = None) -> float | str:
-    """As a report has it; of a text that is a list, what the other one lacks."""
+    """Return the value for a report; for a list as text, only the parts that `other` lacks."""
     if isinstance(value, Entry):
         return f"digest {value.digest.hex()[:8]}"
     if isinstance(value, bytes):

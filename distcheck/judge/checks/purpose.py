@@ -1,9 +1,9 @@
-"""What the workload is for happened in this run.
+"""Reports if the events that a workload exists for happened in this run.
 
-A workload declares what must happen in its run (`records/expected_events.py`): a cell for a short
-last batch shows nothing in a run that has none. Each event is looked for in what the ranks
-recorded. Where one is missing the verdict is unknown, with what was expected and what was seen.
-This check never fails: whether the ranks did right is for the others.
+A workload declares events that must happen (`records/expected_events.py`): a cell for a short last
+batch shows nothing in a run without one. Each event is searched for in the ranks' recording. If one
+is missing, the verdict is unknown, with the expectation and the recording. This check never fails:
+other checks judge the ranks.
 """
 
 import re
@@ -16,11 +16,11 @@ from distcheck.judge.checks.happened import RunOfEvents
 from distcheck.judge.checks.tally import Tally
 from distcheck.records.expected_events import Happening
 
-OVER_STEPS = True  # looks at all steps together
+OVER_STEPS = True  # judges all steps together
 
 
 def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
-    """The function in `happened` that has an event's name."""
+    """Return the function in `happened` with an event's name."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower()
     look: Callable[[Any, RunOfEvents], str] = getattr(happened, name)
     return look

@@ -1,4 +1,4 @@
-"""A second, fresh world with the same seeds produced the same bits, everywhere, in every step."""
+"""Checks that a second, fresh world with the same seeds produced the same bits everywhere."""
 
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence
@@ -7,11 +7,11 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.differing import pairs
 from distcheck.recordings.recording import Kind
 
-OVER_STEPS = True  # looks at all steps together, as they were recorded
+OVER_STEPS = True  # judges all recorded steps together
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Everything both runs recorded, by digest; values are looked at where digests differ."""
+    """Compare everything that both runs recorded, by digest, and by value if digests differ."""
     if evidence.rerun is None:
         return
     layout, then, now = evidence.trace.layout, evidence.trace, evidence.rerun

@@ -1,7 +1,7 @@
-"""What the comparisons of a step would have shown, from the bound that each of them has.
+"""Computes the mistakes that the comparisons of a step would have revealed, given their bounds.
 
-The parts of a mean are the ranks' own gradients as they were recorded; where a rank's were not
-seen, those that were computed again. Nothing is trained for it.
+The summands of a mean are the ranks' recorded local gradients, or recomputed ones if a rank's were
+not recorded. Nothing is trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,19 @@ from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
 
 _SAMPLE = 1 << 12
 _MOST_TWINS = 16
-# Derived: 32 u of float64. Where c = 0, what a mistake leaves is rounded once or twice here; where
-# c > 0, c b is more than the roundings of the sum.
+# Derived: 32 u of float64. If c = 0, a mistaken result is rounded once or twice here; if c > 0, c b
+# exceeds the roundings of the sum.
 _IN_DOUBLE = 2.0**-48
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a mean is made of: `gradients` [W, n] and `shares` [W], which give the mean as
-    `shares @ gradients`; `own` [W] is what a rank's gradient is multiplied by where it is kept;
-    `weights` [W] what each rank counts for, with sum 1. `bound` is elementwise [n], or a number
-    for the L2 norm. All in float64. `expected` [n] are the bits that are compared,
-    where bits are; `bound` is then only how far a mistaken sum may be from its exact value.
+    """The summands of a mean, all in float64.
+
+    `gradients` [W, n] and `shares` [W] give the mean as `shares @ gradients`; `own` [W] is the
+    factor of a rank's gradient if it keeps its local one; `weights` [W] are the rank weights, with
+    sum 1. `bound` is elementwise [n], or a number for the L2 norm. `expected` [n] are the compared
+    bits, if any; `bound` is then only the distance of a mistaken sum from its exact value.
     """
 
     gradients: torch.Tensor
@@ -52,11 +53,11 @@ def shown_by(
     before: torch.Tensor | None = None,
     others: Sequence[torch.Tensor] = (),
 ) -> Shown:
-    """What a comparison of one tensor at one step would have shown.
+    """Return the mistakes that comparing one tensor at one step would have revealed.
 
-    `parts_at(k)` gives every k-th element. `before` is the tensor that the step before left, and
+    `parts_at(k)` returns every k-th element. `before` is the tensor after the previous step, and
     `others` are those of other parameters of this shape at this step, as recorded. `ranks` are the
-    numbers of the ranks in the report.
+    ranks' numbers in the report.
     """
     stride = max(1, -(-elements // _SAMPLE))
     found = _try(parts_at(stride), stride, ranks, before, others)
@@ -66,7 +67,7 @@ def shown_by(
 
 
 def is_complete(found: Shown, ranks: Sequence[int]) -> bool:
-    """Whether every mistake that could be made shows, of every rank."""
+    """Return True if every possible mistake of every rank would be revealed."""
     return all(len(found.shown[m]) >= _most(m, ranks) for m in found.shown)
 
 
@@ -86,7 +87,7 @@ def _try(
     mean = scaled.sum(0)
 
     def shows(left: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
-        """Per row of `left` [k, n]: whether a comparison fails for it; `c` [k, 1] or a number."""
+        """Return, per row of `left` [k, n], if a comparison fails; `c` is [k, 1] or a number."""
         if parts.expected is None:
             apart, allowed = (left - mean).abs(), (1.0 + c) * parts.bound
         else:
@@ -127,7 +128,7 @@ def _try(
 
 
 def _added(scaled: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """How much one rank's part adds to the roundings, as a share: [W, n], or [W, 1] for norms."""
+    """Return each rank's relative contribution to the roundings: [W, n], or [W, 1] for norms."""
     sizes = scaled.abs()
     if not isinstance(parts.bound, torch.Tensor):
         sizes = sizes.norm(dim=1, keepdim=True)
@@ -138,7 +139,7 @@ def _added(scaled: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 
 def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
-    """The smallest relative error of a factor that the comparison fails for: 2 b / |m|."""
+    """Return the smallest relative error of a factor that fails the comparison: 2 b / |m|."""
     if not isinstance(bound, torch.Tensor):
         size = float(torch.where(mean.isfinite(), mean, 0.0).norm())
         return 2.0 * bound / size if size else float("inf")
@@ -150,11 +151,11 @@ def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
 def of_step(
     trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
 ) -> dict[str, tuple[Shown | None, ...]]:
-    """What comparing each parameter's synchronised gradient by each layer would show, at a step.
-    None where one rank alone has data: there is nothing to exchange.
+    """Return the mistakes that comparing each parameter's reduced gradient would reveal, by layer,
+    at a step; None if only one rank has data, since there is nothing to synchronize.
 
-    `trace` is that of the ranks with data. X asks for more than R does: what R's bound shows, bits
-    show, so what both ask is asked once.
+    `trace` is that of the ranks with data. X is stricter than R: mistakes revealed by R's bound are
+    revealed by bits, so they are tried once.
     """
     indices = range(len(trace.layout.model.parameters))
     looks = {layer: _Look(trace, step, forms) for layer, forms in layers.items()}
@@ -176,8 +177,9 @@ def of_step(
 
 
 def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
-    """The same of code that exchanges by itself: whether what it leaves without an exchange, or
-    with another factor, would have shown. `forms.computed` is what it leaves on each rank then.
+    """Return, for code that communicates by itself, the mistakes that would be revealed: no
+    communication, or another factor. `forms.computed` are each rank's gradients without
+    communication.
     """
     return tuple(
         of_unexchanged(ranks, forms.of(index), [own[index] for own in forms.computed])
@@ -186,7 +188,7 @@ def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]
 
 
 def of_buffers(after: AfterBatch) -> tuple[Shown, ...]:
-    """The same of the buffers that such code leaves."""
+    """Return the same for the buffers of such code."""
     return tuple(
         of_unexchanged(after.ranks, near, [own[index] for own in after.alone])
         for index, near in enumerate(after.buffers)
@@ -196,7 +198,7 @@ def of_buffers(after: AfterBatch) -> tuple[Shown, ...]:
 def of_unexchanged(
     ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]
 ) -> Shown:
-    """What comparing one tensor would show, of which ranks have `own` without an exchange."""
+    """Return the mistakes revealed by comparing one tensor; `own`: values without communication."""
     if isinstance(form, Either):
         form = form.first
     if not isinstance(form, Near):
@@ -228,7 +230,7 @@ class _Look:
         self._ranks = trace.ranks
 
     def at(self, index: int, *, in_bits: bool = False) -> Shown | None:
-        """What comparing one parameter's gradient would show, by a bound or by its bits."""
+        """Return the mistakes that comparing one gradient would reveal, by a bound or bitwise."""
         if len(self._ranks) < 2:
             return None
         if self._forms.projects:
@@ -246,7 +248,7 @@ class _Look:
         per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
         shares = per_rank(shared.in_mean)
         if not bool(shares.isfinite().all()):
-            return NOTHING  # a loss that was multiplied by zero: no rank's part is known
+            return NOTHING  # a loss multiplied by zero: no rank's part is known
         limit = self._forms.limit(index, own)
 
         def parts_at(stride: int) -> Parts:
@@ -254,7 +256,7 @@ class _Look:
             return Parts(
                 gradients=torch.stack([every(stride, gradient).double() for gradient in own]),
                 shares=shares,
-                # Where a rank keeps its gradient, a GradScaler's scale is taken back all the same.
+                # A GradScaler's scale is removed from a rank's local gradient, too.
                 own=1.0 / per_rank(shared.loss_scales),
                 weights=per_rank(shared.weights) / len(self._ranks),
                 bound=limit(stride),
@@ -277,9 +279,7 @@ class _Look:
         )
 
     def _own(self, index: int) -> list[torch.Tensor | None]:
-        """What backward left on each rank, as it was recorded where it was seen on every rank, and
-        otherwise computed again.
-        """
+        """Return every rank's local gradient, as recorded if all ranks' were, else recomputed."""
         ranks = range(len(self._ranks))
         seen = [self._trace.tensor(r, Kind.LOCAL_GRADIENT, self._step, index) for r in ranks]
         if all(gradient is not None for gradient in seen):
@@ -301,7 +301,7 @@ class _Look:
         return self._trace.tensor(0, Kind.GRADIENT, step - 1, index) if step else None
 
     def _others(self, index: int) -> list[torch.Tensor]:
-        """The recorded gradients of the other parameters of this one's shape."""
+        """Return the recorded gradients of the other parameters with the same shape and dtype."""
         specs = self._trace.layout.model.parameters
         alike = [
             at
@@ -312,8 +312,8 @@ class _Look:
         return [tensor for tensor in found if tensor is not None]
 
     def _of_projection(self, index: int) -> Shown:
-        """The same where a low-rank exchange is accepted: what each mistake leaves is tried on the
-        comparison itself, projected on the directions that rank 0's result has.
+        """Return the same if low-rank compression is accepted: each mistake is tried on the
+        comparison itself, projected on the directions of rank 0's result.
         """
         form, ranks = self._forms.of(index), self._ranks
         result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
@@ -353,13 +353,13 @@ class _Look:
 
 
 def _projection(result: torch.Tensor, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the exchange keeps of a tensor, as far as its result shows: its columns' own space."""
+    """Return the projection onto the column space of the result, as a model of the compression."""
     rows = result.shape[0] if result.dim() else 1
     if result.dim() < 2 or min(rows, result.numel() // rows) <= rank:
         return lambda tensor: tensor
     columns, values, _ = torch.linalg.svd(result.double().reshape(rows, -1), full_matrices=False)
-    # Measured allowance: beyond its rank, a product of that rank in float32 was measured to have
-    # singular values of up to 4e-8 of the first. Decides only which mistakes are tried.
+    # Measured: a product of rank r in float32 has further singular values of up to 4e-8 of the
+    # first. Decides only which mistakes are tried.
     if float(values[rank]) > 1e-3 * float(values[0]):
         return lambda tensor: tensor  # this step compressed nothing
     basis = columns[:, :rank]
@@ -372,7 +372,7 @@ def of_average(
     bound: torch.Tensor,
     before: torch.Tensor | None,
 ) -> Shown | None:
-    """What comparing an average of the ranks' parameters would show."""
+    """Return the mistakes that comparing an average of the ranks' parameters would reveal."""
     if len(ranks) < 2:
         return None
     even = updates[0].new_full((len(ranks),), 1.0 / len(ranks), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Adds up what a check compared, and keeps the worst place and the first divergence."""
+"""Accumulates the comparisons of a check, and keeps the worst place and the first divergence."""
 
 import math
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ class Sums:
         if worst is not None and worst.bound > 0:
             self._in_bits = False
         share = 0.0 if worst is None and comparison.ok else _share(worst)
-        wrong = not comparison.ok and share <= 1  # bits that differ where the numbers do not
+        wrong = not comparison.ok and share <= 1  # bits that differ while numbers are equal
         self._note(parameter, step, math.inf if wrong else share)
         for place, count in comparison.ulps.items():
             self._ulps[place] = self._ulps.get(place, 0) + count
@@ -42,7 +42,7 @@ class Sums:
             }
 
     def fail(self, *, parameter: str, step: int) -> None:
-        """Takes in a tensor that is missing, or out of place."""
+        """Add a tensor that is missing or misplaced."""
         self._note(parameter, step, math.inf)
 
     def add_losses(
@@ -56,7 +56,7 @@ class Sums:
         )
 
     def add_digests(self, step: int, kind: str, ranks: Iterable[str]) -> None:
-        """Takes in what every rank held after one step, by digest."""
+        """Add every rank's digests after one step."""
         self._digests.setdefault(step, {})[kind] = tuple(ranks)
 
     def result(self) -> Aggregates:
@@ -99,7 +99,7 @@ def _element(parameter: str, step: int, place: Place, ranks: list[int]) -> Eleme
 
 
 def _as_data(place: Place) -> dict[str, Any]:
-    """What an `Element` and a `Difference` have of a place."""
+    """Return the common fields of an `Element` and a `Difference`."""
     numbers = ("actual", "expected", "error", "bound")
     others = ("index", "ulp", "actual_bits", "expected_bits")
     found = {name: number(getattr(place, name)) for name in numbers}
@@ -107,7 +107,7 @@ def _as_data(place: Place) -> dict[str, Any]:
 
 
 class _Counts:
-    """Distinct tensors, ranks and steps, and elements over all of them."""
+    """Distinct tensors, ranks and steps, and the total number of elements."""
 
     def __init__(self) -> None:
         self.tensors: set[str] = set()
@@ -123,7 +123,7 @@ class _Counts:
         self.elements += elements
 
     def compared(self, *, besides: "_Counts | None" = None) -> Compared:
-        """How many; of tensors, ranks and steps those that are not among `besides`."""
+        """Return the counts; of tensors, ranks and steps only those not in `besides`."""
         other = besides or _Counts()
         return Compared(
             tensors=len(self.tensors - other.tensors),
@@ -152,19 +152,19 @@ class Tally:
         self.sums = Sums()
 
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
-        """Notes, before a tensor is compared at a step, which mistakes that would show."""
+        """Record, before a tensor is compared, the mistakes that this would reveal."""
         before = self._shown.get(parameter)
         self._shown[parameter] = found if before is None else both(before, found)
         if not found.counts:
             self._insensitive.add((parameter, step))
 
     def can_differ(self, parameter: str, step: int, *, can: bool) -> None:
-        """Notes, before a tensor is compared at a step, whether its ranks can differ."""
+        """Record, before a tensor is compared, if its ranks can differ."""
         (self._insensitive.discard if can else self._insensitive.add)((parameter, step))
 
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
-        """Takes in the comparison of one tensor of one rank at one step. One that is undecided is
-        not counted, and leaves the check unknown.
+        """Add the comparison of one tensor of one rank at one step. An undecided one is not
+        counted, and makes the check unknown.
         """
         if comparison.undecided:
             self.missing(comparison.undecided)
@@ -182,7 +182,7 @@ class Tally:
                 self._first = _difference(place, parameter, rank, step)
 
     def count(self, *, parameter: str, rank: int, step: int, elements: int) -> None:
-        """Notes that something was compared, or looked at where it could show no mistake."""
+        """Count a comparison, separately if it could reveal no mistake."""
         counts = (
             self._insensitive_counts if (parameter, step) in self._insensitive else self._counts
         )
@@ -199,7 +199,7 @@ class Tally:
         expected: float | str = "",
         kind: FindingKind = FindingKind.OTHER,
     ) -> None:
-        """Notes a mismatch that is not one of numbers: something missing, or out of place."""
+        """Record a failure that is not numerical: something missing or misplaced."""
         self._failed = True
         self.remark(reason, kind)
         self.sums.fail(parameter=parameter, step=step)
@@ -223,17 +223,17 @@ class Tally:
             self._worst = difference
 
     def remark(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
-        """Adds a sentence to the report that decides nothing."""
+        """Add a sentence to the report without effect on the verdict."""
         self._reasons.append(reason)
         self._kinds[kind] = None
 
     def missing(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
-        """Notes that something was not there to be judged: the check is unknown, or fails."""
+        """Record that something could not be judged: the check is unknown, or fails."""
         self._missing = True
         self.remark(reason, kind)
 
     def excuse(self, reason: str) -> None:
-        """Adds a sentence on why something passed. Beside a failure it would explain nothing."""
+        """Add a reason why something passed; it is omitted if the check fails."""
         self._excuses.append(reason)
 
     def result(self) -> CheckResult:

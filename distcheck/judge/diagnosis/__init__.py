@@ -1,15 +1,14 @@
 """From findings to named causes, each with its evidence and one suggestion.
 
-A cause is named only where the evidence carries it; a mismatch that none explains is reported
-as `unexplained`, with what was seen. Causes that the evidence cannot tell apart are all named.
+A cause is named only if the evidence supports it; a mismatch that no cause explains is reported as
+`unexplained`, with the measurements. Causes that the evidence cannot distinguish are all named.
 
-One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
-optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts` (of
-model-parallel worlds), and `gradients`, which asks `weights`, `parts` and
-`precision`. They see plain numbers (`facts`), which `observation` has measured in a process of its
-own, and only for cases that failed: `measuring` and `layout_measuring` a step, `measured` what they
-ask of it, `combinations`, `tokens`, `backward`, `updates` what else it is,
-`ways` the line that it is about.
+Each family has a file: `outcomes` (ranks that did not finish), `state` (data, initial state,
+buffers, optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts`
+(model-parallel worlds), and `gradients`, which combines `weights`, `parts` and `precision`. They
+read plain numbers (`facts`), measured by `observation` in a separate process, and only for failed
+cases: `measuring` and `layout_measuring` measure a step with the help of `measured`,
+`combinations`, `tokens`, `backward` and `updates`; `ways` finds the responsible source line.
 """
 
 from collections.abc import Sequence
@@ -35,10 +34,10 @@ def diagnose(
     *,
     accept: str | None = None,
 ) -> list[Diagnosis]:
-    """The causes behind a case's failures; nothing for a case that did not fail.
+    """Return the causes behind a case's failures; nothing for a case that did not fail.
 
-    `facts` are what a closer look at the trace has measured, `separation` what further worlds have
-    shown of a rerun that differed, if there were any; `accept` is what the case accepts.
+    `facts` are the measurements of the trace, `separation` the result of further worlds about a
+    rerun that differed, if any; `accept` is the deviation that the case accepts.
     """
     found = outcomes.explain(ends)
     if found and separation is not None and separation.depends:
@@ -88,7 +87,7 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
 
 
 def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
-    """What is not a missing exchange: ranks exchange parameters in place of gradients."""
+    """Replace a missing synchronization by model averaging if ranks average parameters instead."""
     if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
         return found
     every = facts.averaged_every
@@ -106,7 +105,7 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
 
 
 def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[Diagnosis]:
-    """Unless it follows from what was found, or is part of it."""
+    """Return the causes of a wrong update, unless it is a consequence or part of other causes."""
     causes = {cause.cause for cause in found}
     if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
         return []
@@ -115,14 +114,14 @@ def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[D
 
 
 def worth_a_look(results: Sequence[CheckResult]) -> bool:
-    """Whether measuring can tell more than the checks' results: something other than the ranks'
-    ends or the rerun failed.
+    """Return True if measurements can add to the checks' results: a check other than outcome and
+    rerun failed.
     """
     return any(r.verdict == "fail" and r.check not in ("outcome", "rerun") for r in results)
 
 
 def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
-    """The first step whose gradients failed, the one after it, and the first that failed at all."""
+    """Return the first step whose gradients failed, the next step, and the first failed step."""
     failed = [r for r in results if r.verdict == "fail" and r.first is not None]
     steps = [(r.check, r.first.step) for r in failed if r.first is not None]
     if not steps:
@@ -133,7 +132,7 @@ def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
 
 
 def step_of_update(results: Sequence[CheckResult]) -> int:
-    """The first step whose parameters failed; -1 where none did."""
+    """Return the first step whose parameters failed, or -1."""
     failed = [r for r in results if r.verdict == "fail" and r.check == "parameters"]
     return min((r.first.step for r in failed if r.first is not None), default=-1)
 
@@ -144,7 +143,7 @@ def _of_one_run(cause: Diagnosis) -> Diagnosis:
 
 
 def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
-    """The shards' mean is what the ranks hold, and the whole batch's gradient is another mean."""
+    """Name a batch whose gradient has other weights, if ranks hold the mean by samples."""
     if not facts.batch_weights or ("gradients", ROUNDING) in failed:
         return []
     weights = ", ".join(f"{weight:.5g}" for weight in facts.batch_weights)
@@ -160,7 +159,7 @@ def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 
 def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
-    """The strongest evidence there is, where no cause is carried by it."""
+    """Report the strongest evidence if no cause is supported."""
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     assert first is not None
     parts = [f"{first.check} differ first: {where(first)}"]
@@ -176,7 +175,7 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
 
 
 def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
-    """Gradients are wrong on a rank without data, and were measured to be right on the others."""
+    """Name gradients that are right on all ranks with data, and wrong on the rank without."""
     first = failed.get(("gradients", ROUNDING)) or failed.get(("gradients", "lattice"))
     measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
     if first is None or first.first is None or not measured:
@@ -192,7 +191,7 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-# What another factor on the loss may look like; anything else is not explained by it.
+# Causes that another factor on the loss may resemble; it explains no others.
 _BY_SCALE = (
     "missing-division", "double-division", "wrong-divisor", "unweighted-mean", "unweighted-tokens",
     "padding-counted",
@@ -200,8 +199,8 @@ _BY_SCALE = (
 
 
 def _with_loss_contract(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:
-    """The same causes; the first that a loss contract would explain says so. Only where all that
-    was recorded is right under that contract, which was computed, not guessed.
+    """Add the matching loss contract to the first cause that it would explain, only if everything
+    recorded is right under that contract (computed, not guessed).
     """
     chosen = next((d for cause in _BY_SCALE for d in found if d.cause == cause), None)
     chosen = chosen or next((d for d in found if d.cause == "unexplained"), None)

@@ -1,5 +1,5 @@
-"""What backward was seen to leave on each rank, by the shard's own gradient, and what each of its
-passes counts for in what ranks hold. Runs in a judge.
+"""Compares the recorded local gradients with those of the shards, and measures the weight of each
+backward pass in the result. Runs in a judge.
 """
 
 from math import inf, sqrt
@@ -13,16 +13,16 @@ from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 
-_MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
-# Chosen, of the largest: below it, passes cannot be distinguished.
+_MOST_ELEMENTS = 1 << 18  # elements of a model; larger ones are sampled with a stride
+# Heuristic, relative to the largest: below it, passes cannot be distinguished.
 _LEAST_SINGULAR = 1e-5
-_RESIDUAL = 1e-5  # Chosen, of a result: passes were added up in its dtype
-_MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
+_RESIDUAL = 1e-5  # Heuristic, relative to a result: passes were added in its dtype
+_MOST_BUFFERS = 32  # buffers that differ across ranks: each takes a few passes of a shard
 
 
 def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
-    """What multiple of the shard's gradient backward left, a loss that was scaled included; None
-    where it was not seen, or is not a multiple.
+    """Return the factor of the recorded local gradient relative to the shard's, including loss
+    scaling; None if it was not recorded or is no multiple.
     """
     same, rows = True, []
     for m in measured:
@@ -37,14 +37,14 @@ def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
     promised = view.loss_factor(rank)
     if same:
         return promised
-    # Chosen: no multiple where more than 1e-5 is left over.
+    # Heuristic: no multiple if the relative residual exceeds 1e-5.
     return fitted.factors[0] * promised if fitted.share <= 1e-5 else None
 
 
 def others(view: StepView, measured: list[Measured]) -> tuple[LeftFacts, ...]:
-    """The ranks on which backward left something else than their shard's gradient."""
+    """Return the ranks whose local gradient differs from their shard's gradient."""
     if not isinstance(view, StepExpectation):
-        return ()  # it takes what backward left for the shard's gradient
+        return ()  # its expectation is the recorded local gradient itself
     ranks = range(view.trace.layout.world)
     return tuple(filter(None, (_of_rank(view, rank, measured) for rank in ranks)))
 
@@ -55,7 +55,7 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
         found, own = expectation.seen(rank, m.index), expectation.local(rank, m.index)
         if found is None or own is None:
             if (found is None) != (own is None):
-                return None  # not seen: nothing is known of it
+                return None  # not recorded: unknown
             continue
         pairs.append((m.index, wide(found)))
         if not torch.equal(found, own):
@@ -88,21 +88,20 @@ def _autocast(
     pairs: list[tuple[int, torch.Tensor]],
     distance: float,
 ) -> str:
-    """The dtype under whose autocast the shard's gradient is what backward left; empty where none
-    is.
-    """
+    """Return the dtype under whose autocast the shard reproduces the local gradient, or ""."""
     for dtype in (torch.bfloat16, torch.float16):
         try:
             shards = expectation.references.shards
             gradients = shards.run(rank, expectation.step, autocast=dtype).gradients
-        except RuntimeError:  # an operation that has no such kernel
+        except RuntimeError:  # an operation without such a kernel
             continue
         squares = [
             float((found - wide(own)).norm()) ** 2
             for index, found in pairs
             if (own := gradients[index]) is not None
         ]
-        # Chosen: nearer by two orders; a loss may be computed within autocast, or after it.
+        # Heuristic: nearer by two orders of magnitude; a loss may be computed within autocast or
+        # after it.
         if len(squares) == len(pairs) and sqrt(sum(squares)) <= distance / 100:
             return str(dtype).removeprefix("torch.")
     return ""
@@ -111,8 +110,8 @@ def _autocast(
 def _other_buffers(
     expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]
 ) -> tuple[str, ...]:
-    """The buffers that another rank's must take the place of, so that the shard's gradient is what
-    backward left, to the bit. Each one is kept that brings it nearer.
+    """Return the buffers to replace by another rank's so that the shard reproduces the local
+    gradient bitwise. Each replacement that reduces the distance is kept.
     """
     trace, step = expectation.trace, expectation.step
     specs, ranks = trace.layout.model.buffers, range(trace.layout.world)
@@ -147,21 +146,21 @@ def _other_buffers(
 
 
 def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]) -> bool:
-    """Whether these are another rank's gradients, up to a thousandth of a percent."""
+    """Return True if these are another rank's gradients, up to a relative error of 1e-5."""
     for index, found in pairs:
         gradient = expectation.shards[rank].gradients[index]
         if gradient is None:
             return False
         wanted = wide(gradient)
-        # Chosen: far above rounding in float32; other ranks' gradients are others by far more.
+        # Heuristic: far above float32 rounding; other ranks' gradients differ by far more.
         if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
             return False
     return True
 
 
 def measured_passes(expectation: StepExpectation) -> PassFacts | None:
-    """Least squares of every rank's gradients on the passes of all ranks; None where a step has one
-    pass, or they cannot be distinguished, or the gradients are no combination of them.
+    """Fit every rank's gradients to the passes of all ranks by least squares; None for a single
+    pass, passes that cannot be distinguished, or gradients that are no such combination.
     """
     trace, step = expectation.trace, expectation.step
     ranks = range(trace.layout.world)
@@ -171,7 +170,7 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
         return None
     elements = sum(spec.elements for spec in trace.layout.model.parameters)
     stride = max(1, elements // _MOST_ELEMENTS)
-    # Parameters that every shard has a gradient of.
+    # Parameters of which every shard has a gradient.
     by_parameter = zip(*(shard.gradients for shard in expectation.shards), strict=True)
     used = [i for i, own in enumerate(by_parameter) if all(g is not None for g in own)]
     columns = [

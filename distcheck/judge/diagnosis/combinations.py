@@ -1,4 +1,33 @@
-"""Which combinations of the shard gradients a rank's result may be. Pure arithmetic."""
+"""Searches for the combination of shard gradients that a rank's result is. Pure arithmetic on
+facts.
+
+Purpose: a synchronization is linear, so a wrong result y of a rank is usually a combination of the
+shard gradients g_r with other weights than the mean's. Each `Reading` is one hypothesis about the
+weights: the mean times a factor, one rank's gradient, ranks with integer weights or sign flips, a
+chain of pairwise averages, or clipping before the sum. `readings` returns all that fit; the causes
+(`weights`, `precision`, ...) choose among them.
+
+Method: `facts` holds R and Q^T y of the factorization G = Q R, so the distance |y - G c| of any
+weights c costs a few multiplications (`distance`). A hypothesis fits if the distance is within
+`bound`, the rounding of a weighted sum in any order: gamma(W + 5) * sum |c_r| |g_r| + floor.
+Weights come from named candidates first (1, W, 1 / W, -1), then from least squares over all
+parameters (`best_factor`), each parameter scaled by its size.
+
+Invariants: a reading must fit every parameter in `parameters` at once. If all shard gradients are
+multiples of each other (`all_parallel`), every result is a multiple of any of them, so only named
+factors are accepted. A fitted factor carries its `tolerance`, and readings of two ranks agree if
+their factors do within both. Integer and clipping weights are derived from `step.fits`, and only if
+the least-squares system identifies them (`identified`).
+
+Example with W = 2, shares 0.5, 0.5 and shard gradients g_0 = (4, 0), g_1 = (0, 2): the mean is (2,
+1).
+- y = (4, 2) on both ranks: the mean has distance |(2, 1)| = 2.24, far above rounding, but factor 2
+  = W fits exactly: Reading("mean", 2), the sum without a division.
+- y = (4, 0) on rank 0: no multiple of the mean fits, weights (1, 0) do: Reading("single", 1,
+  source=0), its local gradient. If rank 1 holds (0, 2), it reads as source=1: no synchronization.
+- y = (2, -1) on both ranks: least squares yields (0.5, -0.5), the shares times (1, -1):
+  Reading("signed", 1, counts=(1, -1)), a flipped sign of rank 1.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,25 +36,26 @@ from math import hypot, isclose, sqrt
 from distcheck.judge.diagnosis import tokens
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 
-_NEARER = 4.0  # Chosen: how much nearer another reading must be to replace the usual one
-# Chosen, of their norms: whatever rounds a result, gradients are computed as ever.
+_NEARER = 4.0  # Heuristic: distance ratio at which another reading replaces the usual one
+# Heuristic, relative to their norms: gradients are computed with the usual rounding, however a
+# result is rounded.
 _PARALLEL = 1e-5
-# Derived: what clip_grad_norm_ adds to a norm before it divides by it.
+# Derived: clip_grad_norm_ adds this to a norm before it divides by it.
 _CLIP_EPSILONS = (0.0, 1e-6)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a rank's result.
+    """One interpretation of a rank's result.
 
-    kind      `mean` (over samples, times `factor`), `plain mean` (over ranks, times `factor`,
-              where shards are unequal), `by samples` and `by positions` (other weights in place
-              of tokens, times `factor`), `single` (rank `source`'s gradient alone, times
-              `factor`), `counted` (rank r counts `counts[r]` times, and all times `factor`),
-              `signed` (the same with counts of 1 and -1), `chain` (each rank's gradient is averaged
-              with what was there: 1/2, 1/4, 1/8 and 1/8), `clipped` (every rank's gradient clipped
-              to the norm `factor`)
-    tolerance  how far rounding may move the factor; 0.0 for one that was tried as it is
+    kind       `mean` (over samples, times `factor`), `plain mean` (over ranks, times `factor`,
+               if shards are uneven), `by samples` and `by positions` (other weights in place
+               of tokens, times `factor`), `single` (only rank `source`'s gradient, times
+               `factor`), `counted` (rank r has weight `counts[r]`, all times `factor`),
+               `signed` (the same with 1 and -1), `chain` (each rank's gradient is averaged
+               with the previous result: 1/2, 1/4, 1/8 and 1/8), `clipped` (every rank's
+               gradient clipped to norm `factor`)
+    tolerance  the factor's rounding error; 0.0 for a named factor
     """
 
     kind: str
@@ -35,13 +65,13 @@ class Reading:
     counts: tuple[int, ...] = ()
 
     def agrees_with(self, other: "Reading") -> bool:
-        """Whether two ranks' results have the same reading."""
+        """Return True if two ranks' results have the same reading."""
         same = (self.kind, self.source, self.counts) == (other.kind, other.source, other.counts)
         return same and abs(self.factor - other.factor) <= 2 * (self.tolerance + other.tolerance)
 
 
 def distance(parameter: ParameterFacts, rank: int, weights: Sequence[float]) -> float:
-    """|y - G c| of one parameter."""
+    """Return |y - G c| of one parameter."""
     gaps = [
         sum(entry * weight for entry, weight in zip(row, weights, strict=True)) - target
         for row, target in zip(parameter.basis, parameter.projected[rank], strict=True)
@@ -52,7 +82,7 @@ def distance(parameter: ParameterFacts, rank: int, weights: Sequence[float]) -> 
 def bound(
     step: StepFacts, parameter: ParameterFacts, weights: Sequence[float], slack: float = 0.0
 ) -> float:
-    """How far rounding may take a result from its combination; `slack` is a further share."""
+    """Return the rounding bound of a combination; `slack` is an additional relative error."""
     size = sum(abs(w) * norm for w, norm in zip(weights, parameter.norms, strict=True))
     coarse = zip(weights, parameter.coarse, strict=True) if parameter.coarse else ()
     rounded = ((parameter.gamma or step.gamma) + slack) * size + parameter.floor
@@ -73,11 +103,11 @@ def holds(
 
 
 def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
-    """Every way in which one rank's result can be read, over all of `parameters` at once."""
+    """Return every reading of one rank's result that fits all of `parameters` at once."""
     world, shares = len(step.shares), step.shares
     found = _scaled(step, parameters, rank, "mean", shares)
     plain = [1.0 / world] * world
-    # Chosen: shares are quotients of whole numbers, off by a few u of float64.
+    # Heuristic: shares are quotients of integers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
         found += _scaled(step, parameters, rank, "plain mean", plain)
     for kind, weights in tokens.other_weights(step).items():
@@ -102,10 +132,10 @@ def _scaled(
     kind: str,
     base: Sequence[float],
 ) -> list[Reading]:
-    """A multiple of `base`: by a factor that has a name, or else by the one that fits best.
+    """Return multiples of `base` that fit: by a named factor, else by the least-squares factor.
 
-    Where all the shards' gradients are multiples of each other, as those of a single element are,
-    a result is a multiple of anything, so there a factor must have a name.
+    If all shard gradients are multiples of each other, such as those of a single element, any
+    result is a multiple of any of them, so only named factors are accepted.
     """
     world = len(base)
     named = [1.0, float(world), 1.0 / world, -1.0] if kind != "single" else [1.0, 1.0 / world]
@@ -132,8 +162,8 @@ def _scaled(
 def _fits_better(
     parameters: Sequence[ParameterFacts], rank: int, base: Sequence[float], factor: float
 ) -> bool:
-    """Whether a result that is wrong in single elements, and as a whole within a coarse bound of
-    `base`, is so by a factor: it is four times nearer to that multiple.
+    """Return True if a result with wrong elements, though within a coarse bound of `base`, is four
+    times nearer to its multiple.
     """
     if not all(rank in p.wrong for p in parameters):
         return False
@@ -143,8 +173,8 @@ def _fits_better(
 
 
 def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
-    """Whether the ranks' gradients, of all these parameters at once, are multiples of each other
-    up to rounding: then a result is a multiple of any of them, and no weights can be read off it.
+    """Return True if the ranks' gradients, over all these parameters, are multiples of each other
+    up to rounding: then weights cannot be identified.
     """
     world = len(step.shares)
     columns = [[row[r] for p in parameters for row in p.basis] for r in range(world)]
@@ -164,7 +194,7 @@ def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
 def best_factor(
     step: StepFacts, parameters: Sequence[ParameterFacts], rank: int, base: Sequence[float]
 ) -> tuple[float, float]:
-    """Least squares over the parameters, each counted by its own size: factor and tolerance."""
+    """Return the least-squares factor, with parameters scaled by their sizes, and its tolerance."""
     along = square = allowed = 0.0
     for parameter in parameters:
         size = sum(abs(b) * norm for b, norm in zip(base, parameter.norms, strict=True))
@@ -184,7 +214,7 @@ def best_factor(
 
 
 def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
-    """Ranks that count a whole number of times, not all alike, and not a single one."""
+    """Return readings with integer weights of ranks, neither all equal nor of a single rank."""
     fit, world = step.fits[rank], len(step.shares)
     if not fit.identified:
         return []
@@ -212,9 +242,8 @@ def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
 
 
 def usual_factors(counts: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
-    """What counts of ranks are multiplied by where their sum is divided by the number of ranks, of
-    those that count, of the counts, or of the samples that count (a rank has a share of them); by
-    nothing, last.
+    """Return the usual factors of integer weights: their sum may be divided by the world size, the
+    number of ranks with weight, the sum of weights, or the weighted samples; last, by nothing.
     """
     world, total = len(counts), sum(counts)
     divisors = [world, sum(map(bool, counts)), total if total > 0 else world]
@@ -224,21 +253,21 @@ def usual_factors(counts: Sequence[int], shares: Sequence[float]) -> tuple[float
 
 
 def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[str]:
-    """What counts of the ranks, all times a factor, are called; nothing where they have no name."""
+    """Return the names of integer weights times a factor; empty if they have none."""
     world = len(counts)
     if min(counts) < 0:
         return ["signed"] if set(counts) == {1, -1} else []
     halves = [1, *(2**k for k in range(world - 1))]
-    # Chosen: for the roundings of a few float64 operations, where no tolerance is known.
+    # Heuristic: for the roundings of a few float64 operations, if no tolerance is known.
     even = abs(factor * sum(counts) / world - 1) <= world * tolerance + 1e-9
     chain = ["chain"] if sorted(counts) == halves and world > 2 and even else []
-    # Of four ranks and more nothing else gives a rank half of the weight, and one a quarter.
+    # With four ranks or more, nothing else gives weights 1/2 and 1/4.
     counted = max(counts) <= world and not (chain and world > 3)
     return [*chain, *(["counted"] if counted else [])]
 
 
 def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
-    """Weights that fall as a rank's norm grows: min(1, most / norm) for one `most`."""
+    """Return weights that decrease with a rank's norm: min(1, most / norm) for one `most`."""
     fit, norms = step.fits[rank], step.left_norms
     if not fit.identified or not all(norms):
         return []
@@ -260,9 +289,9 @@ def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
 
 
 def norm_error(step: StepFacts) -> float:
-    """How far a norm of all gradients may be off, as a share, and what is divided by it.
+    """Return the relative error of a total gradient norm and the division by it.
 
-    It is computed in the gradients' own dtype. The relative error of a sum of n squares is at most
+    It is computed in the gradients' dtype. The relative error of a sum of n squares is at most
     lambda sqrt(n) u with a probability of 1 - 2 n exp(-lambda^2 / 2) (Higham and Mary 2019), that
     of its root half of it: 4 sqrt(n) u for lambda = 8; and 4 u for the root and the quotient.
     """
@@ -270,5 +299,5 @@ def norm_error(step: StepFacts) -> float:
 
 
 def norms_differ(step: StepFacts, tolerance: float) -> bool:
-    """Whether the ranks' norms are far enough apart to tell clipping from a common factor."""
+    """Return True if the ranks' norms differ enough to distinguish clipping from a factor."""
     return max(step.left_norms) - min(step.left_norms) > tolerance * max(step.left_norms)

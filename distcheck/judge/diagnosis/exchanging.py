@@ -1,5 +1,5 @@
-"""Causes of wrong gradients and results of code that exchanges in its forward pass: losses that
-gather, and metrics.
+"""Causes of wrong gradients and results for code that communicates in forward: gathering losses and
+metrics.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ def _world(facts: LayoutFacts) -> int:
 
 
 def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
-    """One a cause, each with its parameters."""
+    """Yield one diagnosis per cause, with its parameters."""
     wrong, place = facts.parameters, f"step {facts.step}"
     if all(found.unexchanged for found in wrong):
         also = ", and so is the loss" if facts.loss_is_wrong else ""

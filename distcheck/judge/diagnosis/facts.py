@@ -1,14 +1,13 @@
-"""What was measured of a case that failed: plain numbers, from which causes are derived. No torch.
+"""Measurements of a failed case: plain numbers, from which causes are derived. No torch.
 
-One step's gradients are described by how each rank's result y is made of the W shard gradients
-g_r (the mean gradient of rank r's shard, whatever a strategy did to its loss). With the columns
-g_r put through a QR factorisation, G = Q R, the distance of y from any combination is known from
-a few numbers:
+For one step, facts describe each rank's result y in terms of the W shard gradients g_r (the mean
+gradient of rank r's shard, whatever a strategy did to its loss). With a QR factorization of the
+columns g_r, G = Q R, the distance of y from any combination follows from a few numbers:
 
     |y - G c|^2 = |R c - Q^T y|^2 + |y - Q Q^T y|^2
 
-so a cause that says what the weights c would be can be tried without the tensors. A result that
-was computed as sum c_r g_r in any order is within
+so a cause that predicts weights c can be tested without the tensors. A result that was computed as
+sum c_r g_r in any order is within
 
     gamma(k) * sum_r |c_r| |g_r|  +  k * tiny * sqrt(n)
 
@@ -23,7 +22,7 @@ import msgspec
 
 from distcheck.records import LossName
 
-LEAST_FOR_A_GRID = 16  # elements; of fewer, all could be numbers of a shorter dtype by chance
+LEAST_FOR_A_GRID = 16  # elements; fewer may be representable in a lower precision by chance
 
 Vector = tuple[float, ...]
 
@@ -32,15 +31,14 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter whose gradient is wrong on some rank.
 
     `norms` [W] are those of the shard gradients, `basis` the rows of R, `projected` [W] per rank
-    Q^T y, `remainder` [W] the norm of what is left of y, `floor` the bound's absolute part.
-    `wrong` lists the ranks, `of_mean` and `of_own` [W] say how many elements are the mean and how
-    many the rank's own gradient (of `elements`; `of_either` counts those that are one or both).
-    `kinds` names what else elements may be beside the mean (`zero`, `own / W`, `sum`, `any rank's`)
-    and says per rank how many are one or the other. `shorter` names per rank the dtype whose
-    roundings are of the size of the errors, empty where none's are; `on_grid` says per rank whether
-    its result, or W times that, holds numbers of that dtype only; `of_terms` whether it is the mean
-    of the ranks' gradients rounded to it, one by one. `coarse` [W] is how far quantising may take
-    each rank's gradient, as a norm, where that is accepted.
+    Q^T y, `remainder` [W] the norm of the residual of y, `floor` the bound's absolute part. `wrong`
+    lists the ranks; `of_mean` and `of_own` [W] count elements (of `elements`) that equal the mean
+    or the rank's local gradient, `of_either` those that equal one or both. `kinds` gives further
+    values of elements (`zero`, `own / W`, `sum`, `any rank's`), with the number per rank that are
+    these or the mean. `shorter` names per rank the dtype whose rounding matches the errors, or "";
+    `on_grid` tells per rank if its result, or W times that, is representable in that dtype;
+    `of_terms` if it is the mean of the ranks' gradients, each rounded to it. `coarse` [W] bounds
+    the L2 error of quantizing each rank's gradient, if accepted.
     """
 
     name: str
@@ -54,7 +52,7 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     of_mean: tuple[int, ...]
     of_own: tuple[int, ...]
     of_either: tuple[int, ...]
-    gamma: float = 0.0  # of its own dtype; 0: the step's
+    gamma: float = 0.0  # of its dtype; 0: the step's
     shorter: tuple[str, ...]
     on_grid: tuple[bool, ...]
     of_terms: tuple[bool, ...] = ()
@@ -63,13 +61,14 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
-    """A wrong gradient of one rank that is something else, within that thing's own bound.
+    """A wrong gradient of one rank that matches another tensor within that tensor's bound.
 
-    kind     what it is: `earlier` (the mean of step `step`), `sum` (of the means from step `step`
-             on), `added` (the mean, plus what the rank held at step `step`), `left` (the mean, plus
-             the share of that which some ranks have in a mean), `parameter` (the mean of
-             parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
-             and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
+        kind     the match: `earlier` (the mean of step `step`), `sum` (of the means from step
+                 `step` on), `added` (the mean plus the rank's gradient at step `step`), `left` (the
+                 mean plus some ranks' part of the mean at that step), `parameter` (the mean of
+                 parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
+                 and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
+
     distance and bound are L2 norms.
     """
 
@@ -84,11 +83,11 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Least squares of one rank's wrong gradients on the shard gradients, parameters scaled alike.
+    """Least-squares fit of one rank's wrong gradients to the shard gradients, with scaled
+    parameters.
 
-    `tolerance` [W] is how far rounding may move each coefficient; `residual` what is left, as a
-    share of the result. Coefficients mean nothing where the shards' gradients do not tell ranks
-    apart (`identified` is False).
+    `tolerance` [W] is the rounding error of each coefficient; `residual` is relative to the result.
+    If not `identified`, the shards' gradients are too similar, and coefficients mean nothing.
     """
 
     coefficients: Vector
@@ -98,8 +97,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
-    """The first gradient with an infinity or a NaN; `before` are the ranks whose own shard's
-    gradient has one already. `hidden`: it has none, where the mean of those gradients has.
+    """The first gradient with inf or NaN; `before` are the ranks whose shard's gradient already has
+    one. `hidden`: it has none although the mean of those gradients does.
     """
 
     rank: int
@@ -110,11 +109,11 @@ class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank on which backward was seen to leave something else than its shard's gradient:
-    `distance` of it, as a share of that gradient, in `parameters`; `source` is the rank whose
-    shard's gradient it is, if it is one's (-1: none's). `buffers` are those with which it is the
-    shard's gradient to the bit, if another rank's are taken in place of those that are promised;
-    `autocast` is the dtype under whose autocast the shard has it.
+    """A rank whose recorded local gradient differs from its shard's gradient, in `parameters`.
+
+    `distance` is relative to that gradient; `source` is the rank whose shard's gradient it is (-1:
+    none). `buffers` are those that must be another rank's for the shard's gradient to match
+    bitwise; `autocast` is the dtype under whose autocast it matches.
     """
 
     rank: int
@@ -126,31 +125,27 @@ class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One step that failed.
+    """One failed step.
 
-    Ranks are positions here, in all that is said by rank, and below: those with data, from which
-    alone means are made, numbered from 0. `ranks` [W] has the numbers that they had in the world
-    that was run (empty: the same), which words about them take from `number`.
+    Ranks here and below are positions among those with data, which alone contribute to means.
+    `ranks` [W] has their numbers in the world (empty: the same), to be used in texts (`number`).
+    `total` counts the parameters that are wrong, and those whose mean differs from some rank's
+    local gradient; `silent` the others, which are zero everywhere and show nothing about
+    synchronization.
 
-    `total` counts the parameters that are wrong, and of the others those whose mean is not every
-    rank's own gradient as well: what is zero everywhere says nothing of an exchange, and is
-    counted in `silent`.
+    `shares` [W] are n_r / N, by samples or tokens. `samples`, `tokens` and `positions` [W] describe
+    a rank's shard if ranks are weighted by tokens (else empty; positions also if padding is
+    unknown); `summed`: backward started from the sum over a rank's tokens. `left_norms` [W] are the
+    total norms of local gradients; `left_factors` [W] their factors relative to the shard's
+    gradient (None: not recorded or no multiple); `left` lists ranks with another local gradient. If
+    ranks do not hold the mean of these either, `parameters` are measured relative to them;
+    `mean_of_left`: they do hold it.
 
-    `shares` [W] are n_r / N, by samples or tokens. `samples`, `tokens` and `positions` [W] are the
-    numbers of a rank's shard where ranks count by tokens (empty elsewhere; positions also where no
-    padding is known); `summed`: backward started from the sum over a rank's tokens.
-
-    `left_norms` [W] are the norms of all that backward left on each rank. `left_factors` [W] say
-    what multiple of the shard's gradient that was as far as it was recorded (None: not seen, or no
-    multiple), `left` lists the ranks where it was not that; where ranks do not hold the mean of it
-    either, `parameters` are measured by what was left. `alike` are groups of ranks whose gradients
-    agree to the bit, `unchanged` the ranks whose parameters the step did not move although they
-    should have. `undeclared`: nothing is promised or accepted of the code, so that an option may
-    say what it does otherwise. `mean_of_left` says whether ranks hold the right mean of what
-    backward was seen to leave, which then was not the shards' gradients. `missing` lists
-    (parameter, rank) without a gradient where there should be one; `missing_elsewhere` says whether
-    that is the whole mismatch, in that backward left no gradient there, the other ranks hold their
-    own, and all else is right.
+    `alike` are groups of ranks with bit-identical gradients, `unchanged` the ranks whose parameters
+    the step should have updated but did not. `undeclared`: the code promises nothing and no
+    deviation is accepted, so an option may declare one. `missing` lists (parameter, rank) without
+    an expected gradient; `missing_elsewhere`: that is the whole mismatch, since backward produced
+    none there, the other ranks hold their local ones, and all else is right.
     """
 
     step: int
@@ -164,8 +159,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
     summed: bool = False
-    micro_batches: tuple[int, ...] = ()  # of a shard, in all ways in which they can be counted
-    silent: int = 0  # parameters besides, which say nothing of an exchange
+    micro_batches: tuple[int, ...] = ()  # of a shard, by every way of counting
+    silent: int = 0  # further parameters, which show nothing about synchronization
     fits: tuple[Fit, ...]
     left_norms: Vector
     left_factors: tuple[float | None, ...]
@@ -185,24 +180,24 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Two ranks that read the same samples in one epoch: how many, and of how many each read."""
+    """Two ranks that read the same samples in one epoch: the number shared, and read by each."""
 
     ranks: tuple[int, int]
     shared: int
     read: int
-    whole_steps: bool  # at every step both read the very same samples
+    whole_steps: bool  # identical samples at every step
 
 
 class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A step whose parameters, or whose optimizer's state, are not what the optimizer makes of what
-    ranks recorded: on which `ranks` (as the world that was run numbers them), of which names. The
-    update is `factor` times the right one plus `decay` times the parameters, up to `rest` (a share
-    of it); `unchanged`, where those parameters stayed as they were. `owners`: each of those
-    parameters is right on one rank alone, and ranks divide the optimizer's state. `norms`: where
-    the loop clips and ranks hold pieces of parameters, the norms of the pieces by whose own norm
-    the update was clipped, where that explains it. `counted`: where the loop clips in a layout, the
-    parameters that count `times` in the norm by which the update was clipped, where that explains
-    it.
+    """A step whose parameters or optimizer state differ from the optimizer's update of recorded
+    values.
+
+    `ranks` (numbered as in the world) and names locate it. The update is `factor` times the right
+    one plus `decay` times the parameters, up to the relative residual `rest`; `unchanged`: the
+    parameters stayed the same. `owners`: each of them is right on one rank only, and optimizer
+    state is sharded. `norms`: with sharded parameters, the norms of the shards by which each was
+    clipped separately. `counted`: in a layout, the parameters that have weight `times` in the
+    clipping norm. Both are set only if they explain the update.
     """
 
     step: int
@@ -220,8 +215,8 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A step with several backward passes: `weights` [W][W][passes] say per rank what each rank's
-    passes count for in what it holds.
+    """A step with several backward passes: `weights` [W][W][passes] are, per rank, the weights of
+    all ranks' passes in its result.
     """
 
     step: int
@@ -241,30 +236,26 @@ class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a tensor that has all its wrong elements: `where` in words, and by what factor they
-    are off; None where they are no multiple of the right ones.
-    """
+    """A box of a tensor with all its wrong elements, as text, and their common factor or None."""
 
     where: str
     factor: float | None
 
 
-MOST_EARLIER = 4  # steps; a gradient that is staler has no name
+MOST_EARLIER = 4  # steps; older gradients are not named
 SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are one
 
 
 class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter whose gradient is wrong at a step.
 
-    `factor`: every wrong rank holds that multiple of the right gradient, which rounding may have
-    moved by up to `factor_error`. `shares`: the axis along
-    which what ranks hold adds up to it. `shard`: every rank holds the gradient of its own data
-    coordinate's samples; `even`: the mean of all of them, unweighted. `earlier`: it is that of the
-    step before; `added`: with it added. `mixed`: the axis
-    whose ranks hold different pieces, each the mean or the sum of all of them. `lost`: the
-    micro-batches whose gradients it lacks. `unexchanged`: every rank holds what code that exchanges
-    by itself leaves where it exchanges nothing. `distance` is that from the right gradient, as a
-    share of its norm.
+    `factor`: every wrong rank holds that multiple of the right gradient, up to a rounding error of
+    `factor_error`. `shares`: the axis along which the ranks' tensors sum to it. `shard`: every rank
+    holds the gradient of its data coordinate's samples; `even`: their unweighted mean. `earlier`:
+    it is the previous step's; `added`: plus the previous step's. `mixed`: the axis whose ranks have
+    different shards but hold the mean or sum of all of them. `lost`: the micro-batches that are not
+    included. `unexchanged`: every rank holds the result without communication, for code that
+    communicates by itself. `distance` is relative to the right gradient's norm.
     """
 
     name: str
@@ -292,9 +283,9 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model returned wrongly on a rank: `factor` times the right numbers; each sample's
-    off by one number (`shifted`); or the right rows in another order (`reordered`). `distance` is
-    that from the right ones, as a share of their norm.
+    """Wrong outputs of the model on a rank: `factor` times the right ones; each sample off by a
+    constant (`shifted`); or rows in another order (`reordered`). `distance` is relative to their
+    norm.
     """
 
     rank: int
@@ -305,12 +296,12 @@ class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
-    wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
-    right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
-    that have one; `apart`: ranks that read the same samples had losses further from each other than
-    rounding explains. `form` is that of code that exchanges by itself (`loss`, `metric`). `outputs`
-    are those of the first rank that has wrong ones.
+    """One step of a layout; `by_tokens`: ranks are weighted by tokens, not samples.
+
+    `parameters` are the wrong ones in model order; `right` names the modules after the last wrong
+    one, whose gradients are all right. `loss` and `expected_loss` are those of the ranks with a
+    loss; `apart`: losses of ranks with the same samples differ by more than rounding. `form` is set
+    for code that communicates by itself (`loss`, `metric`). `outputs` are the first wrong ones.
     """
 
     step: int
@@ -329,10 +320,11 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WayFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Through which lines a parameter's gradient went at a step, over all ranks: those of calls
-    that were `given` it, and those that `perhaps` carried copies of it; "" is a call whose line is
-    not known. `reducing` are those that only reduce. `never_on` lists the ranks on which it went
-    through no call.
+    """The source lines that a parameter's gradient passed through at a step, over all ranks.
+
+    `given`: lines of calls that received it; `perhaps`: of calls that may have received copies; ""
+    is a call with an unknown line. `reducing` are lines that only reduce. `never_on` lists the
+    ranks on which it passed through no call.
     """
 
     step: int
@@ -344,22 +336,23 @@ class WayFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured. `steps` has at most three, the first failing one of the gradients
-    first. `other_order` names the order whose bits the gradients have where the promised one's they
-    have not; `batch_weights` [W], the weights with which the shards' gradients add up to the whole
-    batch's, where the mean over all samples does not. `same_randomness` lists groups of ranks that
-    began a forward pass from one state, for a workload that draws random numbers. `right_under`
-    names the loss contracts, other than the declared one, under which every gradient of every rank
-    and step would be right within R. `lost` says of which ranks no gradient can come back from the
-    loss. `begins_alike`: all ranks begin with the same bits. `averaged_every`: parameters were
-    averaged after every so many steps, and rightly. `average`: of a wrong average of parameters,
-    where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
-    low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
-    ones. `elsewhere`: of gradients that owners do not have and other ranks do. `layout`: of a
-    model-parallel layout, what is measured in place of `steps`. `forward_twice`: wrong buffers are
-    those that a second forward pass on the same batch leaves. `ways` are those of gradients at the
-    steps that were looked at, where they are known. Outside of `steps`, ranks have the
-    numbers of the world that was run.
+    """All measurements of a case; ranks outside `steps` are numbered as in the world.
+
+    steps            at most three, the first with failing gradients first
+    same_randomness  groups of ranks that started a forward pass from one RNG state, for a
+                     workload that draws random numbers
+    other_order      the order that the bits match, if they do not match the promised one
+    batch_weights    [W] weights with which the shards' gradients sum to the full batch's, if
+                     the mean over all samples does not
+    right_under      undeclared loss contracts under which every gradient is right within R
+    lost             ranks to which no gradient can come back from the loss
+    averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
+    scaled_projection
+                     factor between rank 0's projections and right ones, for low-rank gradients
+    elsewhere        gradients that other ranks hold in place of the owner
+    layout           replaces `steps` for a model-parallel layout
+    forward_twice    wrong buffers are those after a second forward pass on the same batch
+    ways             source lines of gradients at the measured steps, if known
     """
 
     world: int

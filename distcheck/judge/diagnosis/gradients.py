@@ -1,8 +1,8 @@
-"""From what was measured of wrong gradients to causes: all families, all steps that were looked at.
+"""Derives causes of wrong gradients from measurements, over all families and measured steps.
 
-A cause is named if it explains every wrong gradient of every rank at the first step that was
-looked at, or (where parameters went wrong in different ways) every one of the parameters that it
-lists. Several that do so at once cannot be distinguished by what was measured, and all are named.
+A cause is named if it explains every wrong gradient of every rank at the first measured step or (if
+parameters went wrong in different ways) every one of the parameters that it lists. Several such
+causes cannot be distinguished by the measurements, and all are named.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
 
 
 def explain(facts: Facts) -> list[Diagnosis]:
-    """The causes of wrong gradients; empty where none explains them."""
+    """Return the causes of wrong gradients; empty if none explains them."""
     return [_among(one, facts) for one in _explain(facts)]
 
 
 def explain_left(facts: Facts) -> list[Diagnosis]:
-    """The same of what backward left, where all that came of it is right."""
+    """Return the causes of wrong local gradients if everything derived from them is right."""
     found = next((left_otherwise(step) for step in facts.steps if step.left), [])
     return [_among(one, facts) for one in found]
 
 
 def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
-    """Says which ranks have data, where some have none: what is listed by rank leaves those out."""
+    """Add the ranks with data to the evidence if some have none: lists by rank omit those."""
     ranks = facts.steps[0].ranks
     if len(ranks) in (0, facts.world):
         return found
@@ -68,14 +68,14 @@ def _explain(facts: Facts) -> list[Diagnosis]:
 
 
 def explain_step(step: StepFacts) -> list[Diagnosis]:
-    """The causes of one step's wrong gradients."""
+    """Return the causes of one step's wrong gradients."""
     if step.not_finite is not None:
         return [_not_finite(step)]
     if step.missing_elsewhere:
         return [_missing(step)]
     before = left_otherwise(step)
     shorter = any(found.cause == "low-precision" for found in before)
-    if before and (step.mean_of_left or shorter):  # roundings like these look like anything
+    if before and (step.mean_of_left or shorter):  # such rounding resembles any other cause
         return before
     found = _said_together(explain_all(step, step.parameters))
     if not found and len(step.parameters) > 1:
@@ -84,8 +84,8 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
 
 
 def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
-    """Without what only follows: where one rank alone holds the mean of whole parameters, these
-    were exchanged, and that the other ranks hold their own there is not a second cause.
+    """Remove a consequence: if only one rank holds the mean of whole parameters, the other ranks'
+    local gradients there are no second cause.
     """
     alone = any(one.cause == "one-rank-only" for one in found)
     return [one for one in found if not alone or not one.evidence.endswith(parts.OWN_THERE)]
@@ -101,8 +101,8 @@ def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
 
 
 def left_otherwise(step: StepFacts) -> list[Diagnosis]:
-    """What went wrong before anything was exchanged. A loss that was scaled alike on all ranks, and
-    whose mean the ranks hold, is a matter of scale.
+    """Return causes that precede synchronization. A loss scaled equally on all ranks, whose mean
+    the ranks hold, is a matter of scale instead.
     """
     multiples = [step.left_factors[found.rank] for found in step.left]
     if not step.left or (step.mean_of_left and None not in multiples):
@@ -152,14 +152,14 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
 
 
 def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """What every family says of these parameters, taken together."""
+    """Return the causes by every family for these parameters together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
     return _first_alone([f for family in FAMILIES for f in family.explain(step, parameters)])
 
 
 def _one_by_one(step: StepFacts) -> list[Diagnosis]:
-    """Parameters that went wrong in different ways, by cause."""
+    """Return the causes of parameters that went wrong in different ways, grouped by cause."""
     groups: dict[tuple[str, ...], list[ParameterFacts]] = {}
     for parameter in step.parameters:
         causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
@@ -189,18 +189,18 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
 
 
 def percent(share: float) -> str:
-    """A share in words: what is too small to matter has no digits."""
-    # Chosen: what is smaller is said for completeness.
+    """Format a fraction as a percentage; negligible ones get no digits."""
+    # Heuristic: smaller fractions are listed only for completeness.
     return "under 0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 
 
 def error_of(step: StepFacts, parameter: ParameterFacts) -> float:
-    """How far a parameter's gradients are from the mean, as the square of a norm over all ranks."""
+    """Return the squared L2 distance of a parameter's gradients from the mean, over all ranks."""
     errors = [distance(parameter, rank, step.shares) for rank in parameter.wrong]
     return sum(error * error for error in errors if isfinite(error))
 
 
-# Causes that are true side by side; any others, of the same gradients, exclude each other.
+# Causes that can hold together; any others exclude each other for the same gradients.
 _SIDE_BY_SIDE = (
     {"unweighted-mean", "missing-division"},
     {"unweighted-mean", "double-division"},
@@ -218,7 +218,7 @@ _SIDE_BY_SIDE = (
 
 
 def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
-    """One finding a cause; those that exclude each other say so."""
+    """Keep one finding per cause; findings that exclude each other list the alternatives."""
     by_cause: dict[str, Diagnosis] = {}
     for finding in found:
         by_cause.setdefault(finding.cause, finding)
@@ -235,7 +235,7 @@ def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
 
 
 def _holds_zeros(step: StepFacts) -> bool:
-    """Every wrong gradient is zero: nothing has arrived yet."""
+    """Return True if every wrong gradient is zero: nothing has arrived yet."""
     return all(
         not any(p.projected[rank]) and not p.remainder[rank]
         for p in step.parameters
@@ -281,7 +281,7 @@ def _not_finite(step: StepFacts) -> Diagnosis:
 
 
 def describe_unexplained(facts: Facts) -> str:
-    """The strongest evidence of wrong gradients that no cause explains, in a sentence."""
+    """Return the strongest evidence of unexplained wrong gradients, as a sentence."""
     step = next((step for step in facts.steps if step.parameters), None)
     if step is None:
         return ""
@@ -312,7 +312,7 @@ def describe_unexplained(facts: Facts) -> str:
 
 
 def describe_left(facts: Facts) -> str:
-    """What backward left on each rank, where that was no longer the shard's gradient."""
+    """Describe the ranks' local gradients if they are not the shards' gradients."""
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):
             shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)

@@ -1,4 +1,6 @@
-"""Measures one failed step of a model-parallel layout, against the whole batch in one process."""
+"""Measures one failed step of a model-parallel layout against the full batch in a single
+process.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -13,10 +15,10 @@ from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
 from distcheck.records.mesh import Mesh
 
-# Chosen, as a share of the largest error of a tensor: below it, an element counts as right.
+# Heuristic, relative to a tensor's largest error: below it, an element is right.
 _RIGHT_BESIDE = 1e-3
-# Chosen, as a share of a gradient's norm: what is left over of a gradient that is taken for another
-# one. Far above the rounding of float32, far below what one sample changes.
+# Heuristic, relative to a gradient's norm: the residual of a match. Far above float32 rounding, far
+# below the effect of one sample.
 _LEFT_OVER = 1e-4
 
 
@@ -51,7 +53,7 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
 
 
 def _factor(actual: torch.Tensor, right: torch.Tensor) -> float:
-    """The multiple of what is right that comes nearest; 0.0 where that is zero."""
+    """Return the least-squares factor of the right tensor, or 0.0 if that is zero."""
     fitted = fit([(actual, right)])
     return fitted.factors[0] if fitted is not None else 0.0
 
@@ -61,7 +63,7 @@ def _module(name: str) -> str:
 
 
 def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
-    """What the first rank with wrong outputs returned, in terms of the right ones."""
+    """Return the wrong outputs of the first rank that has some, relative to the right ones."""
     expected = whole_batch.outputs(at) if at.references.whole.layout.outputs else None
     if expected is None:
         return None
@@ -94,8 +96,8 @@ def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutp
 
 
 class Held:
-    """What ranks hold of one gradient, next to the right one. None of a rank that has not got one;
-    `without` are those that have not got the parameter either.
+    """The ranks' versions of one gradient (None: missing), next to the right one. `without` are
+    ranks that do not have the parameter either.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Held:
         self._mesh, self._allowed, self._without = mesh, allowed, without
 
     def of(self, name: str) -> LayoutParameter | None:
-        """What it is; None where it is right on every rank."""
+        """Return the description of a wrong gradient, or None if it is right on every rank."""
         expected = self._expected
         if expected is None:
             return None
@@ -131,7 +133,7 @@ class Held:
     def _related(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
-        # Derived: an error of norm `allowed` moves a fitted factor by at most allowed / norm.
+        # Derived: an error of norm `allowed` changes a fitted factor by at most allowed / norm.
         return msgspec.structs.replace(
             found,
             factor=self._common_factor(held, expected),
@@ -157,7 +159,7 @@ class Held:
         return factor if fits and abs(factor) > _LEFT_OVER else None
 
     def _axis_of_shares(self, expected: torch.Tensor) -> str:
-        """The axis along which ranks hold different parts of a sum."""
+        """Return the axis along which ranks hold different summands, or ""."""
         for axis, _ in self._mesh.axes:
             groups = [
                 [self._held[r] for r in ranks if r not in self._without]
@@ -174,7 +176,7 @@ class Held:
         return ""
 
     def _axis_of_mixed(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> str:
-        """The axis whose ranks hold different pieces, and all hold one mean or sum of them."""
+        """Return the axis whose ranks have different shards but hold their mean or sum, or ""."""
         for axis, size in self._mesh.axes:
             if axis == "data" or size < 2:
                 continue
@@ -208,7 +210,7 @@ class _Measuring(Held):
         return max(tolerance, rounding)
 
     def measured(self) -> LayoutParameter | None:
-        """What it is; None where it is right on every rank."""
+        """Return the description of a wrong gradient, or None if it is right on every rank."""
         return self.of(self._at.specs[self._index].name)
 
     def _related(
@@ -226,7 +228,7 @@ class _Measuring(Held):
         )
 
     def _is_own_shard(self) -> bool:
-        """Whether every rank holds the gradient of its own samples alone."""
+        """Return True if every rank holds the gradient of its own samples only."""
         if self._mesh.data < 2:
             return False
         for rank, held in enumerate(self._held):
@@ -236,7 +238,7 @@ class _Measuring(Held):
         return True
 
     def _is_unexchanged(self) -> bool:
-        """Whether code that exchanges by itself left what it leaves without an exchange."""
+        """Return True if code that communicates by itself holds its uncommunicated result."""
         if not self._at.exchanges_itself:
             return False
         pairs = zip(self._held, self._at.unexchanged, strict=True)
@@ -247,7 +249,7 @@ class _Measuring(Held):
         )
 
     def _is_even_mean(self, held: Sequence[torch.Tensor]) -> bool:
-        """Whether every data coordinate counts alike, though they have different numbers."""
+        """Return True if data coordinates are weighted equally although their sizes differ."""
         if len(set(self._at.shares.counts)) < 2 and not self._at.exchanges_itself:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
@@ -255,7 +257,7 @@ class _Measuring(Held):
         return len(present) == len(parts) and self._all_near(held, torch.stack(present).mean(0))
 
     def _lost_passes(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> tuple[int, ...]:
-        """The micro-batch whose part of the gradient is not there, where one shard is cut."""
+        """Return the micro-batch whose gradient is missing, if there is one data coordinate."""
         if self._at.contract.micro_batches < 2 or self._mesh.data > 1:
             return ()
         passes = self._at.references.shards.passes(0, self._at.step)
@@ -271,12 +273,12 @@ class _Measuring(Held):
         if self._at.step == 0:
             return None
         before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]
-        # The model is now in that step's state; what is asked next loads its own.
+        # The model is now in that step's state; the next query loads its own.
         return None if before is None else wide(before)
 
 
 def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Region | None:
-    """The box that has the wrong elements, if it is not the whole tensor."""
+    """Return the box with all wrong elements, if it is not the whole tensor."""
     apart = (held - expected).abs()
     most = float(apart.max())
     places = (apart > max(_RIGHT_BESIDE * most, allowed)).nonzero()
@@ -285,7 +287,7 @@ def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Regio
     low, high = places.min(0).values.tolist(), (places.max(0).values + 1).tolist()
     box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
     inside = held[box].numel()
-    # Chosen: of an activation's units some are zero, and their elements right whatever happened.
+    # Heuristic: some units of an activation are zero, and their elements always right.
     if inside == held.numel() or len(places) < inside / 4:
         return None
     right = expected[box]

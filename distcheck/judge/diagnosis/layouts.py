@@ -1,7 +1,7 @@
 """Causes of wrong gradients, losses and replicas in a model-parallel layout.
 
-Backward goes from the loss to the inputs, so what is wrong in one layer is passed on to those
-before it: a cause is looked for in the last module that has a wrong gradient.
+Backward goes from the loss to the inputs, so an error in one layer propagates to earlier layers:
+the cause is searched in the last module with a wrong gradient.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.odd_ranks import ranks_in_words
 
-# Chosen: a share of its norm by which sums in bfloat16 are off at most, and mistakes seldom.
+# Heuristic: relative error of sums in bfloat16 at most; mistakes are seldom smaller.
 _OF_PRECISION = 2.0**-6
 _APART = "; ranks that read the same samples have different losses"
 
@@ -48,7 +48,7 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
 
 
 def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
-    """The loss does not show it: what is wrong with the outputs is said in its place."""
+    """Name wrong outputs that do not affect the loss, with a description."""
     gradients = "gradients are not" if facts.parameters else "so are all gradients"
     how = f"they differ from the right ones by {100 * found.distance:.2g} % of their norm"
     if found.reordered:
@@ -66,7 +66,7 @@ def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
 
 
 def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
-    """One diagnosis a cause, each with its parameters; of the last module that has wrong ones."""
+    """Yield one diagnosis per cause, for the last module with wrong gradients."""
     last = [p for p in facts.parameters if p.module == facts.parameters[-1].module]
     by_cause: dict[Diagnosis, list[str]] = {}
     for parameter in last:
@@ -81,7 +81,7 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
 
 
 def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
-    """Those of one parameter; the evidence does not name it yet."""
+    """Yield the causes of one parameter; the evidence does not name it yet."""
     if found.absent:
         yield name_cause(
             "missing-gradient", f"there is no gradient on {ranks_in_words(found.absent)}"
@@ -142,7 +142,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
 
 
 def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
-    """All causes that explain a factor of the right gradient."""
+    """Return all causes that explain a factor of the right gradient."""
     times = f"the gradient is {number_text(of.factor or 0.0)} times the right one"
     parts, found = facts.micro_batches, list[Diagnosis]()
     if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
@@ -166,7 +166,7 @@ def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
 
 
 def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
-    """The axes whose sizes make up a ratio, or its inverse."""
+    """Yield the axes whose sizes multiply to a ratio or its inverse."""
     axes = [(name, size) for name, size in facts.axes if size > 1]
     for count in range(1, len(axes) + 1):
         for chosen in combinations(axes, count):
@@ -185,7 +185,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
-    """Layers near the loss are right, and those before them are not, in no simple way."""
+    """Name a backward that is right near the loss and wrong in earlier layers."""
     if not facts.right or facts.loss_is_wrong:
         return
     last = facts.parameters[-1]

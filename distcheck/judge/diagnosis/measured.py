@@ -1,6 +1,5 @@
-"""A failed step, and a parameter of it, as tensors: what should have been, computed when a cause is
-asked for. Which questions are asked depends on the answers, so nothing is computed ahead, as it is
-for checks.
+"""A failed step and its parameters as tensors. Expectations are computed on demand, because later
+questions depend on earlier answers; checks compute them in advance.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class StepExpectation(AtStep, StepView):
-    """What should have been at a step, computed again from what the ranks of a case recorded."""
+    """The expectation at a step, recomputed from the recording of a case's ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -67,11 +66,11 @@ class StepExpectation(AtStep, StepView):
     def interval(
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
-        """As `AnyOrder.interval`."""
+        """Return the mean and bound, like `AnyOrder.interval`."""
         return any_order.mean_at(self).interval(index, wire=wire, loss=loss)
 
     def unmoved(self) -> tuple[int, ...]:
-        """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
+        """Return the ranks whose parameters did not change although a recomputed update does."""
         trace, step, found = self.trace, self.step, []
         indices = range(len(self.specs))
         for rank in range(len(self.weights)):
@@ -96,20 +95,18 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """How far quantising may move each rank's elements; empty where it is not accepted."""
+        """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
         return any_order.mean_at(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """How many the strategy's own backward cuts a batch into, the loop, and both together; none
-        where there is one.
-        """
+        """Numbers of micro-batches per batch: of the strategy's backward, the loop, and both."""
         own, by_loop = self.contract.micro_batches, self.training.accumulate
         return tuple(sorted({own, by_loop, own * by_loop} - {1}))
 
     @property
     def token_counts(self) -> dict[str, Any]:
-        """The numbers of `StepFacts` where ranks count by tokens; nothing elsewhere."""
+        """The fields of `StepFacts` for ranks weighted by tokens; empty otherwise."""
         shares = self.shares
         summed = shares.loss == "tokens"
         counted = all(header.tokens is not None for header in shares.headers)
@@ -126,9 +123,8 @@ class StepExpectation(AtStep, StepView):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A parameter at one step. Its tensors, in float64, are made when asked for, and stay if their
-    name is in `keeps` (a large model's would not fit all at once); complex numbers are pairs of
-    real ones.
+    """A parameter at one step. Its float64 tensors are computed on demand, and kept if their name
+    is in `keeps` (a large model's would not fit); complex numbers are pairs of real ones.
     """
 
     view: StepView
@@ -140,12 +136,12 @@ class Measured:
 
     @property
     def interval(self) -> Interval:
-        """The mean, and how far a right result may be from it."""
+        """The mean, and the bound of a correct result."""
         return self._keep("interval", 0, self._mean)
 
     @cached_property
     def wrong(self) -> tuple[int, ...]:
-        """The ranks whose result is further from the mean than that."""
+        """The ranks whose result is outside the bound."""
         mean, bound = self.interval.mean, self.interval.bound
         ranks = range(self.world)
         return tuple(r for r in ranks if not bool(((self.result(r) - mean).abs() <= bound).all()))
@@ -156,7 +152,7 @@ class Measured:
 
     @property
     def shares(self) -> list[float]:
-        """What each rank's gradient, as backward leaves it, counts for in the mean."""
+        """The weight of each rank's local gradient in the mean."""
         pairs = zip(self.view.weights, self.view.unscaled, strict=True)
         return [weight / self.world / factor for weight, factor in pairs]
 
@@ -164,14 +160,14 @@ class Measured:
         return self._keep("left", rank, lambda: self._left(rank))
 
     def shard(self, rank: int) -> torch.Tensor:
-        """The gradient of a rank's mean loss, whatever was done to that loss."""
+        """Return the gradient of a rank's mean loss, without loss scaling."""
         return self._keep("shard", rank, lambda: self.left(rank) / self.view.unscaled[rank])
 
     def result(self, rank: int) -> torch.Tensor:
         return self._keep("result", rank, lambda: self._result(rank))
 
     def by_what_was_left(self) -> "Given":
-        """The same, as `Given`."""
+        """Return the same parameter, measured relative to recorded local gradients."""
         return Given(self.view, self.index, self.name, self.elements, self.keeps)
 
     def _keep(self, name: str, rank: int, make: Callable[[], T]) -> T:
@@ -200,8 +196,8 @@ class Measured:
 
 
 class Given(Measured):
-    """The same, by what backward was seen to leave in place of what it should have left: what an
-    exchange made of that is the exchange's doing, whatever went wrong before.
+    """A parameter measured relative to the recorded local gradients instead of the shards': only
+    the effect of synchronization remains, whatever went wrong before.
     """
 
     def _mean(self) -> Interval:

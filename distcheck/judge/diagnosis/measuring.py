@@ -1,6 +1,6 @@
-"""Measures one step of a failed case: the numbers in `facts`, from tensors.
+"""Measures one step of a failed case: computes the numbers in `facts` from tensors, in float64.
 
-All in float64. What an expectation is, the oracles say; nothing here knows what a strategy does.
+Expectations come from the oracles; nothing here depends on a strategy's implementation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ from distcheck.records import Diagnosis, TensorSpec
 
 _MOST_SORTED = 1 << 20
 _MOST_OTHERS = 64
-# Two samples of one distribution, sorted, come closer the more there are of them: to 1e-3 of their
-# norm for a million. Chosen: a bound that is wider than a tenth of that proves no permutation.
+# Two sorted samples of one distribution converge with their size: to 1e-3 of their norm for a
+# million. Heuristic: a bound wider than a tenth of that proves no permutation.
 _SHARPEST = 1e-4
 
 
@@ -32,7 +32,7 @@ def matches_of(
     measured: list[Measured],
     step_gamma: float,
 ) -> Iterator[Match]:
-    """Every match of a wrong gradient, within the bound of what it is taken for."""
+    """Yield every match of a wrong gradient, within the bound of the matched tensor."""
     for one in measured:
         if one.wrong and bool(one.interval.mean.isfinite().all()):
             yield from _earlier(view, earlier, one, step_gamma)
@@ -47,7 +47,7 @@ def _earlier(
     one: Measured,
     step_gamma: float,
 ) -> Iterator[Match]:
-    """Against the means of earlier steps, their sums with this one's, and what a rank held then."""
+    """Compare with the means and gradients of earlier steps, and their sums with this step's."""
     total, allowed = one.interval.mean, _size(view, one.index)
     for past in earlier:
         interval = past.interval(one.index)
@@ -65,7 +65,7 @@ def _earlier(
             if held is not None and bool(held.any()):
                 limit = _size(view, one.index) + float(held.double().norm())
                 own.append(("added", one.interval.mean + held.double(), step_gamma * limit))
-                # What some ranks did not clear is in the mean of all.
+                # Gradients that some ranks did not clear are part of the mean.
                 ranks = len(view.weights)
                 own += [
                     ("left", one.interval.mean + held.double() * k / ranks, step_gamma * limit)
@@ -81,7 +81,7 @@ def _earlier(
 
 
 def _size(view: StepView, index: int) -> float:
-    """What the terms of a mean add up to, as a norm."""
+    """Return the summed norms of a mean's summands."""
     size = 0.0
     for rank, (weight, factor) in enumerate(zip(view.weights, view.unscaled, strict=True)):
         gradient = view.local(rank, index)
@@ -91,7 +91,7 @@ def _size(view: StepView, index: int) -> float:
 
 
 def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
-    """Against the means of other parameters with as many elements."""
+    """Compare with the means of other parameters with the same number of elements."""
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
     for other in alike[:_MOST_OTHERS]:
         mean = other.interval.mean
@@ -110,10 +110,10 @@ def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
 def _mixed(
     view: StepView, one: Measured, measured: list[Measured], step_gamma: float
 ) -> Iterator[Match]:
-    """Against means to which some ranks gave their gradient of another parameter.
+    """Compare with means to which some ranks contributed their gradient of another parameter.
 
     With d_k = share_k * (other's gradient on rank k - this one's), the result is the mean plus the
-    sum of d_k over those ranks: least squares says which, and the sum is then tried as it is.
+    sum of d_k over those ranks: least squares selects them, and their exact sum is then tested.
     """
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
     world = one.world
@@ -152,13 +152,12 @@ def _mixed(
 
 
 def permuted(measured: list[Measured]) -> Iterator[Match]:
-    """The elements that are wrong where they stand, sorted. Sorting both brings no two vectors
-    further apart, and what is then within a bound has norms within it: the norms, which any order
-    leaves alike, rule most out without sorting anything.
+    """Match the wrong elements in any order, by sorting them.
 
-    Those that are right where they stand do not count: their bounds would hide small elements that
-    were dropped. Twice the bounds of the others: one that a permutation brought onto an equal one
-    is taken for one that stayed.
+    Sorting two vectors never increases their distance, and vectors within a bound have norms within
+    it: the norms, which are independent of order, exclude most without sorting. Elements that are
+    right in place are excluded, since their bounds would hide small dropped elements. The other
+    bounds are doubled: an element that a permutation moved onto an equal one counts as unmoved.
     """
     elements = sum(m.elements for m in measured)
     wrong = sorted({rank for m in measured for rank in m.wrong})
@@ -170,12 +169,12 @@ def permuted(measured: list[Measured]) -> Iterator[Match]:
     norm = float(in_place.norm())
     if bound > _SHARPEST * norm:
         return
-    # The two norms are themselves off by their roundings, in float64 and in any order.
+    # The norms have roundings, too, in float64 and any order.
     reach = bound + gamma(2 * elements, unit_roundoff(torch.float64)) * norm
     for rank in wrong:
         results = torch.cat([m.result(rank).reshape(-1) for m in measured])
         if float((results - in_place).norm()) <= bound:
-            continue  # only single elements are off, and they have not changed places
+            continue  # only single elements are off, which have not moved
         if abs(float(results.norm()) - norm) > reach:
             continue
         moved = (results - in_place).abs() > bounds
@@ -193,14 +192,13 @@ def permuted(measured: list[Measured]) -> Iterator[Match]:
 Counts = tuple[int, ...]  # by rank
 
 _SHORTER = ("float32", "float16", "bfloat16")
-# Derived: one rounding has an error of at least u / (4 sqrt(3)) in the mean square (half the
-# spacing at the top of a binade, uniform), W of them that are added up 1 / sqrt(W) of that; a third
-# is room.
+# Derived: one rounding has a root mean square error of at least u / (4 sqrt(3)) (half the spacing
+# at the top of a binade, uniform), W summands 1 / sqrt(W) of that; the factor of a third is slack.
 _LEAST_ROUNDING = 0.05
 
 
 def mixture(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
-    """Per rank: elements that are the mean, the rank's own, either."""
+    """Count per rank the elements that equal the mean, the local gradient, or either."""
     counts: list[tuple[int, int, int]] = []
     interval = measured.interval
     for rank in range(measured.world):
@@ -213,7 +211,7 @@ def mixture(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
 
 
 def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
-    """Per kind and rank: elements that are the mean, or are of that kind."""
+    """Count per kind and rank the elements that equal the mean or that kind's value."""
     world, interval = measured.world, measured.interval
     owns = [measured.left(rank) for rank in range(world)]
     shared = [share * own for share, own in zip(measured.shares, owns, strict=True)]
@@ -238,8 +236,8 @@ def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
 
 
 class Rounded(NamedTuple):
-    """A shorter dtype whose roundings are of the size of a rank's errors (empty: none), and whether
-    the result shows that it is that dtype: `on_grid` and `of_terms`.
+    """A lower-precision dtype whose roundings match a rank's errors ("": none), and the proof in
+    the result: `on_grid` and `of_terms`.
     """
 
     dtype: str = ""
@@ -248,9 +246,9 @@ class Rounded(NamedTuple):
 
 
 def rounded(measured: Measured, unit: float, own: float) -> tuple[Rounded, ...]:
-    """Per rank, a dtype that the result shows, or else the least short one of those whose
-    roundings are of the size of its errors. The bound for many ranks in one dtype has room for the
-    roundings of a single one in the next: the size alone does not tell them apart.
+    """Return, per rank, a dtype that the result proves, else the most precise one whose roundings
+    match its errors. The size does not distinguish them: a bound for many ranks in one dtype covers
+    the roundings of a single rank in the next.
     """
     found = []
     for rank, dtypes in enumerate(_shorter(measured, unit)):
@@ -264,8 +262,8 @@ def rounded(measured: Measured, unit: float, own: float) -> tuple[Rounded, ...]:
 
 
 def _shorter(measured: Measured, unit: float) -> list[list[str]]:
-    """Per rank, the shorter dtypes whose roundings are of the size of its errors, the least short
-    one first.
+    """Return, per rank, the lower-precision dtypes whose roundings match its errors, the most
+    precise first.
     """
     mean, ranks = measured.interval.mean, range(measured.world)
     errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
@@ -286,8 +284,8 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
 
 
 def on_grid(measured: Measured, rank: int, dtype: str, own: float) -> bool:
-    """Whether a rank's result, or W times that, holds numbers of a shorter dtype only, up to a
-    rounding of their own. Of a few elements all may be so by chance.
+    """Return True if a rank's result, or W times that, is representable in a dtype, up to one
+    rounding of its own. A few elements may be so by chance.
     """
     grid, result = getattr(torch, dtype), measured.result(rank)
     if not bool(result.any()):
@@ -302,8 +300,8 @@ def on_grid(measured: Measured, rank: int, dtype: str, own: float) -> bool:
 
 
 def of_terms(measured: Measured, rank: int, dtype: str) -> bool:
-    """Whether a result is the mean of gradients that were rounded to a dtype before they were added
-    up in their own: weighted before or after that.
+    """Return True if a result is the mean of gradients that were each rounded to a dtype, before or
+    after weighting, and added in their own dtype.
     """
     short, world = getattr(torch, dtype), measured.world
     own_dtype = getattr(torch, measured.view.specs[measured.index].dtype)
@@ -322,20 +320,19 @@ def of_terms(measured: Measured, rank: int, dtype: str) -> bool:
 
 
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
-# Beyond this many elements every k-th is taken: a combination holds for every element.
+# Larger models are sampled with a stride: a combination holds for every element.
 _MOST_ELEMENTS = 1 << 20
-# Chosen: a QR factorisation in float64 is itself off by a few hundred of its roundings, and this is
-# 9,000 u.
+# Heuristic: a QR factorization in float64 has an error of a few hundred roundings; this is 9,000 u.
 _LEAST_GAMMA = 1e-12
-# Chosen, of the largest: below it, ranks' gradients do not tell ranks apart.
+# Heuristic, relative to the largest: below it, ranks' gradients cannot be distinguished.
 LEAST_SINGULAR = 1e-6
 
 
 def explain(
     view: StepView, earlier: Sequence[StepView] = (), later: StepView | None = None
 ) -> list[Diagnosis]:
-    """The causes of a step's wrong gradients; `earlier` are the steps before, latest first. Of
-    several causes, those stay that explain the step after it as well.
+    """Return the causes of a step's wrong gradients; `earlier` are previous steps, latest first. Of
+    several causes, those that also explain the `later` step remain.
     """
     steps = [StepMeasuring(view, earlier).facts()]
     if later is not None:
@@ -345,7 +342,7 @@ def explain(
 
 
 class StepMeasuring:
-    """Measures the step of a view; `earlier` are those of steps before, latest first."""
+    """Measures the step of a view; `earlier` are the views of previous steps, latest first."""
 
     def __init__(self, view: StepView, earlier: Sequence[StepView]) -> None:
         self._view, self._earlier, self._step = view, earlier, view.step
@@ -358,25 +355,25 @@ class StepMeasuring:
         self._least_units: list[float] = [unit_roundoff("float64"), *own]
         count = sum(spec.elements for spec in view.specs)
         self._keeps = ["interval"] if count <= MOST_KEPT else []
-        if count * len(self._ranks) <= 4 * MOST_KEPT:  # 3 tensors, of 0.1 GB at most each
+        if count * len(self._ranks) <= 4 * MOST_KEPT:  # 3 tensors of at most 0.1 GB each
             self._keeps += ["left", "shard", "result"]
 
     def facts(self) -> StepFacts:
-        """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
-        where a rank has done away with its gradient before anything was exchanged.
+        """Return all facts of the step. Raises NotRecordedError if the trace lacks too much, or a
+        rank discarded its gradient before communication.
         """
         if self._view.lost:
             raise NotRecordedError(self._view.lost)
         measured = self._measure()
         wrong = [m for m in measured if m.wrong]
-        # Of several dtypes: what rounds less is not excused by what rounds more.
+        # With several dtypes, a coarser one does not excuse a finer one.
         unit = max([*self._least_units, *(self._unit_of(m) for m in wrong or measured)])
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite else wrong
         others = backward.others(self._view, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
-            # Two mistakes: the exchange is measured by what it was given.
+            # Two mistakes: synchronization is measured relative to its input.
             wrong = [one.by_what_was_left() for one in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
         matches: tuple[Match, ...] = ()
@@ -423,7 +420,7 @@ class StepMeasuring:
         return found
 
     def _measure_parameter(self, index: int, spec: TensorSpec) -> Measured | None:
-        """None where a rank has no such gradient; a NaN or an infinity is noted."""
+        """Measure a parameter; return None if a rank has no gradient. Records inf and NaN."""
         ranks = list(self._ranks)
         missing = [r for r in ranks if self._view.reduced(r, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
@@ -450,8 +447,8 @@ class StepMeasuring:
         return one
 
     def _tells_own_from_mean(self, measured: Measured) -> bool:
-        """Whether a rank's own gradient is not the mean as well, as it is where all are zero: there
-        a gradient that is right says nothing of the exchange.
+        """Return True if some local gradient is not also the mean, as it is if all are zero: then a
+        right gradient shows nothing about synchronization.
         """
         interval = measured.interval
         return any(
@@ -460,12 +457,12 @@ class StepMeasuring:
         )
 
     def _own_unit(self, measured: Measured) -> float:
-        """The unit roundoff of one parameter's dtype: models may hold several."""
+        """Return the unit roundoff of one parameter's dtype; a model may have several."""
         parts = [self._view.local(rank, measured.index) for rank in self._ranks]
         return max(unit_roundoff(part.dtype) for part in parts if part is not None)
 
     def _unit_of(self, measured: Measured) -> float:
-        """The unit roundoff of one parameter's exchange."""
+        """Return the unit roundoff of one parameter's reduction."""
         own = self._own_unit(measured)
         return max(own, unit_roundoff(self._view.wire)) if self._view.wire else own
 
@@ -474,8 +471,8 @@ class StepMeasuring:
         return max(gamma(roundings, unit), _LEAST_GAMMA)
 
     def _is_own_elsewhere(self, measured: Measured, missing: list[int]) -> bool:
-        """Whether backward left nothing on the ranks without a gradient, and the others hold what
-        it left there.
+        """Return True if backward produced no gradient on ranks without one, and the other ranks
+        hold their local gradients.
         """
         for rank in self._ranks:
             left = self._view.local(rank, measured.index)
@@ -519,7 +516,7 @@ class StepMeasuring:
         )
 
     def _coarse(self, elements: int) -> tuple[float, ...]:
-        """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
+        """Return the quantization bound of the ranks' gradients; all may use the widest grid."""
         widest = max(self._view.half_quanta, default=0.0) * sqrt(elements)
         factors = self._view.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
@@ -566,8 +563,8 @@ class StepMeasuring:
         )
 
     def _left_the_shards(self, measured: Measured) -> bool:
-        """Whether backward was seen to leave what it should: nothing was wrong before the exchange
-        then, whatever the exchange made of it.
+        """Return True if the recorded local gradients are the shards', so that nothing was wrong
+        before synchronization.
         """
         for rank in self._ranks:
             seen = self._view.seen(rank, measured.index)
@@ -577,7 +574,7 @@ class StepMeasuring:
         return True
 
     def _is_mean_of_left(self, measured: Measured) -> bool:
-        """Whether all ranks hold the right mean of what backward was seen to leave."""
+        """Return True if all ranks hold the right mean of the recorded local gradients."""
         mean, size = torch.zeros_like(measured.interval.mean), 0.0
         relative = self._gamma_of(self._unit_of(measured))
         factors = self._view.unscaled

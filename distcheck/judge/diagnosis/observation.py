@@ -1,4 +1,4 @@
-"""The job that takes a closer look at a failed case: measures what causes are derived from."""
+"""The job that measures a failed case, from which causes are derived."""
 
 import os
 from collections import defaultdict
@@ -62,15 +62,15 @@ _SCALES: tuple[Scale, ...] = ("divide-after", "divide-before", "multiply-before"
 
 @OBSERVE.does
 def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Facts:
-    """Measures; returns a Facts. What cannot be measured is said in `trouble`."""
+    """Measure a case; return its Facts. `trouble` describes failed measurements."""
     os.nice(5)
     seeds.pin_determinism()
-    # On the ranks' own kind of device, also where another one judged: only there are what a step
-    # computes again and what was recorded equal to the bit.
+    # On the ranks' kind of device, even if another one judged: only there are a recomputed step and
+    # its recording bit-identical.
     device = devices.enter(job.case.device, 0)
     trace = TraceReader(fds["trace"], job.layout, device=device)
     if trained_with(job.case.adaptation.form) == job.case.workload:
-        enter_world_of_one()  # which its reference runs in
+        enter_world_of_one()  # required by its reference
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     reporter.progress(job.steps[0] if job.steps else 0, "a closer look")
@@ -96,7 +96,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
 
 
 class _Look:
-    """What is seen of a failed case, by the names that `Facts` has for it."""
+    """Measurements of a failed case, by the field names of `Facts`."""
 
     def __init__(self, job: ObserveRequest, ingredients: Ingredients, whole: TraceReader) -> None:
         self._job, self._ingredients = job, ingredients
@@ -105,11 +105,11 @@ class _Look:
         self._written = self._trace.steps_written()
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
-        self._large = elements > MOST_KEPT  # then one step, and the one before it
+        self._large = elements > MOST_KEPT  # then measure one step, and the previous one
         self._reach = 1 if self._large else MOST_EARLIER
 
     def at_update(self) -> dict[str, Any]:
-        """The optimizer's step where its check failed."""
+        """Measure the optimizer step whose check failed."""
         step = self._job.update_step
         failed = ("parameters", BITWISE) in self._job.failed or (
             ("parameters", "lattice") in self._job.failed and step == min(self._job.steps)
@@ -119,7 +119,7 @@ class _Look:
         return {"update": measured_update(self._expect(step))}
 
     def at_buffers(self) -> dict[str, Any]:
-        """The buffers where their check alone failed, at the first step."""
+        """Measure buffers if only their check failed, at the first step."""
         step = self._job.steps[0]
         alone = ("buffers", BITWISE) in self._job.failed and not any(
             check == "gradients" for check, _ in self._job.failed
@@ -187,14 +187,14 @@ class _Look:
         return self._expectations[step]
 
     def _right_under(self, first: int) -> Iterator[LossName]:
-        """The loss contracts under which nothing would be wrong; the step that failed goes first,
-        as it is enough to rule most of them out.
+        """Yield the loss contracts under which everything is right; the failed step is tested
+        first, since it excludes most of them.
         """
         steps = [first, *(step for step in range(self._written) if step != first)]
         declared = self._job.contract.loss_given(self._job.case.loss)
         by_tokens = (
             self._expect(first).shares.headers[0].tokens is not None
-        )  # which the loop cannot sum
+        )  # the loop cannot sum these
         for loss in get_args(LossName):
             if (
                 loss != declared
@@ -216,7 +216,7 @@ class _Look:
         return True
 
     def _other_order(self, expectation: StepExpectation) -> str:
-        """The orders and scales, other than the promised, whose bits the gradients have."""
+        """Return the orders and scales, other than the promised, that the gradients' bits match."""
         actual = self._trace.tensors(0, Kind.GRADIENT, expectation.step)
         found: dict[str, bool] = {}
         promised = self._job.contract
@@ -232,12 +232,12 @@ class _Look:
                     like=expectation.references.parameters,
                 )
             except ValueError:
-                continue  # an order that is not known on this backend
+                continue  # an unknown order on this backend
             if all(_same(a, e) for a, e in zip(actual, expected, strict=True)):
                 wire = f", wire {contract.wire}" if contract.wire else ""
                 name = f"{type(contract.order).__name__} with {contract.scale}{wire}"
                 found[name] = contract.scale == promised.scale
-        # Dividing by a power of two rounds nothing, so that scales cannot be distinguished then.
+        # Dividing by a power of two is exact, so scales cannot be distinguished then.
         nearest = [name for name, same_scale in found.items() if same_scale]
         return " or ".join((nearest or list(found))[:3])
 
@@ -256,10 +256,10 @@ def _same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 
 def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
-    """The weights with which shards' gradients add up to the whole batch's, if some do.
+    """Return the weights with which shards' gradients sum to the full batch's, if they exist.
 
-    Least squares over all parameters, each by its own size; the whole batch is within S32's or
-    S64's tolerance of what it should be, which bounds both the residual and the weights' error.
+    Least squares over all parameters, each scaled by its size; the full batch is within the
+    tolerance of S32 or S64, which bounds both the residual and the error of the weights.
     """
     rows, allowed = list[tuple[torch.Tensor, ...]](), 0.0
     for index, whole in enumerate(expectation.full_batch.gradients):
@@ -268,7 +268,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
         if whole is None or len(present) < len(parts):
             continue
         if not all(bool(part.isfinite().all()) for part in present):
-            continue  # an overflow under a GradScaler, of which no whole batch is made
+            continue  # an overflow under a GradScaler has no full-batch gradient
         factors = expectation.shares.unscaled
         columns = [p.double().reshape(-1) / f for p, f in zip(present, factors, strict=True)]
         size = sum(float(c.norm()) for c in columns) / len(columns)
@@ -282,19 +282,19 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     moved = max(fitted.moved_by) * sqrt(allowed)
     shares = [weight / len(expectation.shares.weights) for weight in expectation.shares.weights]
     found, fits = fitted.factors, fitted.left <= sqrt(allowed)
-    # Chosen: 1e-9 for the roundings of a fit in float64, where nothing moved.
+    # Heuristic: 1e-9 for the roundings of a float64 fit.
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
     return found if fits and positive and differs else ()
 
 
 def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
-    """The parameters whose owner has another gradient than the mean, or none, where another rank
-    has the mean. A mean of zero is on no rank more than on another.
+    """Return the parameters whose owner lacks the mean gradient while another rank has it. A zero
+    mean proves nothing.
     """
     trace, step, found = expectation.trace, expectation.step, list[Elsewhere]()
     if trace.ranks != tuple(range(trace.layout.world)):
-        return ()  # owners are counted among all ranks, and some are without data
+        return ()  # owners are numbered among all ranks, and some have no data
     for index, spec in enumerate(trace.layout.model.parameters):
         owner = trace.owner(0, Kind.GRADIENT, step, index)
         mean = expectation.interval(index)
@@ -317,7 +317,7 @@ def _is_within(held: torch.Tensor, required: Interval) -> bool:
 
 
 def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
-    """Pairs of ranks that read the same samples in the same epoch."""
+    """Yield pairs of ranks that read the same samples in the same epoch."""
     ranks, steps = range(trace.layout.world), range(trace.steps_written())
     headers = [[trace.header(rank, step) for step in steps] for rank in ranks]
     for one, two in combinations(ranks, 2):

@@ -1,4 +1,4 @@
-"""Causes beside wrong means: what was lost before, bits, updates, losses, accepted designs."""
+"""Causes other than wrong means: lost gradients, bits, updates, losses, accepted designs."""
 
 import math
 
@@ -21,8 +21,8 @@ def lost(facts: Facts) -> list[Diagnosis]:
 
 
 def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
-    """Gradients that were measured, are within the rounding bound of the mean, and have other bits
-    than promised, or than each other.
+    """Name gradients that are within the rounding bound, with other bits than promised or than each
+    other.
     """
     pairs = {pair for pair in failed if pair[0] in ("gradients", "agreement")}
     right = bool(facts.steps) and not any(
@@ -45,15 +45,15 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 
 def of_passes(facts: Facts) -> list[Diagnosis]:
-    """Several backward passes in a step, which do not count alike."""
+    """Name backward passes of a step that have different weights."""
     found = facts.passes
     if found is None or not facts.steps or facts.steps[0].step != found.step:
         return []
     shares = facts.steps[0].shares
     rows = _counts(found, shares)
-    # Chosen: far above the roundings of a least-squares fit, far below a lost pass.
+    # Heuristic: far above the roundings of a least-squares fit, far below a lost pass.
     if all(abs(c - row[0][0]) <= 1e-3 for row in rows for counts in row for c in counts):
-        return []  # all alike, by a factor that has its own name
+        return []  # all equal: a factor with its own name
     text = "; ".join(
         f"rank {facts.steps[0].number(rank)} holds "
         + ", ".join(_times(counts) for counts in rows[rank])
@@ -77,12 +77,12 @@ def _counts(found: PassFacts, shares: tuple[float, ...]) -> list[list[list[float
 
 
 def _times(counts: list[float]) -> str:
-    # Chosen: what is shown as 0; far below a count that means something.
+    # Heuristic: printed as 0; far below a meaningful weight.
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
 def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
-    """Wrong averages of parameters, where such averages are accepted."""
+    """Name wrong averages of parameters, if averaging is accepted."""
     if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
     found = gradients.explain_step(facts.average)
@@ -98,7 +98,7 @@ def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 
 def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
-    """Something else than the design that was accepted."""
+    """Name results that do not match the accepted design."""
     result = failed.get(("gradients", ROUNDING))
     if result is None or not accept.startswith(("low-rank", "quantised")):
         return []
@@ -106,7 +106,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     if factor is not None:
         world = facts.world
         named = {float(world): "missing-division", 1 / world: "double-division"}
-        # Chosen: far above rounding in float32, and no other factor is so near.
+        # Heuristic: far above float32 rounding, and no other factor is this close.
         cause = next((c for f, c in named.items() if math.isclose(f, factor, rel_tol=1e-4)), "")
         return [
             name_cause(
@@ -125,7 +125,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
 
 
 def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
-    """Steps of the optimizer that are not those that it takes on one machine."""
+    """Name optimizer steps that differ from those of a single process."""
     result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
         "parameters", "lattice",
@@ -147,7 +147,7 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
 
 
 def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
-    """Updates that are the owners' affair: what was not sent on, and what was clipped apart."""
+    """Name updates by owners: missing broadcasts, and separate clipping."""
     names = ", ".join(seen.parameters[:_SHOWN])
     if seen.owners and seen.unchanged:
         return [
@@ -189,10 +189,10 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
         return f"{text}; the parameters are right"
     if seen.unchanged:
         return f"{text}; they stayed as they were"
-    # Chosen: where more of an update is left over, it is not a multiple of the right one.
+    # Heuristic: with a larger residual, an update is no multiple of the right one.
     if seen.rest > 1e-3:
         return text
-    # Chosen: what is shown as a factor of 1.
+    # Heuristic: printed as a factor of 1.
     if abs(seen.factor - 1) > 1e-4:
         text += f"; they moved {number_text(seen.factor)} times as far as they should"
     if seen.decay:

@@ -1,4 +1,4 @@
-"""Causes that show in how ranks ended: crash, hang, collective-mismatch, unreachable."""
+"""Causes that follow from how ranks ended: crash, hang, collective-mismatch, unreachable."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ _WITHOUT_TRACEBACK = {RankEnd.EXITED: "exited", RankEnd.KILLED: "killed"}
 
 
 def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
-    """The cause of ranks that did not finish; nothing where all did."""
+    """Return the cause of ranks that did not finish; empty if all did."""
     bad = [o for o in outcomes if o.outcome != RankEnd.FINISHED]
     if not bad:
         return []
@@ -58,9 +58,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
 
 
 def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
-    """What a simulated world says of itself, where it does: calls that do not match, or ranks that
-    all wait.
-    """
+    """Replace a cause by the proof of a simulated world, if any: a mismatch or a deadlock."""
     if hung.proven == "unmatched":
         return name_cause("unmatched-message", hung.why)
     if hung.proven == "asleep":
@@ -74,8 +72,8 @@ def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
-    """The rank that received a message of another size is as a rule not the one that called
-    something else.
+    """Name a mismatch: the rank that received a message of another size is usually not the one with
+    the wrong call.
     """
     apart = calls_apart(_calls(outcomes))
     evidence = (
@@ -88,7 +86,7 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
 
 
 def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
-    """Every rank that did not finish had lost another one, which did not fail itself."""
+    """Name ranks that lost a peer, which did not fail itself."""
     victims = ranks_in_words([o.rank for o in lost])
     if finished:
         return name_cause(
@@ -111,11 +109,11 @@ def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
 
 
 def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
-    """Ranks in different collectives, or waiting for one that has left: a mismatch. A rank that
-    is in no collective, while the others wait for it: a hang of that rank's own.
+    """Name a mismatch of ranks that are blocked in different collectives or wait for a finished
+    rank; a hang if one rank is in no collective while others wait.
     """
     calls: dict[str, list[int]] = {}
-    messages: dict[str, list[int]] = {}  # of those backends that record them
+    messages: dict[str, list[int]] = {}  # of backends that record them
     elsewhere = []
     silent = []
     without_turn = [outcome.rank for outcome in hung if outcome.silence == "no turn"]

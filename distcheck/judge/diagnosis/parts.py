@@ -1,5 +1,5 @@
-"""Causes that show in which elements are right, and in whose gradient a parameter got: another
-parameter's, or that of an earlier step.
+"""Causes that show in the set of right elements, or in the source of a wrong gradient: another
+parameter or an earlier step.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
 OWN_THERE = "ranks hold their own gradients there, and not in the other parameters"
-_LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by chance
+_LEAST_OF_A_KIND = 4  # elements over all ranks; fewer may match by chance
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
@@ -20,13 +20,13 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
 
 
 def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Elements are the mean or the rank's own, and both are there (maybe in other parameters)."""
+    """Name elements that are the mean or local, if both occur (possibly in other parameters)."""
     own = mean = elements = 0
     for parameter in parameters:
         for rank in parameter.wrong:
             if parameter.of_either[rank] < parameter.elements:
                 return []
-            # An element may be both, a zero for example; it says nothing then.
+            # An element may be both, such as a zero; then it shows nothing.
             own += parameter.elements - parameter.of_mean[rank]
             mean += parameter.elements - parameter.of_own[rank]
             elements += parameter.elements
@@ -41,7 +41,7 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
     return [name_cause("partial-sync", f"{where}: {what}")]
 
 
-# By kind of element: the cause, which suggestion it has, and what the elements are.
+# By kind of element: cause, variant of the suggestion, description.
 _KINDS = {
     "zero": ("partial-sync", "zeros", "zero"),
     "own / W": ("partial-sync", "divided", "a W-th of the rank's own gradient"),
@@ -53,8 +53,8 @@ _KINDS = {
 
 
 def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Elements are the mean or of one other kind, and both are there, or other parameters are
-    right; chunks of single ranks may be all that there is.
+    """Name elements that are the mean or of one other kind, if both occur or other parameters are
+    right; chunks of single ranks may be everything.
     """
     found = []
     for kind, (cause, variant, what) in _KINDS.items():
@@ -82,7 +82,7 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
 
 
 def _are_parts(step: StepFacts, kind: str, mean: int) -> bool:
-    """Whether there is something else beside the elements of a kind."""
+    """Return True if there is something else in addition to elements of a kind."""
     if kind == "any rank's":
         return True
     if kind != "zero":
@@ -123,7 +123,7 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
     return []
 
 
-# Of an earlier step's gradient, by the kind of a match.
+# Remains of an earlier step's gradient, by the kind of a match.
 _LEFT = {
     "sum": "the means of steps {past} to {step} added up",
     "added": "this step's mean, added to what they held at step {past}",
@@ -133,7 +133,7 @@ _LEFT = {
 
 
 def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """What earlier steps left: a gradient that is stale, or added to."""
+    """Name remains of earlier steps: a stale or accumulated gradient."""
     where = f"step {step.step}, {parameters_text(step, parameters)}"
 
     def are(kind: str, past: int) -> bool:

@@ -1,4 +1,4 @@
-"""Causes that show in the numbers themselves: roundings of a shorter dtype."""
+"""Causes that show in the values themselves: roundings of a lower-precision dtype."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from distcheck.judge.diagnosis.wording import parameters_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-_MOST_NOISE = 1e-2  # Chosen, of what is added up: more is another gradient
-_WIDTHS = ("float32", "float16", "bfloat16")  # by what they round away
+_MOST_NOISE = 1e-2  # Heuristic, relative to the sum: larger errors are another gradient
+_WIDTHS = ("float32", "float16", "bfloat16")  # by increasing rounding error
 
 
 def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
-    """Beside longer parameters that are wrong in another way, the size of errors says nothing; nor
-    does that of a few elements beside any. Of a few others the errors may be small by chance.
+    """Return True if the size of errors is conclusive: no larger parameters are wrong in another
+    way, and not all have few elements next to others.
     """
     own = {parameter.name for parameter in parameters}
     others = [parameter for parameter in step.parameters if parameter.name not in own]
@@ -25,9 +25,8 @@ def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
 
 
 def rounded_to(facts: Facts) -> str:
-    """The short dtype whose numbers all wrong gradients are, where that is one and the same in
-    every step that was looked at; empty where it is not. Of tensors of a few elements every number
-    could be one by chance: they do not count.
+    """Return the low-precision dtype in which all wrong gradients are representable, at every
+    measured step, or "". Tensors of a few elements are ignored: they may be so by chance.
     """
     wrong = [
         (parameter.shorter[rank], parameter.on_grid[rank])
@@ -44,10 +43,10 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
     dtypes = {p.shorter[rank] for p in parameters for rank in p.wrong}
     if not dtypes or "" in dtypes:
         return _small_noise(step, parameters)
-    # Short parameters count if there are enough of them, and no long one.
+    # Small parameters count if they have enough elements together, and none is large.
     enough = sum(p.elements for p in parameters) >= LEAST_FOR_A_GRID
     counting = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID] or parameters
-    # No weights of the shards' gradients explain roundings, and only they leave a grid in all.
+    # Weights of gradients cannot explain roundings, and only rounding leaves all on a grid.
     grid = enough and all(p.on_grid[rank] for p in counting for rank in p.wrong)
     beyond = any(
         p.remainder[rank] > bound(step, p, step.shares) for p in parameters for rank in p.wrong
@@ -80,8 +79,8 @@ def _noise(what: str) -> Diagnosis:
 
 
 def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Errors in most elements, small beside what is added up, and in no direction of the ranks'
-    gradients.
+    """Name errors in most elements that are small relative to the sum and outside the span of the
+    ranks' gradients.
     """
     largest = 0.0
     if all(p.elements < LEAST_FOR_A_GRID for p in parameters):
@@ -92,7 +91,7 @@ def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
             error = distance(p, rank, step.shares)
             if not error <= _MOST_NOISE * size:
                 return []
-            # Of a few elements beside longer parameters, that is all that is asked.
+            # Small parameters next to larger ones need only this.
             if p.elements >= LEAST_FOR_A_GRID and (
                 2 * p.of_mean[rank] > p.elements or p.remainder[rank] < error / 2
             ):

@@ -1,4 +1,4 @@
-"""Causes outside the gradients: data, initial state, buffers, random numbers, optimizer, reruns."""
+"""Causes outside the gradients: data, initial state, buffers, RNG, optimizer, reruns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +13,7 @@ from distcheck.records.odd_ranks import ranks_in_words
 
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
-    """Every such cause that is carried by a check that failed and by what was measured."""
+    """Return every such cause that failed checks and measurements support."""
     found = _initial(failed, facts)
     if data := _of("data", failed):
         found += _data(facts) or _repeated(data)
@@ -22,11 +22,11 @@ def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return found
 
 
-# Chosen, of a gradient: far more than orders of summation differ by.
+# Heuristic, relative to a gradient: far above differences of summation order.
 _NO_ROUNDING = 1e-2
 
 
-# What made a difference, in words; the table of causes has what to do about each.
+# Causes of a difference in words; the table of causes has the advice.
 _FACTORS = {
     "memory": "the addresses of objects (id(), data_ptr(), the order of a set of objects)",
     "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, as on several machines,",
@@ -37,8 +37,8 @@ _FACTORS = {
 
 
 def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) -> list[Diagnosis]:
-    """Two runs that differ say by themselves that something is not determined by the seeds; what
-    further worlds have shown says whether process state determines it.
+    """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if
+    process state determines the result.
     """
     result = _of("rerun", failed)
     if result is None:
@@ -49,7 +49,9 @@ def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) ->
 
 
 def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
-    """`how` says how the rerun showed it; `passed`, whether the first world passed every check."""
+    """Name the process state; `how` describes the rerun's difference, `passed`: the first world
+    passed every check.
+    """
     factors = separation.factors
     only = len(factors) == 1
     which = "no single one of the things that differ there makes the difference"
@@ -97,8 +99,8 @@ def _nondeterministic(
 
 
 def gradients_raced(failed: Failures) -> bool:
-    """Whether the gradients that failed were others in the second run, and not by their roundings:
-    what they are made of in the first is then one of several things that can happen.
+    """Return True if failed gradients differed in the second run by more than rounding: the first
+    run's values are then one of several possible results.
     """
     rerun, wrong = _of("rerun", failed), failed.get(("gradients", ROUNDING))
     if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
@@ -110,8 +112,8 @@ def gradients_raced(failed: Failures) -> bool:
         (there.step, there.index) == (wrong.first.step, wrong.first.index)
     )
     if is_same_place and wrong.first.bound and wrong.first.expected:
-        # Any order of the same parts is within the bound of the mean, a multiple of the mean within
-        # as many bounds of its own.
+        # Any order of the same summands is within the bound of the mean; a multiple of it within as
+        # many bounds.
         times = abs(float(wrong.first.actual) / float(wrong.first.expected))
         return float(there.error) > 2.0 * max(1.0, times) * float(wrong.first.bound)
     numbers = [abs(float(value)) for value in (there.actual, there.expected) if value != ""]
@@ -119,7 +121,7 @@ def gradients_raced(failed: Failures) -> bool:
 
 
 def same_randomness(facts: Facts) -> list[Diagnosis]:
-    """Ranks that draw alike: dropout masks that are copies of each other."""
+    """Name ranks that draw equal random numbers: their dropout masks are copies."""
     if not facts.same_randomness:
         return []
     groups = "; ".join(ranks_in_words(group) for group in facts.same_randomness)
@@ -134,7 +136,7 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
 
 
 def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
-    """The same as a remark, of a case in which no check failed for it."""
+    """Yield the same as a warning, for a case in which no check failed because of it."""
     for result in results:
         if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
             yield name_cause("same-randomness", result.reason)
@@ -156,7 +158,7 @@ def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 
 def _repeated(result: CheckResult) -> list[Diagnosis]:
-    """Samples that a rank reads again, where ranks share none."""
+    """Name samples that a rank reads again, if ranks share none."""
     if result.first_kind is not FindingKind.READ_AGAIN:
         return []
     evidence = f"ranks share no samples, and read some again: {result.first_reason}"

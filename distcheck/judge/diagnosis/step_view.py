@@ -1,17 +1,17 @@
-"""One step's gradients as a diagnosis reads them, whichever recording they come from.
+"""Interface to one step's gradients for diagnosis, independent of the kind of recording.
 
-`measuring` and all below it read a step through a `StepView` alone, so a cause that is named in one
-kind of recording is named in every kind. Two ranks that hold gradients g_0 and g_1 after backward,
-and (g_0 + g_1) / 2 in `.grad` when the optimizer steps, are a view with
+`measuring` and everything below it read a step only through a `StepView`, so a cause that is named
+for one kind of recording is named for every kind. Two ranks that hold gradients g_0 and g_1 after
+backward, and (g_0 + g_1) / 2 in `.grad` when the optimizer steps, are a view with
 
-    weights  [1.0, 1.0]       each rank's shard has as many samples
+    weights  [1.0, 1.0]       each rank's shard has the same number of samples
     unscaled [1.0, 1.0]       no rank scaled its loss
-    local    g_0, g_1         what backward should have left (here: what it was seen to leave)
+    local    g_0, g_1         expected local gradients (in a job: the recorded ones)
     reduced  (g_0 + g_1) / 2  on both ranks
     interval mean and bound   of any summation order of g_0 / 2 and g_1 / 2
 
-A verification's view (`measured.StepExpectation`) computes `local` again, from the parameters and
-samples that ranks recorded; a job's view (`distcheck.job.step_view`) takes it from the recording.
+A verification's view (`measured.StepExpectation`) recomputes `local` from the recorded parameters
+and samples; a job's view (`distcheck.job.step_view`) takes it from the recording.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from distcheck.records import TensorSpec
 
 
 class StepView(ABC):
-    """A step of W ranks with data, numbered from 0; parameters go by their index in `specs`."""
+    """A step of W ranks with data, numbered from 0; parameters by their index in `specs`."""
 
     step: int
     specs: tuple[TensorSpec, ...]
@@ -33,7 +33,7 @@ class StepView(ABC):
     @property
     @abstractmethod
     def ranks(self) -> tuple[int, ...]:
-        """The ranks' numbers in the world that was run."""
+        """The ranks' numbers in the world."""
 
     @property
     @abstractmethod
@@ -43,28 +43,28 @@ class StepView(ABC):
     @property
     @abstractmethod
     def unscaled(self) -> Sequence[float]:
-        """What each rank's loss was multiplied by, which its local gradients have as a factor."""
+        """The loss scale of each rank, contained in its local gradients."""
 
     @abstractmethod
     def local(self, rank: int, index: int) -> torch.Tensor | None:
-        """What backward should have left on a rank; None for no gradient."""
+        """Return the expected local gradient of a rank, or None for no gradient."""
 
     @abstractmethod
     def seen(self, rank: int, index: int) -> torch.Tensor | None:
-        """What backward was recorded to leave; None if it was not recorded."""
+        """Return the recorded local gradient, or None if it was not recorded."""
 
     @abstractmethod
     def reduced(self, rank: int, index: int) -> torch.Tensor | None:
-        """What the rank held after gradient synchronization."""
+        """Return the rank's gradient after synchronization."""
 
     @abstractmethod
     def digest(self, rank: int, index: int) -> bytes:
-        """The digest of `reduced`."""
+        """Return the digest of `reduced`."""
 
     @abstractmethod
     def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
-        """The mean of the ranks' local gradients, and the largest error of a correct result; None
-        if no rank has a gradient.
+        """Return the mean of the local gradients and the largest error of a correct result; None if
+        no rank has a gradient.
         """
 
     @property
@@ -74,32 +74,32 @@ class StepView(ABC):
 
     @property
     def wire(self) -> str | None:
-        """The dtype that a strategy declares to exchange in, if another one."""
+        """The dtype of communication that a strategy declares, if it differs."""
         return None
 
     @property
     def lost(self) -> str:
-        """Why no gradient can come back from some rank's loss; empty if it can."""
+        """The reason why no gradient can come back from some rank's loss, or ""."""
         return ""
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """How far quantizing may move each rank's elements; empty if it is not accepted."""
+        """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
         return ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of micro-batches that a shard may be said to have; none if it has one."""
+        """The possible numbers of micro-batches of a shard; empty for one."""
         return ()
 
     @property
     def token_counts(self) -> Mapping[str, Any]:
-        """The fields of `StepFacts` for ranks that are weighted by tokens; empty for others."""
+        """The fields of `StepFacts` for ranks weighted by tokens; empty otherwise."""
         return {}
 
     def loss_factor(self, rank: int) -> float:
         return self.unscaled[rank]
 
     def unmoved(self) -> tuple[int, ...]:
-        """The ranks whose parameters the step left as they were, and should have moved."""
+        """Return the ranks whose parameters the step should have changed but did not."""
         return ()

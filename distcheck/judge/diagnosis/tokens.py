@@ -1,14 +1,14 @@
-"""What mistakes leave where ranks count by tokens, and the causes that it shows: weights by
-something else, divisors with padding. Pure arithmetic.
+"""Causes for ranks weighted by tokens: other weights, divisors that include padding. Pure
+arithmetic.
 
-A rank's loss is a mean over n_r tokens of its p_r positions, in s_r samples; T, P and N are what
-the ranks have together. What is right is sum_r (n_r / T) g_r, with g_r the gradient of rank r's
-mean. These numbers are known exactly, so what a mistake leaves is known as well:
+A rank's loss is a mean over n_r tokens of its p_r positions, in s_r samples; T, P and N are the
+totals over ranks. The right result is sum_r (n_r / T) g_r, with g_r the gradient of rank r's mean.
+These numbers are known exactly, and so is the result of each mistake:
 
-    every rank counts alike, or by its samples      sum_r g_r / W,  sum_r (s_r / N) g_r
-    padding counts in the divisor of all            T / P times the right one
-    padding counts in each rank's own divisor       sum_r (n_r / p_r) g_r / W
-    sums divided by the ranks, or the samples       T / W, T / N times the right one
+    ranks weighted equally, or by samples        sum_r g_r / W,  sum_r (s_r / N) g_r
+    padding included in the common divisor       T / P times the right one
+    padding included in each rank's divisor      sum_r (n_r / p_r) g_r / W
+    sums divided by the ranks, or the samples    T / W, T / N times the right one
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from distcheck.judge.diagnosis.wording import number_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-# Derived: weights and factors are quotients of whole numbers, off by a few u of float64.
+# Derived: weights and factors are quotients of integers, off by a few u of float64.
 _EXACTLY = 1e-12
 
 
 def named_factors(step: StepFacts) -> list[float]:
-    """The factors of the right gradient that numbers of tokens explain."""
+    """Return the factors of the right gradient that numbers of tokens explain."""
     if not step.tokens:
         return []
     tokens, positions = sum(step.tokens), sum(step.positions)
@@ -34,8 +34,8 @@ def named_factors(step: StepFacts) -> list[float]:
 
 
 def other_weights(step: StepFacts) -> dict[str, list[float]]:
-    """Weights that ranks may have had in place of those by tokens, each by the kind of its
-    `Reading`; none that is a multiple of another.
+    """Return weights possible in place of those by tokens, by the kind of `Reading`; none is a
+    multiple of another.
     """
     if not step.tokens:
         return {}
@@ -59,7 +59,7 @@ def _is_multiple(weights: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
-    """Each rank's mean counts alike, or by its samples."""
+    """Name ranks' means that are weighted equally, or by samples."""
     shares = ", ".join(number_text(share) for share in step.shares)
     how = "by their samples" if kind == "by samples" else "equally"
     return name_cause(
@@ -71,7 +71,7 @@ def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
 
 
 def padded(step: StepFacts, where: str) -> Diagnosis:
-    """Each rank's sum is divided by its own positions, and ranks then count alike."""
+    """Name sums that are divided by each rank's positions, with equal weights of ranks."""
     factors = [n / p for n, p in zip(step.tokens, step.positions, strict=True)]
     return name_cause(
         "padding-counted",
@@ -83,7 +83,7 @@ def padded(step: StepFacts, where: str) -> Diagnosis:
 
 
 def of_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
-    """What a factor of the right gradient is, where it is one of numbers of tokens."""
+    """Name a factor of the right gradient that numbers of tokens explain."""
     if not step.tokens:
         return []
     tokens, positions, world = sum(step.tokens), sum(step.positions), len(step.shares)

@@ -1,5 +1,5 @@
-"""What steps leave: wrong updates of the optimizer, averages of parameters, and buffers of forward
-passes that ran twice. Runs in a judge.
+"""Measures the results of steps: wrong optimizer updates, averages of parameters, and buffers of
+repeated forward passes. Runs in a judge.
 """
 
 from dataclasses import replace
@@ -22,19 +22,19 @@ from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 
-# Chosen, of an update: with no more left over, it is a multiple of the right one.
+# Heuristic, relative residual of an update that is a multiple of the right one.
 _SAME = 1e-5
-# Chosen, of the square of a norm: above what rounding leaves of it in float32, far below what a
-# parameter's gradient is of it.
+# Heuristic, relative to a squared norm: above float32 rounding, far below the contribution of a
+# parameter's gradient.
 _CLOSE = 1e-4
-# Chosen: far above the rounding of a moving average in float32, far below what it moves by.
+# Heuristic: far above float32 rounding of a moving average, far below its change.
 _SAME_STEP = 1e-4
-_MOST_SUBSETS = 12  # Chosen: parameters of which all sets are tried; of more, several would fit
+_MOST_SUBSETS = 12  # Heuristic: parameters whose subsets are tried; with more, several would fit
 
 
 def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
-    """The first ranks' updates of a step that are not those that the optimizer makes of what they
-    recorded; None where all are, or the trace lacks what they start from.
+    """Measure the updates that differ from the optimizer's update of recorded values; None if none
+    does, or the trace lacks their start.
     """
     trace, step = expectation.trace, expectation.step
     specs = trace.layout.model
@@ -95,13 +95,12 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
 
 
 def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, tuple[str, ...]]:
-    """(how often, which parameters) count in the norm that clipped an update; nothing where not
-    exactly one set of parameters explains by what factor it is too short. Without a layout every
-    rank has all of them, and that is the set.
+    """Return the parameters with a wrong weight in the clipping norm, and the weight, if exactly
+    one set explains the factor of the update; without a layout that set is all parameters.
 
-    With |g| the norm of all gradients, the update of clipped gradients is |g| / n of the right one
-    for a norm n. Where every one of k ranks adds the squares of what it holds whole, n^2 is |g|^2
-    plus k - 1 times the squares of these.
+    With |g| the total norm, the update of clipped gradients is |g| / n of the right one for a norm
+    n. If all k ranks add the squares of tensors that each holds whole, n^2 is |g|^2 plus k - 1
+    times these squares.
     """
     mesh = expectation.references.mesh
     training, step = expectation.training, expectation.step
@@ -128,12 +127,11 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
 
 
 def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
-    """The norms of the pieces of gradients that each moved as if it had been clipped by its own
-    norm; nothing where that does not explain an update of plain SGD.
+    """Return the norms of shards that were each clipped by their own norm, if that explains an
+    update of plain SGD.
 
-    A piece whose own norm is n moves |g| / n times as far as it should, |g| being the norm of all.
-    So elements fall into groups by how far they moved, and each group's factor times the norm of
-    its gradients is |g|.
+    A shard with norm n changes |g| / n times as much as it should, |g| being the total norm.
+    Elements therefore form groups by this factor, and each factor times its group's norm is |g|.
     """
     trace, step = expectation.trace, expectation.step
     clips = expectation.training.clip_norm is not None
@@ -155,7 +153,7 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
         )
         square += float(own.square().sum())
         right = wanted_end - start
-        # Chosen: elements that moved by 4096 roundings and more, so that a factor is known.
+        # Heuristic: elements that changed by at least 4096 roundings, so that a factor is known.
         known = right.abs() > 4096 * unit_roundoff(before.dtype) * start.abs()
         ratios.append(((end - start) / right)[known])
         gradients.append(own[known])
@@ -163,12 +161,13 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
         return ()
     order = factors.argsort()
     factors, held = factors[order], torch.cat(gradients)[order]
-    # Chosen: far above the rounding of a factor, far below what sets two pieces apart.
+    # Heuristic: far above the rounding of a factor, far below the difference of two shards.
     cuts = ((factors[1:] - factors[:-1]) > 1e-3 * factors[1:].abs()).nonzero().flatten() + 1
     groups = list(zip(factors.tensor_split(cuts), held.tensor_split(cuts), strict=True))
     norms = tuple(float(part.norm()) for _, part in groups)
     fits = all(
-        # Chosen: elements that hardly moved are in no group, and are some percent of its norm.
+        # Heuristic: elements that hardly changed are in no group, and are a few percent of the
+        # norm.
         isclose(float(factor.mean()) * norm, sqrt(square), rel_tol=0.05)
         for (factor, _), norm in zip(groups, norms, strict=True)
     )
@@ -178,8 +177,8 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
 def _made_of(
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[float, float, float]:
-    """An update as a factor times the right one, plus a share of the parameters, by least squares:
-    both factors, and what is left over as a share of the update.
+    """Fit an update as a factor times the right one plus a multiple of the parameters; return both
+    factors and the relative residual.
     """
     if not rows:
         return 1.0, 0.0, 1.0
@@ -195,9 +194,7 @@ def _made_of(
 
 
 def averaged_every(expectation: StepExpectation, written: int) -> int:
-    """After how many steps parameters were averaged, each time as the plain mean of what every
-    rank's own update left; 0 where they were not.
-    """
+    """Return the period with which parameters became the plain mean of all ranks' updates, or 0."""
     at = [
         step
         for step in range(written)
@@ -234,15 +231,15 @@ def _is_average(expectation: StepExpectation) -> bool:
 
 
 def measured_average(expectation: StepExpectation) -> StepFacts:
-    """An average of parameters that is wrong, as if every rank's own update were its gradient and
-    what ranks then held the result of an exchange. Raises NotRecordedError.
+    """Measure a wrong average of parameters like a gradient: every rank's update is its local
+    gradient, the average the reduced one. Raises NotRecordedError.
     """
     return StepMeasuring(_Averaged(expectation), []).facts()
 
 
 def scaled_projection(expectation: StepExpectation) -> float | None:
-    """By what one factor rank 0's gradients must be divided to be what a low-rank exchange is to
-    give; None where there is none. A projection y = f P M has f = |y|^2 / <y, M>.
+    """Return the one factor between rank 0's gradients and right low-rank projections, or None. A
+    projection y = f P M has f = |y|^2 / <y, M>.
     """
     wrong, factor = [], None
     forms = any_order.gradients(expectation)
@@ -264,9 +261,9 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
 
 
 def ran_twice(expectation: StepExpectation) -> bool:
-    """Whether every buffer that a step left wrong went on from the right value as it had come to
-    it. One pass takes a moving average from b to b + m (x - b), a second one on the same batch by
-    (1 - m) of that distance further; a counter by all of it.
+    """Return True if every wrong buffer continued from the right value as in a second forward pass.
+    One pass changes a moving average from b to b + m (x - b), a second one on the same batch by (1
+    - m) of that again; a counter by all of it.
     """
     trace, step = expectation.trace, expectation.step
     wrong = 0
@@ -293,7 +290,7 @@ def _goes_on(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> b
 
 
 class _Averaged(StepView):
-    """A step in which the average of the ranks' own updates is what gradients are elsewhere."""
+    """A step view in which averaged parameters take the place of reduced gradients."""
 
     def __init__(self, at: StepExpectation) -> None:
         self._at, self.step, self.specs = at, at.step, at.specs
@@ -320,7 +317,7 @@ class _Averaged(StepView):
         return self._at.wire
 
     def local(self, rank: int, index: int) -> torch.Tensor | None:
-        """A rank's own update. Raises NotRecordedError."""
+        """Return a rank's update. Raises NotRecordedError."""
         return self._update(rank, self.step)[Kind.PARAMETER][index]
 
     def seen(self, rank: int, index: int) -> None:

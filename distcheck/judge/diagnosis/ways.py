@@ -1,7 +1,7 @@
-"""The line of the code under test that a cause of wrong gradients is about.
+"""The source line of the code under test that causes a wrong gradient.
 
-A rank notes through which calls its gradients go (`worlds/step_calls`). The table of causes says
-which of these a cause is about; where that may be several lines, none is named.
+A rank records the calls that its gradients pass through (`worlds/step_calls`), and the table of
+causes defines the relevant kind of call. If several lines are possible, none is named.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from distcheck.records.causes import causes
 if TYPE_CHECKING:
     from distcheck.recordings.traces.reader import TraceReader
 
-KINDS = ("given", "exchanges", "reduces")  # of lines, of those that the table of causes has
-_MOST_PATH = 4096  # characters; Linux takes no longer one
+KINDS = ("given", "exchanges", "reduces")  # kinds of lines, among those in the table of causes
+_MOST_PATH = 4096  # characters; the limit of Linux
 
 
 def measured_ways(trace: "TraceReader", step: int) -> Iterator[WayFacts]:
-    """Those of every gradient that all ranks have noted."""
+    """Yield the lines of every gradient that all ranks have recorded."""
     if step >= trace.steps_written():
         return
     noted = [trace.lines(rank, step) for rank in range(trace.world)]
@@ -49,7 +49,7 @@ def measured_ways(trace: "TraceReader", step: int) -> Iterator[WayFacts]:
 def culprit(
     found: Sequence[Diagnosis], results: Sequence[CheckResult], facts: Facts
 ) -> CallSite | None:
-    """The line that the first wrong gradient went through, as far as all causes are about it."""
+    """Return the line that the first wrong gradient passed through, if all causes agree on it."""
     first = earliest_failure([r for r in results if r.check != "outcome"])
     kinds = {next((k for k in causes()[one.cause].lines if k in KINDS), "") for one in found}
     if first is None or first.first is None or first.check != "gradients":
@@ -59,7 +59,7 @@ def culprit(
 
 
 def _site(kind: str, place: Difference, facts: Facts) -> CallSite | None:
-    """The line of a kind that a gradient went through."""
+    """Return the line of a kind that a gradient passed through."""
     way = next(
         (w for w in facts.ways if (w.step, w.parameter) == (place.step, place.parameter)), None
     )
@@ -80,20 +80,20 @@ def _site(kind: str, place: Difference, facts: Facts) -> CallSite | None:
 
 
 def _left_right(facts: Facts, step: int) -> bool:
-    """Whether a wrong factor came with the exchange, and not with the loss."""
+    """Return True if a wrong factor came from synchronization, not from the loss."""
     at = next((one for one in facts.steps if one.step == step), None)
     return at is not None and all(factor == 1.0 for factor in at.left_factors)
 
 
 def _was_finite(facts: Facts, step: int) -> bool:
-    """Whether infinities, if there are any, came with the exchange."""
+    """Return True if infinities, if any, came from synchronization."""
     at = next((one for one in facts.steps if one.step == step), None)
     seen = None if at is None else at.not_finite
     return seen is None or not (seen.before or seen.hidden)
 
 
 def site_at(line: str) -> CallSite | None:
-    """The place of FILE:LINE, as a rank says it; None where that is none."""
+    """Parse FILE:LINE from a rank; None if it is malformed."""
     file, _, number = line.rpartition(":")
     if not file or len(file) > _MOST_PATH or not number.isdecimal() or len(number) > 9:
         return None

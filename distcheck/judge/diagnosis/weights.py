@@ -1,4 +1,4 @@
-"""Causes with wrong weights of ranks: scale, dropped and duplicated ranks, sign, clipping."""
+"""Causes with wrong rank weights: scale, dropped and duplicated ranks, sign, clipping."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from distcheck.records.causes import name_cause
 
 
 def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
-    """Some ranks count -1 times."""
+    """Name ranks with weight -1."""
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
     return name_cause(
         "wrong-sign",
@@ -29,7 +29,7 @@ def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
 
 
 def chain(way: Reading, where: str) -> Diagnosis:
-    """Each rank's gradient is averaged with what was there."""
+    """Name a chain of averages with the running result."""
     total = sum(way.counts)
     shown = ", ".join(f"{count}/{total}" for count in way.counts)
     return name_cause(
@@ -40,12 +40,12 @@ def chain(way: Reading, where: str) -> Diagnosis:
 
 
 def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """Most ranks count as they should, and the others a part of that: nothing was added twice."""
+    """Name a minority of ranks with a fraction of the usual weight: nothing was added twice."""
     most = max(way.counts)
     fewer = [rank for rank, count in enumerate(way.counts) if count < most]
     if 0 in way.counts or 2 * len(fewer) >= len(way.counts):
         return []
-    # Chosen: far above rounding in float32, far below one rank in a thousand.
+    # Heuristic: far above float32 rounding, far below one rank in a thousand.
     if not isclose(way.factor * most, 1.0, rel_tol=1e-4):
         return []
     counts = ", ".join(number_text(count / most) for count in way.counts)
@@ -60,8 +60,8 @@ def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
 
 
 def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """A second mistake beside the counts: a factor that neither all ranks, nor those that count,
-    nor their counts explain.
+    """Name a second mistake in addition to integer weights: a factor that neither the world size,
+    the number of ranks with weight, nor the weights explain.
     """
     world, factor = len(step.shares), way.factor
     *usual, undivided = usual_factors(way.counts, step.shares)
@@ -75,8 +75,8 @@ def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
 
 
 def dropped(step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool) -> Diagnosis:
-    """Ranks that do not count. `mean` says whether what is left is the right mean over the other
-    ranks: a server that has no data by design leaves that.
+    """Name ranks with weight 0. `mean`: the result is the right mean over the other ranks, as with
+    a server that has no data by design.
     """
     others = len(step.shares) - 1
     may_serve = len(positions) == 1 and mean and step.undeclared and others > 0
@@ -92,7 +92,7 @@ def dropped(step: StepFacts, positions: Sequence[int], evidence: str, *, mean: b
 
 
 def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
-    """Ranks count a whole number of times: some not at all, or some more than once."""
+    """Name integer rank weights: 0 for some, or more than 1."""
     counts = ", ".join(map(str, way.counts))
     absent = [rank for rank, count in enumerate(way.counts) if count == 0]
     evidence = (
@@ -103,13 +103,13 @@ def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
             evidence += f", 0 on {positions_text(step, absent)}"
         return name_cause("duplicated-rank", evidence)
     required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
-    # Chosen: far above rounding in float32, far below one rank in a thousand.
+    # Heuristic: far above float32 rounding, far below one rank in a thousand.
     mean = isclose(way.factor, required, rel_tol=1e-4)
     return dropped(step, absent, evidence, mean=mean)
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Every cause that explains these parameters on all ranks."""
+    """Return every cause that explains these parameters on all ranks."""
     ways = [readings(step, parameters, rank) for rank in range(len(step.shares))]
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     found: list[Diagnosis] = []
@@ -127,7 +127,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
 
 
 def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """All ranks hold the same combination."""
+    """Name a combination that all ranks hold."""
     if way.kind == "mean":
         return [] if way.factor == 1.0 else _scales(step, way, where)
     if way.kind == "by positions" and way.factor == 1.0:
@@ -154,7 +154,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if way.kind == "signed":
         return [signed(step, way, where)]
     if way.kind in ("by samples", "by positions"):
-        return []  # times a factor: two mistakes, of which neither is certain
+        return []  # times a factor: two mistakes, neither of which is certain
     if way.kind == "chain":
         return [chain(way, where)]
     return _clipped(step, way, where)
@@ -192,11 +192,9 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Diagnosis:
 
 
 def _of_accumulation(step: StepFacts, factor: float) -> str:
-    """What says that a factor is that of micro-batches; empty where it is not their number, or may
-    as well be the number of ranks.
-    """
+    """Explain a factor by the number of micro-batches, if it may not be the world size, else ""."""
     world = len(step.shares)
-    # Chosen: far above rounding in float32, and no other factor is so near.
+    # Heuristic: far above float32 rounding, and no other factor is this close.
     near = partial(isclose, factor, rel_tol=1e-4)
     count = next((n for n in step.micro_batches if near(n) or near(1 / n)), 0)
     if not count:
@@ -214,33 +212,33 @@ def _of_accumulation(step: StepFacts, factor: float) -> str:
 
 
 def _round_norm(step: StepFacts, way: Reading) -> str:
-    """The L2 norm of what every rank holds, if it is less than the mean's and a number of one
-    digit, as people clip to: up to 1e-4 of it, since torch adds 1e-6 to the norm that it divides
-    by, and computes it in the gradients' dtype. One norm in a thousand is such by chance.
+    """Return the L2 norm of the result if it is below the mean's and has one digit, like a typical
+    clipping norm. The relative tolerance is 1e-4, since torch adds 1e-6 to the norm that it divides
+    by, and computes it in the gradients' dtype.
     """
     if len(step.parameters) != step.total or not 0 < way.factor < 1:
         return ""
     norm = hypot(*(hypot(*p.projected[0], p.remainder[0]) for p in step.parameters))
     rounded = f"{norm:.0e}"
-    # Chosen: see above; one norm in a thousand is such by chance.
+    # Heuristic: one norm in a thousand has one digit by chance.
     return f"{float(rounded):g}" if isclose(norm, float(rounded), rel_tol=1e-4) else ""
 
 
 def _already_there(step: StepFacts, factor: float) -> str:
-    """Says whether the factor was there before the exchange, or that it is not known."""
+    """Report if the factor was present before synchronization, or if that is unknown."""
     seen = step.left_factors
     if any(f is None for f in seen):
         return " (a loss that was scaled by as much would look the same)"
     if all(f == 1.0 for f in seen):
         return "; gradients were correct after backward, so the exchange introduced the factor"
-    # Chosen: far above rounding in float32, and no other factor is so near.
+    # Heuristic: far above float32 rounding, and no other factor is this close.
     if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
         return "; gradients were wrong by the same factor after backward"
     return ""
 
 
 def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """Every rank holds one rank's own gradient. With two ranks that has more than one name."""
+    """Name one rank's local gradient on every rank. With two ranks several causes fit."""
     world = len(step.shares)
     times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
     source = positions_text(step, [way.source])
@@ -257,7 +255,7 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
 
 def _clipped(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if not norms_differ(step, way.tolerance / way.factor):
-        return []  # a factor that all ranks share: named as such
+        return []  # a factor common to all ranks has its own name
     norms = ", ".join(f"{norm:.4g}" for norm in step.left_norms)
     return [
         name_cause(
@@ -285,9 +283,8 @@ def _one_right(
     ways: Sequence[Sequence[Reading]],
     where: str,
 ) -> list[Diagnosis]:
-    """One rank alone has the mean, or the sum, and the others no multiple of it. A tenth of their
-    elements and more are another number: a damaged element, or one that is right by chance, has no
-    such name.
+    """Name a mean or sum on one rank only, if no other rank has a multiple of it. At least a tenth
+    of their elements must differ, to exclude damaged or accidentally right elements.
     """
     right = [rank for rank, way in enumerate(ways) if _is_right(way)]
     summed = [
@@ -325,9 +322,9 @@ def _one_right(
 
 
 def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
-    """Ranks that hold different things, each of them named."""
+    """Name each of the different results that ranks hold."""
     if all(map(_is_right, ways)):
-        return []  # as far as norms tell; single elements are further off
+        return []  # according to norms; single elements differ more
     scaled = [next((w for w in way if w.kind == "mean"), None) for way in ways]
     if all(way is not None for way in scaled):
         return _own_factors(step, [way for way in scaled if way is not None], where)
@@ -350,7 +347,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
 
 
 def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
-    """In every rank's result ranks count whole numbers of times, and not the same ones in all."""
+    """Name integer weights that differ from rank to rank."""
     chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
     counts: dict[tuple[int, ...], list[int]] = {}
     for rank, (way, found) in enumerate(zip(ways, chosen, strict=True)):
@@ -373,7 +370,7 @@ def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) 
 
 
 def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Diagnosis]:
-    """Every rank holds the mean times a factor of its own."""
+    """Name the mean times a factor that differs from rank to rank."""
     factors = [way.factor for way in scaled]
     shown = ", ".join(number_text(factor) for factor in factors)
     # Derived: clip_grad_norm_ adds 1e-6 to the norm that it divides by.
@@ -402,9 +399,8 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
 def _larger_first(
     step: StepFacts, way: Reading, unweighted: Diagnosis, where: str
 ) -> list[Diagnosis]:
-    """A plain mean times a factor: two mistakes, of which that one comes first that is further from
-    the weights that are expected. They are apart by the sum over the ranks of |1/W - s_r|, the
-    result from the plain mean by |factor - 1|.
+    """Order the two mistakes of a plain mean times a factor by their distance from the expected
+    weights: the sum over ranks of |1/W - s_r|, and |factor - 1|.
     """
     world = len(step.shares)
     apart = sum(abs(1.0 / world - share) for share in step.shares)

@@ -1,4 +1,4 @@
-"""The wording that families of causes share."""
+"""Wording shared by families of causes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,24 +10,24 @@ Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
 
 def where(result: CheckResult) -> str:
-    """Step, tensor and rank of the first divergence; the check's own words where it has none."""
+    """Return step, tensor and rank of the first divergence, or the check's reason."""
     place = result.first or result.worst
     return result.reason if place is None else place.place
 
 
 def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0, 2`, of ranks as a step's facts number them: for whatever names those."""
+    """Format positions as `rank 1` or `ranks 0, 2`, with the ranks' numbers in the world."""
     return ranks_in_words([step.number(position) for position in positions])
 
 
 def some_of(names: Sequence[str], most: int = 6) -> str:
-    """The first of some names, and how many more there are."""
+    """Format the first names and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
-    """`all 6 parameters`, or their names; of those, that could show a missing exchange."""
+    """Format `all 6 parameters` or names, counting those that can show a missing all-reduce."""
     if len(parameters) == step.total:
         which = f" that could show it ({step.silent} could not)" if step.silent else ""
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
@@ -37,8 +37,8 @@ def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> st
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
-    """Seven digits, which is what float32 has; more where a number would read as one of those that
-    it stands `beside`, and is not that.
+    """Format seven digits, float32's precision; more if the number would read as one of the numbers
+    `beside` it without being equal.
     """
     for digits in range(7, 17):
         text = f"{value:.{digits}g}"
@@ -48,7 +48,7 @@ def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
 
 
 def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
-    """What each rank's gradient counts for in one rank's result, beside what it should."""
+    """Format the weights of the ranks' gradients in one rank's result, and the expected ones."""
     got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
     required = ", ".join(f"{share:.4g}" for share in step.shares)
     whose = positions_text(step, [rank])

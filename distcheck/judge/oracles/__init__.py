@@ -1,28 +1,27 @@
-"""What should have been: expectations, computed without the code they judge.
+"""Expectations of correct results, computed without the code that they judge.
 
-A layer is one file, named by its line in `records/layers.py`. It has a function for each check that
-it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
-(`forms.py`), which is all that the check is given:
+A layer is one file, named in `records/layers.py`. For each check that it supports it has a function
+with the check's name (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
+(`forms.py`), the only input of the check:
 
     closed_form.py  exact: integers in closed form (lattice.py)
-    bitwise.py      X: the shards reduced in the very order that the contract names (order_exact.py)
-    any_order.py    R: their mean, and how far any order may be from it (rounding.py)
-    whole_batch.py  S64, S32: the whole batch in one process (full_batch.py)
-    unlayered.py    what is expected without a layer
+    bitwise.py      X: the shards reduced in the exact order of the contract (order_exact.py)
+    any_order.py    R: their mean, and the rounding bound of any order (rounding.py)
+    whole_batch.py  S64, S32: the full batch in a single process (full_batch.py)
+    unlayered.py    expectations without a layer
 
-What they start from:
+Shared parts:
 
-    references.py   what is built once a process; one step, as the ranks recorded it; the
-                    optimizer's step
-    shares.py       what each rank counts for
-    shards.py       each rank's own part, again, from the state that rank recorded
-    ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
-    kinks.py, own_rounding.py, between_devices.py   where rounding is beyond S32's bound
-    quantum.py, low_rank.py, averaging.py   what --accept widens
-    calibration.py  whether the orders that X relies on hold on this machine
+    references.py   data built once per process; one recorded step; the optimizer step
+    shares.py       rank weights
+    shards.py       each rank's shard, recomputed from the state that the rank recorded
+    ghost_batch.py  BatchNorm in the full batch, normalizing like the ranks
+    kinks.py, own_rounding.py, between_devices.py   cases with rounding beyond S32's bound
+    quantum.py, low_rank.py, averaging.py   bounds widened by --accept
+    calibration.py  tests of the orders that X relies on, on this machine
 
-Every step starts from what the ranks recorded before it: free-running trajectories diverge
-chaotically, re-synchronised ones do not.
+Every step starts from the recorded previous state: free-running trajectories diverge chaotically,
+re-synchronized ones do not.
 """
 
 import importlib
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def expect(check: str, layer: str, at: "AtStep") -> Any:
-    """What a check compares with at a step, by a layer; None where it compares ranks only, or has
+    """Return the expectation of a check and layer at a step; None if it only compares ranks, or has
     nothing to compare at this step.
     """
     module = importlib.import_module(f"{__name__}.{oracle_of(layer)}")

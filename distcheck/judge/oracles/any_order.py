@@ -1,8 +1,8 @@
-"""R, the rounding bound: the mean of the ranks' own gradients, in any order of summation.
+"""R, the rounding bound: the mean of the ranks' local gradients, in any summation order.
 
-The formula is in `rounding.py`. Here is what goes into it at a step: what each rank's gradient
-counts for, how often it is rounded, and what `--accept` widens (`quantum.py`, `low_rank.py`). Under
-`--accept local-sgd` it is the mean of parameters (`averaging.py`).
+`rounding.py` has the formula. This module provides its inputs at a step: rank weights, the number
+of roundings, and bounds widened by `--accept` (`quantum.py`, `low_rank.py`). Under `--accept
+local-sgd` it is the mean of parameters (`averaging.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ Take = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class AnyOrder(GradientForms):
-    """One step's mean of the ranks' own gradients: `gradients` [rank][parameter].
+    """One step's mean of the ranks' local gradients, `gradients` [rank][parameter].
 
-    `magnitudes` are what the absolute values of each rank's `passes` backward passes add up to,
-    and empty where there is one pass. `half_quanta` is empty where quantising is not accepted.
+    `magnitudes` are the summed absolute values over each rank's `passes` backward passes; empty for
+    one pass. `half_quanta` is empty if quantization is not accepted.
     """
 
     gradients: tuple[Gradients, ...]
@@ -45,7 +45,7 @@ class AnyOrder(GradientForms):
     passes: int
     half_quanta: tuple[float, ...]
     nan_is_expected: bool
-    near: tuple[float, ...] = ()  # how far it may be besides, where micro-batches are not promised
+    near: tuple[float, ...] = ()  # additional tolerance if micro-batches are not promised
     why_near: str = ""
 
     def of(self, index: int) -> Within | Either | None:
@@ -78,13 +78,12 @@ class AnyOrder(GradientForms):
         take: Take | None = None,
         parts: Sequence[torch.Tensor | None] | None = None,
     ) -> Interval | None:
-        """Mean and bound of one parameter's gradient; None where no rank has a gradient.
+        """Return mean and bound of one parameter's gradient, or None if no rank has one.
 
-        `wire` asks for the bound under another promise than the contract's. `loss` asks for what
-        the same exchange would have to give here to be right under another loss contract: there
-        rank r's gradient would be f'_r / f_r times as large, with f and f' what either multiplies
-        its loss by, so here the ranks count f_r / f'_r times their share.
-        `take` picks elements; `parts` are the ranks' own gradients, if they are known already.
+        `wire` replaces the contract's promise. `loss` computes the result that would be right under
+        another loss contract: there rank r's gradient would be f'_r / f_r times as large, with f
+        and f' the loss factors of both contracts, so here the rank weights are f_r / f'_r times
+        theirs. `take` selects elements; `parts` are the ranks' local gradients, if known.
         """
         parts = parts or [gradients[index] for gradients in self.gradients]
         present = [part for part in parts if part is not None]
@@ -114,7 +113,7 @@ class AnyOrder(GradientForms):
         return quantum.widened(found, self.half_quanta, shares, present[0].dtype)
 
     def _magnitudes(self, index: int, *, like: torch.Tensor) -> list[torch.Tensor] | None:
-        """Of each rank, zeros where it has no gradient; None where there is one pass."""
+        """Return each rank's magnitudes, zeros without a gradient; None if there is one pass."""
         if not self.magnitudes:
             return None
         found = [of_rank[index] for of_rank in self.magnitudes]
@@ -124,7 +123,7 @@ class AnyOrder(GradientForms):
 
 @dataclass(frozen=True)
 class LowRank(GradientForms):
-    """The same where a low-rank exchange is accepted."""
+    """Forms of a step if low-rank compression is accepted."""
 
     projects = True
     mean: AnyOrder
@@ -138,7 +137,7 @@ class LowRank(GradientForms):
 
 
 def gradients(at: AtStep) -> GradientForms:
-    """The synchronised gradients of a step. Raises NotBoundedError, NotRecordedError."""
+    """Return the reduced gradients of a step. Raises NotBoundedError, NotRecordedError."""
     mean, accepted = mean_at(at), at.accepted
     if accepted is None or accepted.family != "low-rank":
         return mean
@@ -154,7 +153,7 @@ def gradients(at: AtStep) -> GradientForms:
 
 
 def mean_at(at: AtStep) -> AnyOrder:
-    """The mean of a step, whatever is exchanged in its place. Raises NotBoundedError."""
+    """Return the mean of a step, whatever is communicated. Raises NotBoundedError."""
     return at.kept(_mean)
 
 
@@ -189,7 +188,7 @@ def _half_quanta(at: AtStep) -> tuple[float, ...]:
 def _projection(
     at: AtStep, accepted: Accepted, index: int, now: Interval | None
 ) -> Projection | None:
-    """What went into the exchange of one parameter. Raises NotRecordedError."""
+    """Return the input of one parameter's compression. Raises NotRecordedError."""
     if now is None:
         return None
     earlier = []
@@ -204,7 +203,7 @@ def _projection(
 
 
 class _EarlierMeans:
-    """R of every parameter at earlier steps, which every later step needs."""
+    """Means and bounds (R) of earlier steps, which every later step needs."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -218,8 +217,8 @@ class _EarlierMeans:
 
 
 def parameters(at: AtStep) -> Averaged | None:
-    """Local SGD: what every rank's own update leaves, where parameters are averaged after the step.
-    Raises NotRecordedError.
+    """Return the results of all ranks' updates if parameters are averaged after the step (local
+    SGD). Raises NotRecordedError.
     """
     averages = at.references.averages
     if averages is None or not averages.at(at.step):

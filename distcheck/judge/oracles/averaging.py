@@ -1,21 +1,21 @@
-"""What is expected of ranks that train by themselves and average parameters: `--accept
-local-sgd:PERIOD`.
+"""Expectations for ranks that step locally and average parameters: `--accept local-sgd:PERIOD`.
 
-Between two averages each rank is one machine with its own shard: its gradients are its shard's, to
-the bit, and its parameters and optimizer state what the optimizer makes of them, to the bit. After
-an averaging step every rank holds the plain mean of what all ranks' own updates left,
+Between two averages each rank is a single process with its own shard: its gradients are its
+shard's, bitwise, and parameters and optimizer state follow from them, bitwise. After an averaging
+step every rank holds the plain mean of all ranks' own updates,
 
     p  =  1 / W  sum_r p_r,      |actual - p|  <=  gamma(W + 1) / W sum_r |p_r|  +  (W + 1) tiny
 
 by the same argument as for gradients (`rounding`): W - 1 additions and two roundings for the scale.
-The p_r are computed from what each rank recorded before and during the step, so an average that is
-missed, late, or of too few ranks shows at the step where it happens. The optimizer's state stays
-each rank's own.
+The p_r are computed from each rank's recording before and during the step, so an average that is
+missing, late, or over too few ranks appears at the step where it happens. Optimizer state remains
+local.
 
-Averages are PERIOD steps apart; the first is at one of the first PERIOD steps, wherever the ranks'
-parameters are found to agree first (some count from 0, some from 1). If they agree at none of
-those, the last of them is judged as the first average. After a step that moved no parameter, as one
-at a rate of 0, ranks agree without an average; of that phase the first step that moved one tells.
+Two averages are separated by PERIOD steps; the first is at one of the first PERIOD steps, namely
+the first after which the ranks' parameters agree (some code counts from 0, some from 1). If they
+agree after none of those, the last of them is judged as the first average. After a step that
+changed no parameter, such as one at a rate of 0, ranks agree without an average; the first step of
+that phase that changed one decides.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from distcheck.recordings.traces.reader import TraceReader
 
 @dataclass(frozen=True)
 class Averages:
-    """The steps after which the ranks of a trace must hold the mean of their parameters. `seen`:
-    whether they agreed after one of the first `period` steps; `first` is that, or the last of them.
+    """The steps after which the ranks must hold the mean of their parameters. `seen`: they agreed
+    after one of the first `period` steps; `first` is that step, or the last of them.
     """
 
     period: int
@@ -54,7 +54,7 @@ class Averages:
 
 
 def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
-    """The plain mean of one parameter over the ranks, and how far rounding may take it."""
+    """Return the plain mean of one parameter over the ranks, and its rounding bound."""
     return interval(parameters, [1.0 / len(parameters)] * len(parameters))
 
 
@@ -68,7 +68,7 @@ def _moved(trace: TraceReader, step: int) -> bool:
 
 
 def agree(trace: TraceReader, slot: int) -> bool:
-    """Whether all ranks hold the same parameters, to the bit."""
+    """Return True if all ranks hold the same parameters, bitwise."""
     for index in range(len(trace.layout.model.parameters)):
         entries = [
             trace.entry(rank, Kind.PARAMETER, slot, index) for rank in range(trace.layout.world)

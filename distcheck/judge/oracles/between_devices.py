@@ -1,11 +1,10 @@
-"""S32 where the ranks' device is another one than the reference's: how much further gradients may
-be off.
+"""S32 if the ranks' device differs from the reference's: additional tolerance of gradients.
 
-What S32 refuses is there taken for right up to this much more: twice what moves where samples are
-put on other sides of kinks (`kinks.py`), and twice the reference's own distance from float64. The
-latter is rounding that S32's bound does not count: the exact gradient of a bias in front of
-BatchNorm is zero, and what is left of it grows with a layer's mean beside its deviation. A GPU
-rounds so as well, in its own way; both errors add up.
+A gradient refused by S32 is then accepted up to an additional tolerance: twice its change when
+samples move to other sides of kinks (`kinks.py`), and twice the reference's own distance from
+float64. The latter is rounding outside S32's bound: the exact gradient of a bias in front of
+BatchNorm is zero, and its rounding error grows with a layer's mean relative to its deviation. A GPU
+also rounds like that, in its own way; both errors add.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from distcheck.judge.oracles.full_batch import norm
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import distance
 
-# Measured allowance: 1.17 of the tolerance in all, once, of VGG11 on an H100.
+# Measured: 1.17 of the tolerance in all, once, for VGG11 on an H100.
 _OWN_ERRORS = 2.0
-# Chosen: of an error that may come from kinks that are not looked at, in its gradient's size.
+# Heuristic: an error possibly from kinks that are not examined, relative to its gradient.
 _UNDECIDED = 2.0
 
 EXCUSE = (
@@ -43,8 +42,8 @@ def allowed(
     tolerances: Sequence[float],
     refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> tuple[dict[int, float], dict[int, float], str]:
-    """Of what is refused, by its index: how much further it may be off, as an L2 norm; up to which
-    error it decides nothing, where it is further off than that; and why, if by kinks.
+    """Return, for refused gradients by index: additional tolerances as L2 norms; errors up to which
+    a larger deviation is undecided; and the reason, if it is kinks.
     """
     further, others = kinks.between_devices(at, [*refused])
     rounding = {}
@@ -66,9 +65,9 @@ def allowed(
 
 
 def _own_error(at: AtStep, index: int, right: torch.Tensor) -> float:
-    """How far the reference's gradient is from that in float64, as an L2 norm."""
+    """Return the L2 distance of the reference's gradient from that in float64."""
     try:
         exact = at.in_double.full_batch.gradients[index]
         return 0.0 if exact is None else distance(right, exact)
-    except Exception:  # theirs: not every workload computes in float64
+    except Exception:  # a workload may not compute in float64
         return 0.0

@@ -1,15 +1,15 @@
-"""X, bitwise: the promised order of summation, and whatever follows from recorded state alone.
+"""X, bitwise: the promised summation order, and everything that follows from recorded state.
 
-What a rank computes by itself (its own gradients, its loss, the optimizer's step, its buffers) is
-computed again from what it recorded, and must have the same bits. So must the synchronised
-gradients where an order is promised (`order_exact.py`).
+Local results of a rank (its gradients, its loss, the optimizer step, its buffers) are recomputed
+from its recording, and must be bit-identical. So must reduced gradients if an order is promised
+(`order_exact.py`).
 
-Where the loop clips and each rank holds pieces of the gradients, ranks add up the squares of n
-numbers in another order than one process does. The relative error of such a sum grows like
-u sqrt(n) (as in `full_batch.py`), and that of its root is half of that. So the update is computed
-again for a norm that is larger and smaller by so much, with 8 u of room for the roundings of root,
-quotient and product. What the results differ by is how far the update may be from the one that is
-expected, as an L2 norm, with one rounding of the parameters themselves beside.
+If the loop clips and each rank holds shards of the gradients, ranks add the squares of n numbers in
+another order than a single process. The relative error of such a sum grows like u sqrt(n) (as in
+`full_batch.py`), that of its root is half of that. So the update is recomputed for a norm that is
+larger and smaller by as much, plus 8 u for the roundings of root, quotient and product. The
+difference of the results is the tolerance of the update, as an L2 norm, in addition to one rounding
+of the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ _ROOM = 8.0  # Derived: one rounding each for root, sum, quotient and product, a
 
 @dataclass(frozen=True)
 class InOrder(GradientForms):
-    """The gradients in the promised order; `mean` says what a mistaken sum may be rounded by."""
+    """Gradients in the promised order; `mean` bounds the rounding of a mistaken sum."""
 
     gradients: Gradients
     mean: AnyOrder
@@ -58,29 +58,29 @@ class InOrder(GradientForms):
         return bits(self.gradients[index])
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """How far a mistaken sum may be from its exact value, elementwise."""
+        """Return the elementwise rounding bound of a mistaken sum."""
         return self.mean.limit(index, own)
 
     def every(self, index: int, stride: int) -> torch.Tensor | None:
-        """Every so-many-th of the numbers that are compared."""
+        """Return every `stride`-th compared number."""
         found = self.gradients[index]
         return None if found is None else every(stride, found).double()
 
 
 def bits(tensor: torch.Tensor | None) -> Bits | None:
-    """A tensor that is computed again, if there is one."""
+    """Return the form of a recomputed tensor, if there is one."""
     return None if tensor is None else Bits(tensor)
 
 
 def gradients(at: AtStep) -> GradientForms | EachItsOwn:
-    """The synchronised gradients; each rank's own where ranks may train by themselves."""
+    """Return the reduced gradients; each rank's local ones under local SGD."""
     if at.references.averages is not None:
         return local_gradients(at)
     order, resumed = at.contract.order, at.training.resume_before
-    # The step before which the strategy was given the model: the first, or a resumption.
+    # The step before which the strategy received the model: the first, or a resumption.
     built_at = resumed if resumed is not None and at.step >= resumed else 0
     rebuilt_at = order.rebuilt_at if isinstance(order, DDPBuckets) else None
-    # The step whose backward DDP's buckets are rebuilt after.
+    # The step after whose backward DDP rebuilds its buckets.
     ordering_step = min(at.step, built_at + max(0, (rebuilt_at or 1) - 1))
     reduced = order_exact.expected_gradients(
         at.contract,
@@ -91,7 +91,7 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
         ready_order=at.trace.header(0, ordering_step).ready_order,
         like=at.references.parameters,
     )
-    scale = at.shares.loss_scales[0]  # taken back after the exchange, which a power of two may be
+    scale = at.shares.loss_scales[0]  # removed after synchronization, possibly a power of two
     if scale != 1.0:
         reduced = [g if g is None else g / scale for g in reduced]
     mean = any_order.mean_at(at)
@@ -99,14 +99,14 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
 
 
 def local_gradients(at: AtStep) -> EachItsOwn:
-    """What every rank's backward leaves."""
+    """Return every rank's local gradients."""
     if at.references.unpromised:
         return EachItsOwn(unpromised.own(at))
     return EachItsOwn(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
 
 
 def loss(at: AtStep) -> RankLosses:
-    """The loss of every rank's own shard."""
+    """Return the loss of every rank's shard."""
     losses = tuple(shard.loss for shard in at.shards)
     exact = tuple(Bits(number(loss)) for loss in losses)
     if not at.references.unpromised:
@@ -115,7 +115,7 @@ def loss(at: AtStep) -> RankLosses:
 
 
 def parameters(at: AtStep) -> Updates:
-    """What the optimizer makes of what each rank recorded."""
+    """Return the optimizer's update of each rank's recording."""
     reference, step, averages = at.references.update, at.step, at.references.averages
     known: dict[bytes, After | None] = {}
     after = []
@@ -155,9 +155,7 @@ def _updated(at: AtStep, rank: int) -> After | None:
 
 
 def _tolerances(at: AtStep, rank: int) -> Mapping[Kind, Sequence[float]]:
-    """How far each tensor may be from what is expected after a rank's step; nothing where bits are
-    expected.
-    """
+    """Return the tolerance of each tensor after a rank's step; empty if bitwise."""
     if at.training.clip_norm is None or at.contract.optimizer_state != "cut":
         return {}
     unit = unit_roundoff(at.ingredients.dtype)
@@ -179,8 +177,8 @@ def _tolerances(at: AtStep, rank: int) -> Mapping[Kind, Sequence[float]]:
 
 
 def _zeros_for_none(at: AtStep, rank: int) -> set[int]:
-    """Parameters that have a gradient of zero where they should have none. The optimizer may keep
-    state for them; it must not move them (momentum and weight decay do).
+    """Return parameters with a zero gradient instead of none. The optimizer may keep state for
+    them, but must not change them (momentum and weight decay do).
     """
     held = [at.trace.tensor(rank, Kind.GRADIENT, at.step, i) for i in range(len(at.specs))]
     zeros = {i for i, tensor in enumerate(held) if tensor is not None and not bool(tensor.any())}
@@ -188,7 +186,7 @@ def _zeros_for_none(at: AtStep, rank: int) -> set[int]:
 
 
 def buffers(at: AtStep) -> BufferWays:
-    """What each rank's forward pass leaves, from its own buffers; where none is promised, or else
+    """Return each rank's buffers after forward, from its own buffers or, if nothing is promised,
     from rank 0's.
     """
     ways = []

@@ -1,9 +1,8 @@
-"""Whether the reduction orders that X relies on hold on this machine, with this torch.
+"""Tests if the reduction orders that X relies on hold on this machine, with this torch.
 
-Orders are facts about a backend and about DDP, not promises: a release may change them. So
-before anything is judged by X, ranks run the bare collective (and a bare DDP model) on vectors
-known to all, and compare with the prediction to the bit. Where that fails, X falls back to R,
-and the report says so.
+Orders are facts about a backend and about DDP, not promises: a release may change them. So before X
+is used, ranks run the bare collective (and a bare DDP model) on known vectors, and compare bitwise
+with the prediction. If that fails, X falls back to R, and the report says so.
 """
 
 import os
@@ -26,13 +25,13 @@ from distcheck.worlds.reporter import Reporter
 
 SIZES = (3, 1003)  # fewer elements than ranks, and an odd number
 _DRAWN = 10_007
-_STEPS = 3  # DDP rebuilds its buckets after the first, or after the second
+_STEPS = 3  # DDP rebuilds its buckets after the first or the second
 
 
 @CALIBRATE.does
 def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter) -> Calibration:
     seeds.pin_determinism()
-    # Whatever is made below is made on the rank's device.
+    # All tensors below are created on the rank's device.
     torch.set_default_device(devices.enter(job.device, int(os.environ["LOCAL_RANK"])))
     join(job.rendezvous, fds[STORE])
     reporter.progress(0, "calibrate")
@@ -40,7 +39,7 @@ def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter
 
 
 def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
-    """Every rank tries the same in the same order; what rank 0 finds wrong only it can tell."""
+    """Yield the failure of each order; all ranks run the same collectives, and rank 0 compares."""
     backend = job.rendezvous.backend
     reduce_sum, all_reduce_sum = backends.reduce_sum(backend), backends.all_reduce_sum(backend)
     if any(not isinstance(order, BackendReduce) for order in job.orders):
@@ -56,10 +55,9 @@ def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
 
 
 def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A vector [elements] in (-1, 1) that every process on a machine can make for every rank.
-
-    Drawn once for a few thousand elements, and repeated: which of the ranks comes first where in a
-    vector is known from any of them.
+    """Return a vector [elements] in (-1, 1) that every process on a machine can compute for every
+    rank. A few thousand elements are drawn and repeated: the order of ranks at a position can be
+    read from any of them.
     """
     generator = torch.Generator()
     generator.manual_seed(rank + 1)
@@ -69,7 +67,7 @@ def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cases(job: CalibrationRequest) -> list[tuple[torch.dtype, int]]:
-    """Small sizes in every dtype, and one that no ring cuts into the least number of segments."""
+    """Return small sizes in every dtype, and a large one that rings cannot divide evenly."""
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in job.dtypes]
     large = (2 * job.rendezvous.world + 1 << 20) // dtypes[0].itemsize + 1
     return [(dtype, size) for dtype in dtypes for size in SIZES] + [(dtypes[0], large)]
@@ -81,7 +79,7 @@ def _try_sums(
     collective: Callable[[torch.Tensor], object],
     known: Callable[[list[torch.Tensor]], torch.Tensor] | None,
 ) -> str:
-    """Rank 0 compares; the others take part."""
+    """Compare a collective's sums with the prediction, on rank 0; the others take part."""
     if known is None:
         return f"the order in which {name} adds on {job.rendezvous.backend} is not known"
     failure = ""

@@ -1,10 +1,9 @@
-"""The exact layer: the lattice's closed form, and what is expected once sums were rounded.
+"""The exact layer: the lattice's closed form, and expectations after rounded sums.
 
-Code that promises no order may divide before it adds up, or keep a running mean: a quotient that is
-not a dyadic fraction rounds where the lattice's sum would not. R allows that anywhere else. From
-the first such step on, the lattice's closed form describes another training, and what is expected
-starts from the state that was recorded: the shards' gradients, the loss and the update to the bit
-(X), the mean within R.
+Code that promises no order may divide before it adds, or keep a running mean: a quotient that is no
+dyadic fraction rounds where the lattice's sum does not. R allows that anywhere else. From the first
+such step on, the closed form describes another training, and expectations start from recorded
+state: the shards' gradients, the loss and the update bitwise (X), the mean within R.
 """
 
 from collections.abc import Sequence
@@ -37,8 +36,8 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 
 Standing = Literal["exact", "rounded", "wrong"]
-# Derived: relative to a sum of absolute values, where bits are compared; 2^13 u of float64 has room
-# for the roundings of 8,000 ranks.
+# Derived: relative to a sum of absolute values, if bits are compared; 2^13 u of float64 covers the
+# roundings of 8,000 ranks.
 _EXACT = 2.0**-40
 _ROUNDED = (
     "sums are rounded on the way, by no more than R allows for any order: the exact ones "
@@ -47,8 +46,8 @@ _ROUNDED = (
 
 
 class ClosedForm:
-    """The lattice's training of one case, from its own beginning. What is known of a step is kept,
-    as every later one starts from it; it does not depend on which step was asked for first.
+    """The lattice's training of one case from its start. Steps are kept, since later ones depend on
+    them; results do not depend on the order of queries.
     """
 
     def __init__(self, references: References) -> None:
@@ -58,7 +57,7 @@ class ClosedForm:
         self._standings: dict[int, Standing] = {}
 
     def step(self, step: int) -> LatticeStep:
-        """Exact values of a step. Raises HeadroomError."""
+        """Return the exact values of a step. Raises HeadroomError."""
         trace, loss = self._at.trace, self._at.contract.loss_given(self._at.case.loss)
         while len(self._steps) <= step:
             done = len(self._steps)
@@ -71,9 +70,8 @@ class ClosedForm:
         return self._steps[step]
 
     def standing(self, step: int) -> Standing:
-        """What the gradients of a step, and of all before it, are: the lattice's own numbers;
-        within R from some step on; or neither. Where an order is promised, they are never
-        "rounded".
+        """Classify the gradients up to a step: exact lattice values, within R from some step on, or
+        neither. With a promised order they are never "rounded".
         """
         if self._at.contract.order is not None:
             return "wrong"
@@ -87,11 +85,11 @@ class ClosedForm:
         return before
 
     def began_rounded(self, step: int) -> bool:
-        """Whether a step's ranks began it where sums had been rounded before."""
+        """Return True if sums had been rounded before this step."""
         return step > 0 and self.standing(step - 1) == "rounded"
 
     def is_rounded_at(self, step: int) -> bool:
-        """Whether a step, and none before it, was wrong, and it is not exact."""
+        """Return True if a step is rounded, and it and all earlier steps are right."""
         self.standing(step)
         return self._standings.get(step) == "rounded"
 
@@ -126,7 +124,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ExactGradients(GradientForms):
-    """The lattice's mean gradients; `mean`, within which they may be where sums are rounded."""
+    """The lattice's mean gradients; `mean`, within which they may be if sums are rounded."""
 
     specs: tuple[TensorSpec, ...]
     exact: LatticeStep
@@ -139,7 +137,7 @@ class ExactGradients(GradientForms):
         return exact if mean is None else Either(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """R's bound where sums are rounded on the way, and nothing but float64's rounding else."""
+        """Return R's bound if sums are rounded, else float64's rounding."""
         if self.mean is not None:
             return self.mean.limit(index, own)
 
@@ -152,13 +150,13 @@ class ExactGradients(GradientForms):
 
 
 def as_tensor(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
-    """`values`, which the dtype holds exactly, in the shape of `spec`."""
+    """Return `values`, exactly representable in the dtype, in the shape of `spec`."""
     floats = torch.frombuffer(expand(spec.name, values), dtype=torch.float64)
     return floats.to(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def gradients(at: AtStep) -> ExactGradients:
-    """The synchronised gradients of a step. Raises HeadroomError."""
+    """Return the reduced gradients of a step. Raises HeadroomError."""
     form, step = at.references.kept(ClosedForm), at.step
     return ExactGradients(
         at.shares,
@@ -171,7 +169,7 @@ def gradients(at: AtStep) -> ExactGradients:
 
 
 def local_gradients(at: AtStep) -> EachItsOwn:
-    """What every rank's backward leaves. Raises HeadroomError."""
+    """Return every rank's local gradients. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
     exact = form.step(at.step)
     parts: list[list[Form]] = [
@@ -187,11 +185,11 @@ def local_gradients(at: AtStep) -> EachItsOwn:
 
 
 def loss(at: AtStep) -> RankLosses:
-    """The loss of every rank's own shard. Raises HeadroomError."""
+    """Return the loss of every rank's shard. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
     expected = tuple(float(value) for value in form.step(at.step).losses)
     exact: tuple[Form, ...] = tuple(Bits(number(value)) for value in expected)
-    if at.references.unpromised:  # whose micro-batches may not be fractions that a dtype holds
+    if at.references.unpromised:  # micro-batches may not be representable fractions
         again = (Bits(number(shard.loss)) for shard in at.shards)
         return unpromised.losses(at, [Either(*pair) for pair in zip(again, exact, strict=True)])
     if form.began_rounded(at.step):
@@ -201,8 +199,8 @@ def loss(at: AtStep) -> RankLosses:
 
 
 def parameters(at: AtStep) -> ExactParameters | Updates:
-    """Parameters after a step: as exact as gradients were; from where those were rounded on, what
-    follows from recorded state. Raises HeadroomError.
+    """Return the parameters after a step: exact as long as gradients were; then the recorded
+    state's update. Raises HeadroomError.
     """
     if _rounds(at):
         return bitwise.parameters(at)
@@ -211,6 +209,6 @@ def parameters(at: AtStep) -> ExactParameters | Updates:
 
 
 def _rounds(at: AtStep) -> bool:
-    """Whether sums are rounded on the way in this step, or were in one before it."""
+    """Return True if sums are rounded in this step or an earlier one."""
     form = at.references.kept(ClosedForm)
     return form.standing(at.step) == "rounded" or form.began_rounded(at.step)

@@ -1,7 +1,6 @@
-"""What a tensor may be: the frozen data that checks compare with. Nothing here compares or trains.
+"""Forms of expectations: the frozen data that checks compare with. Nothing here compares or trains.
 
-An oracle layer answers with one of these for each tensor, so a check need not know which layer it
-is judging by.
+An oracle layer returns one of these for each tensor, so a check is independent of the layer.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +13,13 @@ from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.shares import Shares
 from distcheck.recordings.recording import Kind
 
-Gradients = tuple[torch.Tensor | None, ...]  # of every parameter; None where there is none
+Gradients = tuple[torch.Tensor | None, ...]  # by parameter; None for no gradient
 Limit = Callable[[int], torch.Tensor | float]  # over every k-th number, or for the L2 norm
 
 
 @dataclass(frozen=True)
 class Bits:
-    """These bits."""
+    """Exactly these bits."""
 
     expected: torch.Tensor
 
@@ -43,8 +42,8 @@ class Within:
 
 @dataclass(frozen=True)
 class Near:
-    """Numbers whose difference from these has an L2 norm of at most `tolerance`. One of at most
-    `rounding` may be rounding alone, for which `why` is the reason, and decides nothing.
+    """Numbers within an L2 distance of `tolerance`. A larger distance of at most `rounding` may be
+    rounding, for the reason `why`, and is undecided.
     """
 
     expected: torch.Tensor
@@ -56,8 +55,8 @@ class Near:
 
 @dataclass(frozen=True)
 class Either:
-    """The first of two, or else the second. An `excuse` is said where the second alone fits; what
-    fits neither is then measured by the first, and without an excuse by the second.
+    """The first of two forms, or else the second. If only the second fits, an `excuse` is reported;
+    if neither fits, the error is measured by the first with an excuse, else by the second.
     """
 
     first: "Form"
@@ -69,7 +68,7 @@ Form = Bits | Numbers | Within | Near | Projection | Either
 
 
 def number(value: float) -> torch.Tensor:
-    """A number that is compared, -0 as +0."""
+    """Return a number to compare, -0 as +0."""
     return torch.tensor(value + 0.0, dtype=torch.float64)
 
 
@@ -78,11 +77,11 @@ After = Mapping[Kind, Sequence[Form | None]]
 
 @dataclass(frozen=True)
 class GradientForms(ABC):
-    """What the synchronised gradients of a step may be, as a layer answers.
+    """The reduced gradients of a step, by a layer.
 
-    `computed` [rank][parameter] are the ranks' own gradients, computed again; empty where all were
-    recorded. `opening` and `closing` are said of the step in the report, before and after what the
-    comparisons say; `excuse` where nothing failed. `projects`: what `of` gives are projections.
+    `computed` [rank][parameter] are the ranks' recomputed local gradients; empty if all were
+    recorded. `opening` and `closing` are reported before and after the comparisons; `excuse` if
+    nothing failed. `projects`: the forms of `of` are projections.
     """
 
     projects = False
@@ -94,29 +93,29 @@ class GradientForms(ABC):
 
     @abstractmethod
     def of(self, index: int) -> Form | None:
-        """What a parameter's gradient may be; None where it has none."""
+        """Return the form of a parameter's gradient; None if it has none."""
 
     @abstractmethod
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """The bound in force, in terms of the ranks' `own` gradients of a parameter."""
+        """Return the bound in force, in terms of the ranks' `own` gradients of a parameter."""
 
     def every(self, index: int, stride: int) -> torch.Tensor | None:
-        """Every so-many-th number of what is compared, where bits are: then `limit` is only how far
-        a mistaken sum may be from its exact value.
+        """Return every `stride`-th compared number if bits are compared; `limit` is then the
+        rounding bound of a mistaken sum.
         """
         return None
 
 
 @dataclass(frozen=True)
 class EachItsOwn:
-    """Tensors of every rank by itself: `parts` [rank][tensor]."""
+    """Tensors of every rank separately: `parts` [rank][tensor]."""
 
     parts: tuple[tuple[Form | None, ...], ...]
 
 
 @dataclass(frozen=True)
 class RankLosses:
-    """What the loss of each rank may be; `expected` and `bound` are what a picture shows of it."""
+    """The loss of each rank; `expected` and `bound` are for pictures."""
 
     forms: tuple[Form, ...]
     expected: tuple[float, ...]
@@ -125,8 +124,8 @@ class RankLosses:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model returns for the samples of each data coordinate, [samples, numbers], and how far
-    it may be off, as an L2 norm.
+    """A model's outputs for the samples of each data coordinate, [samples, numbers], with their
+    tolerance as an L2 norm.
     """
 
     expected: tuple[Near, ...]
@@ -134,8 +133,8 @@ class Outputs:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """What the mean loss over all ranks may be: `expected` within `bound`, or what else the form
-    has. `rounding` as in `Near`; `remark` is said in the report.
+    """The mean loss over all ranks: `expected` within `bound`, or the form. `rounding` as in
+    `Near`; `remark` is reported.
     """
 
     form: Form
@@ -147,7 +146,7 @@ class MeanLoss:
 
 @dataclass(frozen=True)
 class InitialState:
-    """A model as it was built: parameters and buffers."""
+    """A model as built: parameters and buffers."""
 
     parameters: tuple[torch.Tensor, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -155,7 +154,7 @@ class InitialState:
 
 @dataclass(frozen=True)
 class BufferWays:
-    """Of each rank, what its buffers may be after a step: one way, or two."""
+    """The allowed buffers of each rank after a step: one alternative or two."""
 
     ways: tuple[tuple[tuple[torch.Tensor, ...], ...], ...]
     shares: Shares
@@ -163,8 +162,8 @@ class BufferWays:
 
 @dataclass(frozen=True)
 class AfterBatch:
-    """What every rank's buffers may be after a step over the whole batch; `alone` [rank][buffer] is
-    what each of `ranks` leaves there by its own samples.
+    """Every rank's buffers after a step over the full batch; `alone` [rank][buffer] are those of
+    each of `ranks` after its own samples only.
     """
 
     buffers: tuple[Near, ...]
@@ -174,16 +173,16 @@ class AfterBatch:
 
 @dataclass(frozen=True)
 class Averaged:
-    """Of each rank, the parameters that its own update leaves: what is averaged."""
+    """The parameters after each rank's own update, which are averaged."""
 
     parts: tuple[Gradients, ...]
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Of each rank, what its tensors may be after the optimizer's step; None where the trace lacks
-    what that starts from. `holders` are the ranks that hold each tensor of its state that is
-    divided among them; `averaged` says that parameters are averaged afterwards, and are not these.
+    """Each rank's tensors after the optimizer step; None if the trace lacks their start. `holders`
+    are the ranks that hold each sharded state tensor; `averaged`: parameters are averaged
+    afterwards, and differ from these.
     """
 
     after: tuple[After | None, ...]
@@ -200,10 +199,11 @@ class ExactParameters:
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A step as the workload has it, whatever a strategy does. Each rank's `own` gradients
-    [parameter][rank], and of a model of the workload's own, prepared as for this step: which
-    parameters train, whether all modules are in training mode, how often it is called, the groups'
-    learning rates; empty or 0 where no event that is declared needs it.
+    """A step of the workload, independent of the strategy.
+
+    Holds each rank's `own` gradients [parameter][rank], and properties of a separate model prepared
+    for this step: trained parameters, training mode of all modules, number of calls, learning rates
+    of groups; empty or 0 if no declared event needs them.
     """
 
     own: tuple[Gradients, ...]

@@ -1,13 +1,13 @@
-"""S64 and S32: the whole batch of a step, forward and backward once, in one process.
+"""S64 and S32: the full batch of a step, forward and backward once, in one process.
 
-This is what "single-node training at equal total batch size" means, and it shares no arithmetic
-with the shards: other kernels' blocking, other sums. So it agrees only up to rounding.
+This is single-process training at equal global batch size, and it shares no arithmetic with the
+shards: other kernels' blocking, other sums. So it agrees only up to rounding.
 
-BatchNorm is the exception. Shards that normalise on their own do not train the model that one
-machine would, whatever the sync does; the expectation is then the *ghost batch* (Hoffer, Hubara
-and Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalises each
-shard's stretch by itself (ghost_batch.py). How far that is from true full-batch training is
-measured and said. In eval mode it normalises nothing by the batch, here or there.
+BatchNorm is the exception. Shards that normalize separately do not train the model of a single
+process, however they synchronize; the expectation is then the *ghost batch* (Hoffer, Hubara and
+Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalizes each shard's
+samples separately (ghost_batch.py). Its distance from true full-batch training is measured and
+reported. In eval mode BatchNorm does not use batch statistics, here or there.
 
 Tolerance, per tensor: the L2 norm of the difference is at most
 
@@ -32,35 +32,34 @@ the weight's norm, correct code was measured at up to 2e-6 in float32.)
 Layers that are split over k ranks (docs/layouts.md): a sum of K products is then k sums of K / k
 products, and k - 1 additions between them. A term goes through K / k - 1 of the former and at most
 k - 1 of the latter, which is K - 1 at most for 1 <= k <= K: the bound of such a sum, gamma(K - 1)
-times the sum of absolute values (Higham, section 4.2), is at most that of the sum in one
-piece. What the root of N P does not count are the additions between ranks, at most k - 1 in each of
-L layers, forward and backward: N P becomes N P + 2 L (k - 1), for L all the modules that have
-parameters.
+times the sum of absolute values (Higham, section 4.2), is at most that of the sum in one piece. The
+root of N P does not include the additions between ranks, at most k - 1 in each of L layers, forward
+and backward: N P becomes N P + 2 L (k - 1), for L all the modules that have parameters.
 
-Terms that fall below the smallest normal number are rounded to a multiple of the smallest one,
-tiny (2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms,
-each the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a
-few more for weight and division, fewer than N. Sums do not underflow. So both layers allow for
+Terms that fall below the smallest normal number are rounded to a multiple of the smallest one, tiny
+(2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms, each
+the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a few
+more for weight and division, fewer than N. Sums do not underflow. So both layers allow for
 
     2 N tiny sqrt(elements)
 
 more, as an L2 norm: 7e-43 for one element and 256 images, below every normal number. (A term that
 underflows earlier in backward, and is then multiplied by something large, may be off by more.)
 
-Both take the gradient for a smooth function of what is rounded. It is none at a kink (a ReLU at 0,
-a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its own
-rounding error, other kernels' blocking may put a sample on the other side than its shard did, and
-that sample's whole share of the gradient comes or goes, however small the rounding was. Both are
-right. So a gradient that S32 refuses is held, within the same tolerance, against the mean of the
-shards' gradients, each computed again in one process, provided that this mean *is* the whole
+Both assume that the gradient is a smooth function of the rounded values. It is not at a kink (a
+ReLU at 0, a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its
+own rounding error, other kernels' blocking may put a sample on the other side than its shard did,
+and that sample's whole share of the gradient comes or goes, however small the rounding was. Both
+are right. So a gradient that S32 refuses is compared, within the same tolerance, with the mean of
+the shards' gradients, each computed again in one process, provided that this mean *is* the whole
 batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
-a kink is undecided 2^29 times more seldom, and whatever else could set shards apart from the whole
-batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
-float32. Small networks over few samples were seen to need this once in some hundred runs. A long
-sum whose terms cancel, as that of a convolution over 65,536 positions, needs it as well: its
-rounding is as large as its terms, and larger than a share of what is left of them. In a layout, no
-rank has a shard's gradient, and ranks on another device have others than are computed here: there
-kinks.py and own_rounding.py take this place.
+a kink is undecided 2^29 times more rarely, and all other differences between shards and the full
+batch (interacting samples, weights, a sum in place of a mean) are as large as in float32. Small
+networks over few samples were seen to need this once in some hundred runs. A long sum whose terms
+cancel, as that of a convolution over 65,536 positions, needs it as well: its rounding is as large
+as its terms, and larger than a fraction of their sum. In a layout, no rank has a shard's gradient,
+and ranks on another device have others than are computed here: there kinks.py and own_rounding.py
+take this place.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -70,10 +69,10 @@ so are their sums, so two ways of computing their mean differ by at most
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
 S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
 signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
-batch's own terms, so nothing is wider than what the sum of these very numbers may round by.
+batch's own terms, so nothing is wider than the rounding of the sum of these numbers.
 
 A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
-the whole batch. What S32 refuses is held, within the same tolerance, against the mean of the
+the full batch. A loss that S32 refuses is compared, within the same tolerance, with the mean of the
 shards' losses, each computed again, provided that in float64 this mean is the whole batch's loss
 within S64's tolerance.
 """
@@ -102,26 +101,26 @@ from distcheck.training.building import trainable
 from distcheck.training.outputs import calls_of
 from distcheck.training.whole_tensors import dense
 
-# Measured allowance: the least P, that of the workloads that distcheck brings, with which correct
-# code was measured at a third of S32's tolerance. A larger one is counted.
+# Measured: the least P, that of the bundled workloads, with which correct code reached a third of
+# S32's tolerance. A larger one is counted.
 _POSITIONS = 32 * 32
-# Measured allowance: correct code was measured at up to 2e-14.
+# Measured: correct code reached up to 2e-14.
 _S64_RELATIVE = 1e-11
-# Measured allowance: a loss is one mean of N, of far fewer roundings than a gradient; correct code
-# was measured at up to a tenth of it.
+# Measured: a loss is one mean of N, with far fewer roundings than a gradient; correct code reached
+# a tenth of it.
 _LOSS_RELATIVE = {IN_FLOAT32: 1e-6, IN_FLOAT64: 1e-13}
-# Chosen, as a share of their size: terms that are further from the batch's loss are not its terms,
-# and widen nothing. Far above rounding in float32.
+# Heuristic, relative to their size: terms that are further from the batch's loss are not its terms,
+# and widen nothing. Far above float32 rounding.
 _KNOWN_TERMS = 1e-3
 
 
 @dataclass(frozen=True)
 class FullBatch:
-    """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
-    normalised stretches of it by themselves, so shards cannot equal the full batch. `positions`:
-    the most terms of one sample that a layer adds up. `outputs` [samples, numbers] are what the
-    model returned, where ranks recorded that;
-    `buffers` are those after the forward pass.
+    """The batch's mean loss and gradients; None for a parameter without one.
+
+    `ghost`: some BatchNorm normalized parts of it separately, so shards cannot equal the full
+    batch. `positions`: the most terms of one sample that a layer adds. `outputs` [samples, numbers]
+    are the model's outputs, if ranks recorded theirs; `buffers` are those after forward.
     """
 
     loss: float
@@ -133,8 +132,8 @@ class FullBatch:
 
 
 def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int = 0) -> float:
-    """The relative L2 tolerance of a layer; see the module's text. `splits` are the additions
-    between ranks that a term goes through, forward and backward.
+    """Return the relative L2 tolerance of a layer; see the module docstring. `splits` are the
+    additions between ranks that a term goes through, forward and backward.
     """
     terms = batch * max(_POSITIONS, positions) + splits
     if layer == IN_FLOAT64:
@@ -145,7 +144,7 @@ def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int =
 def module_scales(
     names: Sequence[str], gradients: Sequence[torch.Tensor | None]
 ) -> dict[str, float]:
-    """Per module (a parameter's name up to its last dot): the largest norm of a gradient in it."""
+    """Return, per module (a parameter's name up to its last dot), its largest gradient norm."""
     scales: dict[str, float] = {}
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
@@ -155,14 +154,14 @@ def module_scales(
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The L2 norm of what is finite, in float64; a complex number counts with both of its parts."""
+    """Return the L2 norm of the finite elements, in float64; complex numbers by both parts."""
     parts = wide(tensor)
     return float(torch.where(parts.isfinite(), parts, 0.0).norm())
 
 
 def underflow(layer: str, batch: int, elements: int) -> float:
-    """The most by which two ways to add up a gradient may differ where its terms underflow, as an
-    L2 norm; see the module's text.
+    """Return the largest L2 difference of two ways to add a gradient whose terms underflow; see the
+    module docstring.
     """
     tiny = smallest(torch.float64 if layer == IN_FLOAT64 else torch.float32)
     return 2.0 * batch * tiny * sqrt(elements)
@@ -171,23 +170,23 @@ def underflow(layer: str, batch: int, elements: int) -> float:
 def tolerance_of(
     spec: TensorSpec, layer: str, relative: float, scales: Mapping[str, float], samples: int
 ) -> float:
-    """The tolerance of one parameter's gradient, as an L2 norm, by those of its module."""
+    """Return the tolerance of one parameter's gradient, as an L2 norm, by its module's norms."""
     scale = scales.get(spec.name.rpartition(".")[0], 0.0)
     return relative * scale + underflow(layer, samples, spec.elements)
 
 
 def loss_tolerance(layer: str, magnitude: float) -> float:
-    """The most by which the mean loss over all ranks may differ, where the samples' losses have
-    absolute values of that mean.
+    """Return the tolerance of the mean loss over all ranks, for samples' losses with that mean
+    absolute value.
     """
     return _LOSS_RELATIVE[layer] * abs(magnitude)
 
 
 class FullBatchReference(StepReference):
-    """Runs whole batches."""
+    """Runs full batches."""
 
     def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
-        """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
+        """Return the sizes that BatchNorm normalizes separately: shards, or their micro-batches."""
         return [stretch.samples for stretch in self._stretches(shards)]
 
     def _stretches(self, shards: Sequence[int]) -> list[Stretch]:
@@ -206,11 +205,11 @@ class FullBatchReference(StepReference):
         within: AbstractContextManager[Any] | None = None,
         moved: int | None = None,
     ) -> FullBatch:
-        """The batch of one step, from rank 0's state; shards one after the other.
+        """Run the batch of one step from rank 0's state, shards one after the other.
 
-        `ghost=False` lets BatchNorm see the whole batch, as one machine would. The passes are run
-        `within` a context, if one is given. `moved` is the seed of a draw: each parameter is then
-        one unit in the last place above or below its number.
+        `ghost=False` lets BatchNorm normalize over the full batch, like a single process. The
+        passes run `within` a context, if given. `moved` seeds a perturbation of each parameter by
+        ±1 ULP.
         """
         batch, shards = self._prepare(step)
         if moved is not None:
@@ -234,8 +233,8 @@ class FullBatchReference(StepReference):
         )
 
     def loss_magnitude(self, step: int, loss: float) -> float:
-        """The mean absolute value of the samples' losses, whose mean is `loss`; that of `loss`
-        itself where they are not known.
+        """Return the mean absolute value of the samples' losses, whose mean is `loss`; that of
+        `loss` itself if they are unknown.
         """
         batch, shards = self._prepare(step)
         loss_of, terms = self._ingredients.loaded.workload.loss, []
@@ -248,15 +247,15 @@ class FullBatchReference(StepReference):
                     terms.append(
                         float(loss_of(self._model, batch.part(sample, sample + 1)).detach())
                     )
-                except Exception:  # theirs: it may take no single sample
+                except Exception:  # a workload's loss may not accept a single sample
                     return abs(loss)
         magnitude = fsum(map(abs, terms)) / len(terms)
-        # A loss that is not a mean over its samples is not what these add up to.
+        # A loss that is no mean over its samples is not the mean of these.
         known = abs(fsum(terms) / len(terms) - loss) <= _KNOWN_TERMS * magnitude
         return max(magnitude, abs(loss)) if known else abs(loss)
 
     def _prepare(self, step: int) -> tuple[Batch, list[int]]:
-        """The model as it was before a step, the step's batch, and how many samples ranks have."""
+        """Load the model before a step; return the step's batch and the ranks' sample numbers."""
         trace = self._trace
         shards = [trace.header(rank, step).ids for rank in range(trace.layout.world)]
         ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
@@ -294,8 +293,8 @@ class FullBatchReference(StepReference):
         )
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
-        """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of
-        the full batch as one machine would normalise it.
+        """Return the relative L2 distance, over all parameters, of a ghost batch's gradient from
+        that of the full batch with a single normalization.
         """
         true, seen = self._flat(self.run(step, ghost=False)), self._flat(ghost)
         return float((seen - true).norm() / true.norm())

@@ -1,15 +1,15 @@
-"""The ghost batch: one pass over a whole batch in which BatchNorm does what it does on the ranks.
+"""The ghost batch: one pass over the full batch in which BatchNorm normalizes like the ranks.
 
-Every BatchNorm is called once for each stretch of samples that it sees by itself on some rank: a
-shard, or a micro-batch of one. What is called is the layer's own forward, in the mode that it is in
-and from the buffers that the rank had, so that one in eval mode, or one of a class of its own, is
-the same function here as there. The model's own buffers are left alone.
+Every BatchNorm is called once for each set of samples that it normalizes separately on some rank: a
+shard, or a micro-batch of one. The layer's own forward is called, in its current mode and with the
+buffers of the rank, so that a layer in eval mode, or of a custom class, computes the same function
+here as there. The model's own buffers are unchanged.
 
-Where the code under test exchanges by itself, a layer with a forward of its own may normalise over
-all ranks. It is given the whole batch, as the rest of that code is.
+If the code under test communicates by itself, a layer with a custom forward may normalize over all
+ranks. It receives the full batch, like the rest of that code.
 
-A layer may see several rows for a sample, as one does over flattened sequences. They have to come
-sample after sample (`distcheck.verification.inspection` looks whether they do).
+A layer may see several rows per sample, as over flattened sequences. They must be ordered by sample
+(`distcheck.verification.inspection` checks this).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from distcheck.machine.compat import BatchNorm
 
 @dataclass(frozen=True)
 class Stretch:
-    """`samples` of the batch that a layer sees by themselves, on the rank with that position."""
+    """`samples` of the batch that a layer normalizes separately, on the rank with that position."""
 
     samples: int
     rank: int
@@ -36,9 +36,8 @@ Buffers = dict[str, torch.Tensor]  # of one layer, by name
 
 
 class GhostBatch:
-    """While it is entered, BatchNorm in `model` takes a batch stretch by stretch.
-
-    `normalised` says afterwards whether a stretch was normalised by its own statistics.
+    """Context in which BatchNorm in `model` processes a batch stretch by stretch. `normalised`
+    tells afterwards if a stretch was normalized by its own statistics.
     """
 
     def __init__(
@@ -78,8 +77,8 @@ class GhostBatch:
         self._patched.clear()
 
     def alone(self, sample: int) -> None:
-        """From now on the model is given that sample alone, again from the start, and every layer
-        answers with what it made of it in the pass over the whole batch (`keep_outputs`).
+        """Feed only that sample from now on: every layer returns its output for it in the
+        full-batch pass (`keep_outputs`).
         """
         self._alone, self._calls = sample, {}
 
@@ -112,7 +111,7 @@ class GhostBatch:
         return forward
 
     def _split(self, name: str, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The stretches' rows. Raises NotRecordedError where rows are no samples'."""
+        """Split rows into stretches. Raises NotRecordedError if rows do not belong to samples."""
         if len(self._stretches) == 1:
             return (inputs,)
         rows, left = divmod(len(inputs), self._samples)
@@ -124,7 +123,7 @@ class GhostBatch:
         return torch.split(inputs, [stretch.samples * rows for stretch in self._stretches])
 
     def _recorded(self, name: str, layer: BatchNorm, rank: int) -> Buffers:
-        """Copies of the layer's buffers as a rank had them; its own where they have no name."""
+        """Return copies of the layer's buffers as recorded by a rank; unnamed ones are its own."""
         found: Buffers = {}
         for key, buffer in _buffers_of(layer).items():
             known = self._buffers_of(rank, f"{name}.{key}" if name else key)

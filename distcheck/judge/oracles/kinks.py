@@ -1,24 +1,25 @@
-"""Where rounding decides on which side of a ReLU's kink a unit is, and what the other side gives.
+"""Units near a kink of a ReLU, whose side rounding decides, and the gradients on the other side.
 
-A sum that is split over ranks is rounded in another order than in one process. Where a ReLU's input
-is within that rounding of 0, the two may fall on different sides, and one sample's share of the
-gradient comes or goes. Both are right. With few such units the gradient on the other side of each
-is computed, and what ranks hold must be the whole batch's plus some of these differences.
+A sum that is split over ranks is rounded in another order than in one process. If a ReLU's input is
+within that rounding of 0, the two may be on different sides, and one sample's contribution to the
+gradient appears or vanishes. Both are right. With few such units, the gradient on the other side of
+each is computed, and the ranks' gradient must be the full batch's plus some of these differences.
 
-The units are those with an input of at most _NEAR times the layer's largest, the nearest _MOST of
-them. That is chosen: a hundred roundings of float32. More of them would not make a wrong gradient
-right, as each difference is the exact one of a perturbation that small.
+Units are near if their input is at most _NEAR times the layer's largest; the nearest _MOST are
+used. This is heuristic: a hundred roundings of float32. More of them would not make a wrong
+gradient right, as each difference is the exact one of a perturbation that small.
 
-Between two kinds of device every sum rounds in another way, and in a large network some units are
-on other sides: one in a million, each with the whole share of a sample. Which ones is not known. So
-all units near a kink are put on the other side, and in a second pass a random half of them. What
-two devices move are some of these. _SOME times the larger of both distances is allowed beside the
-tolerance. In VGG11 with 256 images two other kernels of a CPU moved gradients by 0.2 to 0.5 of it.
+On two kinds of device every sum rounds differently, and in a large network some units are on other
+sides: one in a million, each with a sample's whole contribution. These are unknown. So all units
+near a kink are moved to the other side, and in a second pass a random half of them; the difference
+between two devices consists of some of these. _SOME times the larger of both distances is allowed
+in addition to the tolerance. In VGG11 with 256 images, two other kernels of a CPU changed gradients
+by 0.2 to 0.5 of it.
 
-Units are inputs of a ReLU, and the largest two in a window of a maximum. Near is what is within
-_NEAR of the largest that a layer of its median size has: an input that is masked with -1e9 makes no
-other one near. Other functions whose derivative jumps are not looked at: their names are
-returned, if they are given something that has a gradient.
+Units are inputs of a ReLU, and the largest two in a window of a maximum. Near means within _NEAR of
+the largest value in a layer with this median: an input masked with -1e9 makes no other one near.
+Other functions with discontinuous derivatives are not examined; their names are returned if their
+input has a gradient.
 """
 
 import math
@@ -33,19 +34,19 @@ from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.compat import TorchDispatchMode
 from distcheck.machine.numerics import distance, smallest, unit_roundoff, wide
 
-# Chosen: see above.
+# Heuristic: see above.
 _NEAR = 128 * unit_roundoff("float32")
 _MOST = 12
 _MOST_ELEMENTS = 1 << 25  # of all differences, which are held at once
-# Measured allowance: 0.2 to 0.5 was measured, see above.
+# Measured: 0.2 to 0.5, see above.
 _SOME = 2.0
 _RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 _MAXIMUM = torch.ops.aten.max_pool2d_with_indices.default
-# Chosen: of a million normally distributed numbers the largest is so many times their median size.
+# Heuristic: ratio of the largest of a million normally distributed numbers to their median size.
 _LARGEST = 7.5
-_MOST_SIZES = 1 << 18  # of a layer, that the median is taken of
-# Functions whose derivative jumps, by their names in aten without the mark of what works in place,
-# and whose units are not looked for.
+_MOST_SIZES = 1 << 18  # elements of a layer from which the median is computed
+# Functions with discontinuous derivatives, by their aten names without the in-place suffix, whose
+# units are not searched for.
 _OTHERS = {
     "leaky_relu", "prelu", "_prelu_kernel", "rrelu_with_noise", "elu", "threshold", "hardtanh",
     "hardswish", "hardsigmoid", "hardshrink", "softshrink", "clamp", "clamp_min", "clamp_max",
@@ -58,11 +59,11 @@ _OTHERS = {
     "index_reduce",
 }  # fmt: skip
 
-Unit = tuple[int, int]  # which call of a ReLU in a forward pass, and which element of it
+Unit = tuple[int, int]  # call index of a ReLU in a forward pass, and element index
 
 
 class Units(TorchDispatchMode):
-    """Looks for units near a kink in a forward pass, and puts `flipped` ones on the other side."""
+    """Finds units near a kink in a forward pass, and moves `flipped` ones to the other side."""
 
     supports_higher_order_operators = True
 
@@ -86,15 +87,15 @@ class Units(TorchDispatchMode):
         mine = [place for at, place in self._flipped if at == call]
         if mine:
             flat = found.view(-1)
-            for place in mine:  # the smallest number is on a kink's other side
+            for place in mine:  # the smallest number is on the other side
                 there = float(flat[place]) > 0
                 flat[place] = 0.0 if there else smallest(found.dtype)
         return found
 
 
 def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
-    """The whole batch's gradients of these parameters with the units on the sides on which the
-    ranks' are, as far as what they recorded shows; nothing where no unit is near a kink.
+    """Return the full batch's gradients of these parameters with units on the ranks' sides, as
+    fitted to the recording; empty without units near a kink.
     """
     reference, looked = at.references.full_batch, Units()
     reference.run(at.step, within=looked)
@@ -129,8 +130,8 @@ def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
 
 
 class OtherSides(TorchDispatchMode):
-    """Puts the units near a kink on the other side in a forward pass: all, or with a seed a random
-    half. `others` are the names of other functions with kinks that it has met.
+    """Moves all units near a kink (with a seed, a random half) to the other side in a forward pass.
+    `others` collects names of other functions with kinks.
     """
 
     supports_higher_order_operators = True
@@ -166,7 +167,7 @@ class OtherSides(TorchDispatchMode):
 
 
 def _nearness(values: torch.Tensor) -> float:
-    """How far from a kink what is rounded may be, in a layer with these values."""
+    """Return the distance from a kink that counts as near, in a layer with these values."""
     sizes = values.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // _MOST_SIZES)]
     sizes = sizes[sizes.isfinite() & (sizes > 0)]
@@ -178,8 +179,8 @@ def _nearness(values: torch.Tensor) -> float:
 def _second(
     args: tuple[Any, ...], places: torch.Tensor, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second largest of every window of a pooling, as `max_pool2d_with_indices` returns it,
-    given where the largest are; -inf where a window has one number.
+    """Return the second largest value of every pooling window, like `max_pool2d_with_indices`,
+    given the places of the largest; -inf for a window of one.
     """
     inputs, size, *rest = args
     names = ("stride", "padding", "dilation", "ceil_mode")
@@ -213,8 +214,8 @@ def _pair(number: Any) -> tuple[int, int]:
 
 
 def between_devices(at: AtStep, indices: Sequence[int]) -> tuple[dict[int, float], list[str]]:
-    """How much further these parameters' gradients on another device may be from the whole batch's,
-    as L2 norms; and which functions with kinks there are beside those that were looked at.
+    """Return the additional L2 tolerance of these gradients on another device, and further
+    functions with kinks that were not examined.
     """
     reference, right = at.references.full_batch, at.full_batch.gradients
     found, others = dict.fromkeys(indices, 0.0), set[str]()

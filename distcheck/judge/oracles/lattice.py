@@ -1,7 +1,7 @@
 """The lattice workload in closed form, in Python integers: no tensor, no autograd, no torch.
 
 Nothing here is shared with `distcheck.workloads.lattice` or the training loop: sizes, data,
-weights, gradients and updates are written down a second time, by hand. With cotangents c and
+weights, gradients and updates are implemented a second time, by hand. With cotangents c and
 features x, one sample contributes to the gradient of
 
     dense     c_h [z_h > 0] x          z = A x + b
@@ -11,10 +11,10 @@ features x, one sample contributes to the gradient of
     table     c pattern
 
 Let a rank's shard have n = odd * 2^k of the step's N samples. Its loss is N / 2^k times the sum
-over its samples, so its gradient is N / 2^k * K with K the sum of those contributions, and the
-mean over all samples, weighted by n / N, is the sum over the ranks of odd * K: an integer.
+over its samples, so its gradient is N / 2^k * K with K the sum of those contributions, and the mean
+over all samples, weighted by n / N, is the sum over the ranks of odd * K: an integer.
 
-An update with learning rate 2^-6 takes that integer off the weights, counted in units of 2^-6.
+An update with learning rate 2^-6 subtracts that integer from the weights, in units of 2^-6.
 """
 
 from array import array
@@ -26,7 +26,7 @@ from math import isfinite
 from distcheck.contract import Contract
 
 _FEATURES, _HIDDEN, _SIDE, _HEAD_IN, _HEAD_OUT, _KERNELS, _TABLE = 12, 8, 4, 6, 4, 2, 300_007
-_UNIT = 64  # weights are counted in units of 2^-6
+_UNIT = 64  # weights are integers in units of 2^-6
 _LARGEST_CONTRIBUTION = 18  # of one sample to one element: nine patches of pixels up to 2
 _SIGNIFICAND_BITS = {"float32": 24, "float64": 53}
 _LARGEST_FLOAT16 = 65504
@@ -36,12 +36,12 @@ Vector = list[int]
 
 
 class HeadroomError(Exception):
-    """A sum may exceed what the dtype holds exactly, so that results need not be bit-identical."""
+    """Raised if a sum may exceed the exact range of the dtype, so that bits are not determined."""
 
 
 @dataclass(frozen=True)
 class LatticeStep:
-    """Exact values of one step, by parameter name; `table` is given by its period."""
+    """Exact values of one step, by parameter name; `table` by its period."""
 
     local: list[dict[str, list[Fraction]]]  # per rank
     synced: dict[str, list[Fraction]]
@@ -50,7 +50,7 @@ class LatticeStep:
 
 
 def mixed(row: int, column: int, span: int) -> int:
-    """The value of sample `row` in `column`; also the initial weights."""
+    """Return the value of sample `row` in `column`; also used for initial weights."""
     t = (131 * row + 71 * column + 17) % 257
     return t * t % 257 % span - span // 2
 
@@ -58,16 +58,15 @@ def mixed(row: int, column: int, span: int) -> int:
 def why_not_exact(
     contract: Contract, *, dtype: str, world: int, shard_sizes: Sequence[Sequence[int]]
 ) -> str:
-    """Why the bits of a correct strategy are not determined; empty where they are.
-
-    `shard_sizes` lists per step the ranks' numbers of samples.
+    """Return why the bits of a correct strategy are not determined, or "". `shard_sizes` lists per
+    step the ranks' numbers of samples.
     """
     if dtype not in _SIGNIFICAND_BITS:
         return f"{dtype} is too short for exact sums"
     if contract.wire in _SHORT:
         return f"gradients travel in {contract.wire}, which is too short for exact sums"
     if contract.wire is not None:
-        dtype = contract.wire  # no longer than float32, which every exact dtype contains
+        dtype = contract.wire  # at most float32, which every exact dtype contains
     grown = 0
     for sizes in shard_sizes:
         total = sum(sizes)
@@ -88,11 +87,10 @@ def why_not_exact(
 
 
 def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]]) -> str:
-    """Why gradients may be larger than anything the contract's wire can carry; empty where not.
-
-    They would become infinite on the way, as they must, and nothing could be judged after that.
+    """Return why gradients may exceed the range of the contract's wire dtype, or "". They would
+    correctly become infinite, and nothing could be judged afterwards.
     """
-    if contract.wire != "float16":  # the others reach as far as float32
+    if contract.wire != "float16":  # the others have float32's range
         return ""
     most = max(len(s) * sum(_odd(n) * n for n in s) for s in shard_sizes) * _LARGEST_CONTRIBUTION
     if most <= _LARGEST_FLOAT16:
@@ -101,18 +99,18 @@ def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]])
 
 
 def _splits_exactly(samples: int, micro_batches: int) -> bool:
-    """Equal micro-batches with a share of 1 / 2^k each: their losses and gradients, times that
-    share, are then the parts of the shard's own sums.
+    """Return True if micro-batches are equal with a fraction of 1 / 2^k each: their losses and
+    gradients times that are exact summands of the shard's.
     """
     return samples % micro_batches == 0 and micro_batches & (micro_batches - 1) == 0
 
 
 def reciprocal_is_exact(world: int, dtype: str) -> bool:
-    """Whether (world * m) * fl(1 / world) rounds to m for every integer m.
+    """Return True if (world * m) * fl(1 / world) rounds to m for every integer m.
 
-    With fl(1/W) = (1 + d) / W the product is m + m d, which rounds to m if |m d| is below half
-    a unit in the last place of m; that unit is at least 2^-bits * |m|, so |d| < 2^-(bits + 1)
-    will do, however large m is.
+    With fl(1/W) = (1 + d) / W the product is m + m d, which rounds to m if |m d| is below half a
+    unit in the last place of m; that unit is at least 2^-bits * |m|, so |d| < 2^-(bits + 1)
+    suffices for all m.
     """
     bits = _SIGNIFICAND_BITS[dtype]
     exponent = world.bit_length() - 1 + bits
@@ -124,7 +122,7 @@ def reciprocal_is_exact(world: int, dtype: str) -> bool:
 
 
 class LatticeOracle:
-    """Trains in integers, step by step, from the samples that each rank read."""
+    """Trains in integers, step by step, on the samples that each rank read."""
 
     def __init__(self, contract: Contract, dtype: str) -> None:
         self._contract = contract
@@ -134,10 +132,10 @@ class LatticeOracle:
     def step(
         self, shards: Sequence[Sequence[int]], loss_factors: Sequence[float] | None = None
     ) -> LatticeStep:
-        """Advances by one step; `shards` are the ranks' sample indices, `loss_factors` what each
-        multiplied its loss by (asked of strategies that promise nothing; by default 1).
+        """Advance by one step.
 
-        Raises HeadroomError where a sum could leave the exact range.
+        `shards` are the ranks' sample indices, `loss_factors` their loss factors (for strategies
+        without a promise; default 1). Raises HeadroomError if a sum may leave the exact range.
         """
         world, total = len(shards), sum(map(len, shards))
         sums = [_Contributions(self._weights, ids) for ids in shards]
@@ -184,7 +182,9 @@ class LatticeOracle:
     def _check_factors(
         self, sums: "list[_Contributions]", scales: list[Fraction], factors: list[Fraction]
     ) -> None:
-        """A power of two moves the exponent only; any other factor takes digits."""
+        """Raise HeadroomError for inexact factors: a power of two changes only the exponent, any
+        other factor uses digits.
+        """
         for c, scale, factor in zip(sums, scales, factors, strict=True):
             digits = abs((scale * factor).numerator)
             if digits and _odd(digits) * c.largest >= self._limit:
@@ -206,7 +206,7 @@ class LatticeOracle:
 
 
 class _Contributions:
-    """What a shard adds to every gradient, and how large any partial sum of it may become."""
+    """Contributions of a shard to every gradient, and bounds of their partial sums."""
 
     def __init__(self, weights: dict[str, Vector], ids: Sequence[int]) -> None:
         self.total = {name: [0] * len(part) for name, part in weights.items()}
@@ -216,7 +216,7 @@ class _Contributions:
         self._to_table = 0
         for i in ids:
             self._add(weights, i)
-        self._put("table", [self._to_table * p for p in TABLE_PERIOD])  # every sample's is alike
+        self._put("table", [self._to_table * p for p in TABLE_PERIOD])  # equal for all samples
         self.largest = max(self._sizes.values())
 
     def _add(self, weights: dict[str, Vector], i: int) -> None:
@@ -230,13 +230,13 @@ class _Contributions:
         x, image = take(_FEATURES, 5), take(_SIDE * _SIDE, 5)
         to_dense, to_head, to_conv = take(_HIDDEN, 3), take(_HEAD_OUT, 3), take(_KERNELS, 3)
         (to_scale,), (to_table,), (own,) = take(1, 3), take(1, 3), take(1, 5)
-        to_scale, to_table = to_scale + 2, to_table + 2  # never zero in sum
+        to_scale, to_table = to_scale + 2, to_table + 2  # positive, so sums are not zero
         self.loss += own
         self._dense(weights, x, to_dense)
         self._put("head.weight", [c * max(f, 0) for c in to_head for f in x[:_HEAD_IN]])
         self._conv(weights["conv.weight"], image, to_conv)
         self._put("scale", [to_scale])
-        self._to_table += to_table  # at least 1, so no sum is larger than the last one
+        self._to_table += to_table  # at least 1, so no partial sum exceeds the last
 
     def _dense(self, weights: dict[str, Vector], x: Vector, cotangents: Vector) -> None:
         rows, bias = weights["dense.weight"], weights["dense.bias"]
@@ -286,7 +286,7 @@ def initial() -> dict[str, Vector]:
 
 
 def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
-    """All elements of a parameter as floats; the table repeats every 257."""
+    """Return all elements of a parameter as floats; the table repeats every 257."""
     floats = array("d", map(float, values))
     if name != "table":
         return floats
@@ -294,20 +294,20 @@ def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
 
 
 def _initial(position: int, count: int) -> Vector:
-    """The parameter's position in the model decides its column: parameters of the module
-    itself come first (scale, table), then those of its layers in order (dense, head, conv).
+    """Return initial values from the column of the parameter's position in the model: the module's
+    own parameters come first (scale, table), then its layers' (dense, head, conv).
     """
     return [mixed(element, position, 3) for element in range(count)]
 
 
 def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
-    """What is made of each value; of equal ones once, since fractions are slow."""
+    """Apply a function to each value, once for equal ones, since fractions are slow."""
     known = {value: made(value) for value in set(values)}
     return [known[value] for value in values]
 
 
 def _odd(n: int) -> int:
-    """The largest odd factor of a number of samples. Raises ValueError for none."""
+    """Return the largest odd factor of a number of samples. Raises ValueError for none."""
     if n < 1:
         raise ValueError(f"{n} samples have no odd factor")
     while n % 2 == 0:

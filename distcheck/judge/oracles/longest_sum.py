@@ -1,9 +1,9 @@
-"""How many terms of one sample add up in an element of a gradient, counted in a forward pass.
+"""Counts the terms per sample that an element of a gradient sums, in a forward pass.
 
 A layer that is applied at many positions of a sample (a convolution at every pixel, a linear layer
-at every token, a recurrent layer at every step) adds up a term for each of them. So does one that
-is called several times. Layers of torch are counted; a parameter that a module of another class
-uses itself is not.
+at every token, a recurrent layer at every step) adds a term for each. So does a layer that is
+called several times. Layers of torch are counted; a parameter that a module of another class uses
+directly is not.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from distcheck.machine.compat import Conv, ConvTranspose, NormBase, tree_leaves
 
 
 class LongestSum:
-    """While it is entered, counts at how many positions of a sample layers are applied."""
+    """Context that counts the positions of a sample at which layers are applied."""
 
     def __init__(self, model: nn.Module, samples: int) -> None:
         self._samples = samples
@@ -35,7 +35,7 @@ class LongestSum:
 
     @property
     def terms(self) -> int:
-        """The most terms of one sample; 0 where no layer was counted."""
+        """The largest number of terms per sample; 0 if no layer was counted."""
         return max(self._counted.values(), default=0)
 
     def _count(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
@@ -47,8 +47,8 @@ class LongestSum:
 
 
 def features_of(module: nn.Module) -> int:
-    """How many numbers of what a layer makes (a transposed convolution: is given) lie at one
-    position; 0 for what is not counted.
+    """Return the number of output features (for a transposed convolution: input) per position; 0
+    for uncounted modules.
     """
     if isinstance(module, Conv):
         return module.in_channels if isinstance(module, ConvTranspose) else module.out_channels

@@ -1,13 +1,14 @@
-"""What a low-rank exchange with error feedback (PowerSGD) must yield: `--accept low-rank:RANK`.
+"""Required results of low-rank compression with error feedback (PowerSGD): `--accept
+low-rank:RANK`.
 
-Vogels, Karimireddy and Jaggi (arXiv:1905.13727). Rank r adds to its gradient g_r what earlier steps
-had left over, a_r = g_r + e_r, seen as a matrix of n rows. All ranks agree on a matrix P, n x RANK,
-of unit columns; what they then hold is
+Vogels, Karimireddy and Jaggi (arXiv:1905.13727). Rank r adds to its gradient g_r the residual of
+earlier steps, a_r = g_r + e_r, seen as a matrix of n rows. All ranks agree on a matrix P, n x RANK,
+of unit columns; their result is
 
     y  =  P Q^T,     Q  =  mean of a_r^T P   (two all-reduces of small matrices)
 
-and rank r keeps e_r = a_r - y for the next step. How P was chosen is the strategy's own affair.
-Whatever it is, these hold, and nothing of the strategy's is needed to tell:
+and rank r keeps e_r = a_r - y for the next step. The choice of P is up to the strategy. For every
+choice the following holds, which can be checked without the strategy's data:
 
 1. e_r adds up: the mean of a_r at step t is M = g(t) + sum over s < t of (g(s) - y(s)), with g the
    mean of the shards' gradients and y what was recorded. Without feedback M is g(t) alone.
@@ -20,10 +21,10 @@ A power iteration may take its sides in turn: y = M Q Q^T, with Q of unit column
 all of this holds of the transposed matrices, with their n; a result is right if it is one or the
 other.
 
-In floating point y = P P^T M + E. What goes into P does not matter, as it is the same P in both
+In floating point y = P P^T M + E. The input of P does not matter, as it is the same P in both
 places. Q's terms are inner products of n numbers, W of them are added up and divided, those of the
 second product are RANK, and a_r has two roundings a step behind it, so with u of the gradients'
-dtype, A_r = |g_r| + what was added to it and taken off it, and |P|_F^2 = RANK
+dtype, A_r = |g_r| + the sizes of all that was added and subtracted, and |P|_F^2 = RANK
 
     |E|_F  <=  gamma(n + W + RANK + 4 + 2 t) RANK sum_r w_r |A_r|_F  =: eps
 
@@ -31,16 +32,16 @@ so beyond RANK the singular values of y add up to eps at most (in the L2 norm), 
 
     |y^T (M - y)|_F  <=  eps (|M|_F + 2 |y|_F)  +  c gamma(n + 4) |y|_F^2
 
-where the last term is what P lacks in orthonormality. A single column is a unit vector up to
-gamma(n + 4): c = 1. Two that Gram and Schmidt made orthogonal are so up to u times the condition of
-what they were made of; that condition times |p_1^T M| |p_2^T M| is what enters, and is of the size
-of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for 256 rows
-in float32.
+where the last term accounts for P not being exactly orthonormal. A single column is a unit vector
+up to gamma(n + 4): c = 1. Two that Gram and Schmidt made orthogonal are so up to u times the
+condition number of their input; that condition times |p_1^T M| |p_2^T M| is what enters, and is of
+the size of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for
+256 rows in float32.
 
-What is not compressed (vectors, small matrices, all of it in the first steps) must be M itself
-within R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It
-is wrong if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How
-near y comes to M is not checked: the report says it.
+Uncompressed tensors (vectors, small matrices, all in the first steps) must be M itself within R,
+with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It is wrong if
+it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How near y
+comes to M is not checked, but reported.
 """
 
 from collections.abc import Sequence
@@ -52,16 +53,18 @@ import torch
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import gamma
 
-# Measured allowance: c of the module's text. Two power iterations and Gram-Schmidt in float32, with
-# 64 to 1,024 rows and rank 2 to 8, were measured at up to 0.06.
+# Measured: c of the module docstring. Two power iterations and Gram-Schmidt in float32, with 64 to
+# 1,024 rows and rank 2 to 8, reached 0.06.
 _UNORTHOGONAL = 100.0
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What went into one tensor's exchange, or its projection on at most `rank` directions: the
-    mean M over the ranks (float64), how far a right mean of it may be off, and the norm of what was
-    added up on the way. `unit` is the roundoff of the gradients' dtype.
+    """The input of one tensor's compression, to be compared with it or with a projection on at most
+    `rank` directions.
+
+    `mean` is M over the ranks (float64), `bound` the tolerance of a right mean, `size` the norm of
+    all that was added. `unit` is the roundoff of the gradients' dtype.
     """
 
     mean: torch.Tensor
@@ -75,8 +78,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class Projected:
-    """How a result fits: `error` and `bound` as L2 norms, `kept` the share of M's norm in it (1.0
-    where it is M itself); `why` is empty where it is right.
+    """The fit of a result: `error` and `bound` as L2 norms, `kept` the fraction of M's norm in it
+    (1.0 for M itself); `why` is "" if it is right.
     """
 
     error: float
@@ -93,10 +96,9 @@ def carried(
     world: int,
     unit: float,
 ) -> Projection:
-    """M of one tensor, from the interval of this step's mean and, with feedback, the (interval,
-    result) of every step before.
-
-    An interval's bound is at least gamma(W + 1) times what was added up: its size is read off it.
+    """Return M of one tensor, from the interval of this step's mean and, with feedback, the
+    (interval, result) of every earlier step. An interval's bound is at least gamma(W + 1) times its
+    magnitude, which is derived from it.
     """
     least = gamma(world + 1, unit)
     mean, size = now.mean.clone(), now.bound / least
@@ -111,7 +113,7 @@ def carried(
 
 
 def projected(result: torch.Tensor, form: Projection) -> Projected:
-    """How `result` fits: whether it is M, or a projection of it."""
+    """Return the fit of `result`: M itself, or a projection of it."""
     y, mean = result.to(form.mean.device).double(), form.mean
     distance = (y - mean).abs()
     if bool((distance <= form.bound).all()):
@@ -129,7 +131,7 @@ def projected(result: torch.Tensor, form: Projection) -> Projected:
 
 
 def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> Projected:
-    """Whether a matrix is P P^T M for a P of orthonormal columns."""
+    """Test if a matrix is P P^T M for a P of orthonormal columns."""
     rows, whole, rank, unit = len(matrix), float(form.mean.norm()), form.rank, form.unit
     eps = gamma(rows + form.world + rank + 4 + 2 * form.steps_before, unit) * rank * form.size
     columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)

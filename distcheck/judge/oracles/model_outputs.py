@@ -1,19 +1,18 @@
-"""What a model returns for the samples of each data coordinate of a layout, and how far it may be
-off.
+"""Expected model outputs for the samples of each data coordinate of a layout, and their tolerance.
 
 The whole batch goes through one process (`full_batch.py`); each data coordinate's samples are a
 stretch of it. They are compared as one tensor, in the L2 norm.
 
-One number that a model returns is a sum of K_l products in each of its layers l, where K_l is what
-the layer takes in: the elements of a weight over its outputs. The roundings of one layer are
-u sqrt(K_l) of what it makes, and those of all layers u sqrt(sum of K_l), since they are independent
+One number that a model returns is a sum of K_l products in each of its layers l, where K_l is the
+layer's input size: the elements of a weight over its outputs. The roundings of one layer are u
+sqrt(K_l) of its output, and those of all layers u sqrt(sum of K_l), since they are independent
 (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1), where the layers after it keep
 their share of the norm. A mean over the P positions of a sample adds up P terms more; BatchNorm's
-statistics are sums over all of a batch. Splits over k ranks add to L layers what they add there to
-a gradient. So the L2 norm of the difference is at most
+statistics are sums over all of a batch. Splits over k ranks add as much to L layers as to a
+gradient. So the L2 norm of the difference is at most
 
     u sqrt(sum of K_l + P + 2 L (k - 1)) * norm(expected), with N P in place of P where BatchNorm
-    normalises a batch of N samples
+    normalizes a batch of N samples
 
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
 was measured at up to 11 % of it in one process (VGG11, 1.5e-6 of 1.4e-5 for 32 images).
@@ -33,8 +32,8 @@ from distcheck.records.layers import IN_FLOAT32
 
 
 def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
-    """Those of a step; None where the reference returned none. `why` is said where the reference
-    rounds them by more than their bound.
+    """Return the expected outputs of a step; None if the reference returned none. `why` is the
+    reason if the reference's rounding exceeds the bound.
     """
     made = at.full_batch.outputs
     if made is None:
@@ -60,13 +59,13 @@ def _of_coordinates(at: AtStep, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _products(at: AtStep) -> int:
-    """How many products go into one number, over all layers; a weight is [outputs, ...]."""
+    """Return the number of products in one output over all layers; a weight is [outputs, ...]."""
     weights = [spec for spec in at.specs if len(spec.shape) > 1 and spec.elements]
     return sum(spec.elements // spec.shape[0] for spec in weights)
 
 
 def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
-    """The largest error in what ranks of a data coordinate recorded."""
+    """Return the largest error in the outputs that ranks of a data coordinate recorded."""
     mesh, whole = at.references.mesh, at.references.whole
     assert mesh is not None, "outputs are recorded in a mesh"
     wanted, found = wide(part), [0.0]

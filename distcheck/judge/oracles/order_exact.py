@@ -1,11 +1,9 @@
-"""X: the synchronised gradient to the bit, by reducing the shards in the declared order.
+"""X: the reduced gradient, bitwise, by reducing the shards in the declared order.
 
-`shards` are per rank the gradients of every parameter, as that rank's backward left them; an
-absent gradient (None) counts as zeros where another rank has one, and is absent where none has.
-
-Elements are numbered as they lie in memory, which for channels_last and transposed parameters is
-not the order of their indices; a ring by hand numbers them by index. A complex element is two real
-ones, one after the other.
+`shards` are per rank the local gradients of every parameter; an absent gradient (None) counts as
+zeros if another rank has one, and is absent if none has. Elements are numbered by memory order,
+which for channels_last and transposed parameters differs from the order of indices; a hand-written
+ring numbers them by index. A complex element is two real ones in sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,11 +37,11 @@ def expected_gradients(
     ready_order: Sequence[int],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """What every rank must hold after the sync, per parameter.
+    """Return every rank's gradients after synchronization, per parameter.
 
-    `weights` are the ranks' sample weights n_r * W / N; `ready_order` lists the parameters in
-    the order in which rank 0's backward finished them, which DDP forms its buckets from. `like`
-    are the parameters themselves, as they were when the strategy was given them.
+    `weights` are the ranks' sample weights n_r * W / N; `ready_order` lists the parameters in the
+    order in which rank 0's backward finished them, from which DDP forms its buckets. `like` are the
+    parameters, as they were when the strategy received them.
     """
     world = len(shards)
     prepared = [
@@ -71,8 +69,8 @@ def expected_gradients(
 
 
 def _is_permuted(like: torch.Tensor) -> bool:
-    """Whether elements lie side by side, in another order than that of their indices. Gradients of
-    such a parameter lie as it does; those of any other are contiguous.
+    """Return True if memory is dense but not in the order of indices. Gradients of such a parameter
+    have its layout; those of any other are contiguous.
     """
     if like.is_contiguous():
         return False
@@ -83,7 +81,7 @@ def _is_permuted(like: torch.Tensor) -> bool:
 def _flattened(
     gradient: torch.Tensor | None, like: torch.Tensor, contract: Contract, permuted: bool
 ) -> torch.Tensor:
-    """Real numbers [n] in the order in which they are exchanged; zeros for what is absent."""
+    """Return real numbers [n] in the order of communication; zeros for an absent gradient."""
     if gradient is None:
         wire = None if contract.wire is None else getattr(torch, contract.wire)
         gradient = torch.zeros_like(like, dtype=wire)
@@ -102,7 +100,7 @@ def _shaped(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Ten
 
 
 def rank_order_sum(shards: list[torch.Tensor]) -> torch.Tensor:
-    """((x0 + x1) + x2) + ..."""
+    """Return ((x0 + x1) + x2) + ..."""
     total = shards[0].clone()
     for shard in shards[1:]:
         total = total + shard
@@ -110,14 +108,13 @@ def rank_order_sum(shards: list[torch.Tensor]) -> torch.Tensor:
 
 
 def ring_sum(shards: list[torch.Tensor]) -> torch.Tensor:
-    """The ring of `RingOrder`: element i, of the chunk c, is ((x[c] + x[c+1]) + ...) + x[c-1].
-
-    Written per rank of the sum, not per message: term k of element i is what rank c + k has.
+    """Return the ring sum of `RingOrder`: element i of chunk c is ((x[c] + x[c+1]) + ...) + x[c-1].
+    Written per rank of the sum, not per message: term k of element i is that of rank c + k.
     """
     world, elements = len(shards), shards[0].numel()
     short, longer = divmod(elements, world)
     position = torch.arange(elements)
-    border = longer * (short + 1)  # up to here chunks are one longer
+    border = longer * (short + 1)  # chunks before this are one longer
     chunk = torch.where(
         position < border,
         position // (short + 1),
@@ -138,16 +135,14 @@ def ddp_buckets(
     ready_order: Sequence[int],
     like: Sequence[torch.Tensor],
 ) -> list[list[int]]:
-    """DDP's buckets as lists of parameter indices (torch 2.11 to 2.15, c10d reducer).
+    """Return DDP's buckets as lists of parameter indices (torch 2.11 to 2.15, c10d reducer).
 
-    In the first iteration every parameter of a dtype shares one bucket, in registration order.
-    At `order.rebuilt_at` the buckets are rebuilt in the order in which rank 0's gradients became
-    ready in the backward before; one closes as soon as it holds at least its limit: the first
-    limit for the first bucket of a dtype, the cap for the others. Where they are never rebuilt
-    the limits hold from the first iteration, in registration order.
-
-    Where DDP puts up with parameters without a gradient, those that train have their place in a
-    bucket all the same (as zeros); in rebuilt ones that is the end.
+    In the first iteration all parameters of a dtype share one bucket, in registration order. At
+    `order.rebuilt_at` the buckets are rebuilt in the order in which rank 0's gradients became ready
+    in the previous backward; a bucket closes when it reaches its limit: the first limit for the
+    first bucket of a dtype, the cap for others. Without a rebuild the limits hold from the first
+    iteration, in registration order. If DDP tolerates parameters without gradients, those that
+    train still have a place in a bucket (as zeros), in rebuilt ones at the end.
     """
     present = [
         i
@@ -181,7 +176,7 @@ def _groups(
     ready_order: Sequence[int],
     like: Sequence[torch.Tensor],
 ) -> list[list[int]]:
-    """Lists of parameters that are reduced as one; DDP's follow rank 0's backward."""
+    """Return lists of parameters that are reduced together; DDP's follow rank 0's backward."""
     if isinstance(contract.order, DDPBuckets):
         return ddp_buckets(shards[0], contract.order, step=step, ready_order=ready_order, like=like)
     return [[i] for i in range(len(like)) if not _is_absent(shards, i)]
@@ -192,7 +187,7 @@ def _is_absent(shards: Sequence[Gradients], index: int) -> bool:
 
 
 def _reduction(contract: Contract, backend: str, world: int) -> Reduce:
-    if isinstance(contract.order, RankOrder) or world == 1:  # in a world of one nothing is added
+    if isinstance(contract.order, RankOrder) or world == 1:  # with world size 1 nothing is added
         return rank_order_sum
     if isinstance(contract.order, RingOrder):
         return ring_sum

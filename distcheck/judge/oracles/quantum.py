@@ -1,10 +1,10 @@
-"""How far a mean of quantised gradients may be from the mean: `--accept quantised:BITS`.
+"""Bound of the mean of quantized gradients: `--accept quantised:BITS`.
 
-Rank r sends its gradients as whole numbers of BITS bits: x becomes round(x / s) + z, and what
-arrives is s times that, less z. The *quantum* s is the range of what is quantised together,
-divided by the number of steps. The range of all that a rank holds, both signs alike, is the widest
-that a quantiser with a grid for each rank needs, and two of 2^BITS numbers may be left unused by a
-symmetric one, so a right one has at most
+Rank r sends its gradients as whole numbers of BITS bits: x becomes round(x / s) + z, and the
+received value is s times that, less z. The *quantum* s is the range of all elements quantized
+together, divided by the number of steps. The range of all that a rank holds, symmetric in sign, is
+the widest that a quantizer with a grid for each rank needs, and two of 2^BITS numbers may be left
+unused by a symmetric one, so a right one has at most
 
     q_r  =  2 max |g_r| / (2^BITS - 2),     over every parameter of the rank
 
@@ -24,15 +24,15 @@ add up to H:
                              must span the widest of their ranges (max_r q_r)
     W max_r w_r h_r          the same, where weights went on before: then those of w_r g_r
 
-Either of the last two is at least the first (and all are alike where ranks are), and none is asked
-for, so that H is the larger of the two. What arrives is averaged as any gradients are (`rounding`),
-with one more rounding for the product, so that
+Either of the last two is at least the first (and all are equal if ranks are), and none is asked
+for, so that H is the larger of the two. The received values are averaged like any gradients
+(`rounding`), with one more rounding for the product, so that
 
     |actual - mean|  <=  H  +  gamma(k + 1) (sum_r w_r |g_r| + H)  +  (k + 1) tiny
 
-An exact quantum is not asked for: it may be finer, never coarser. What is smaller than half of it
-may arrive as zero. Where one of a rank's gradients is infinite or NaN its range has no end, and
-nothing is known of the others.
+An exact quantum is not asked for: it may be finer, never coarser. Elements below half of it may
+become zero. Where one of a rank's gradients is infinite or NaN its range has no end, and nothing is
+known of the others.
 """
 
 from collections.abc import Sequence
@@ -43,12 +43,12 @@ import torch
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 
-_U = unit_roundoff("float32")  # Derived: quotients are computed in float32 at least, see above
+_U = unit_roundoff("float32")  # Derived: quotients are computed in at least float32, see above
 
 
 def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
-    """h_r: the most by which quantising may move an element of one rank's gradients. Raises
-    NotBoundedError where one of them is not finite.
+    """Return h_r, the largest quantization error of an element of one rank's gradients. Raises
+    NotBoundedError if one is not finite.
     """
     largest = [float(g.abs().max()) for g in gradients if g is not None and g.numel()]
     if not all(map(isfinite, largest)):
@@ -61,8 +61,8 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
 def widened(
     interval: Interval, halves: Sequence[float], weights: Sequence[float], dtype: torch.dtype
 ) -> Interval:
-    """The interval of quantised gradients, from that of the gradients themselves. Where the mean is
-    infinite the bound is 0, as there.
+    """Widen an interval of gradients to quantized ones. If the mean is infinite, the bound is 0, as
+    before.
     """
     sizes, world = [abs(weight) for weight in weights], len(weights)
     moved = max(
@@ -71,8 +71,8 @@ def widened(
     )
     unit = max(_U, unit_roundoff(dtype))
     roundings = gamma(world + 6, unit)  # k + 1, where k is the largest that `rounding` counts
-    own = gamma(world + 1, unit_roundoff(dtype))  # the least that its bound has of the magnitude
-    # The interval's bound holds `own` of the magnitude at least: scaled up to float32's roundings.
+    own = gamma(world + 1, unit_roundoff(dtype))  # the least factor of the magnitude in its bound
+    # The bound contains at least `own` times the magnitude: scaled to float32's roundings.
     bound = interval.bound * max(1.0, roundings / own)
     bound = bound + moved * (1 + roundings)
     return Interval(interval.mean, torch.where(interval.mean.isfinite(), bound, 0.0))

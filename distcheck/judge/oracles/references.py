@@ -1,9 +1,8 @@
-"""What computes steps again, built once per process, and one step of a recorded run, as the oracle
-layers start from it.
+"""Reference computations, built once per process, and one recorded step as input of the oracle
+layers.
 
-What several layers need of a step (the ranks' own parts, the whole batch) is computed once, when
-the first of them asks, and goes with the step. Checks are not given this: they get what the layers
-make of it.
+Results that several layers need at a step (the ranks' shards, the full batch) are computed once, on
+demand, and freed with the step. Checks receive only the layers' results.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -43,14 +42,14 @@ from distcheck.training.optimizers import implement, is_of_group, put_back
 
 
 class UpdateReference(StepReference):
-    """Steps the workload's optimizer, which meets the parameters that train as the ranks' did."""
+    """Runs the workload's optimizer, created with the same trainable parameters as on the ranks."""
 
     @property
     def world(self) -> int:
         return self._trace.layout.world
 
     def is_sharded(self, index: int) -> bool:
-        """Whether one rank alone holds it; numbers of an optimizer's groups are on every rank."""
+        """Return True if only one rank holds a state tensor; numbers of groups are everywhere."""
         name = self._trace.layout.model.optimizer[index].name
         return self._contract.optimizer_state == "sharded" and not is_of_group(name)
 
@@ -60,13 +59,13 @@ class UpdateReference(StepReference):
         return [rank for rank, entry in zip(ranks, entries, strict=True) if entry.state.is_there]
 
     def _source(self, rank: int, kind: Kind, slot: int, index: int) -> int:
-        """The rank to take a tensor from: its own, unless another one holds it for all."""
+        """Return the rank to read a tensor from: itself, or the one that holds it for all."""
         if kind is not Kind.OPTIMIZER or not self.is_sharded(index):
             return rank
         return next(iter(self.holders(slot, index)), rank)
 
     def input_digest(self, rank: int, step: int) -> bytes:
-        """A digest of all that the update depends on: ranks that share it share the result."""
+        """Return a digest of all inputs of the update: ranks with equal ones share the result."""
         layout, digest = self._trace.layout, xxhash.xxh3_128()
         for kind in (Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER):
             for index in range(len(layout.specs(kind))):
@@ -78,11 +77,11 @@ class UpdateReference(StepReference):
     def run(
         self, rank: int, step: int, *, absent: Collection[int] = (), clip_factor: float = 1.0
     ) -> dict[Kind, list[torch.Tensor | None]]:
-        """Parameters and optimizer state after the step, in the layout's order. Parameters whose
-        index is in `absent` have no gradient, whatever was recorded; where the loop clips, it does
-        so to `clip_factor` times the norm.
+        """Return parameters and optimizer state after the step, in layout order.
 
-        Raises NotRecordedError where the trace lacks what the update starts from.
+        Parameters with an index in `absent` have no gradient, whatever was recorded; if the loop
+        clips, it clips to `clip_factor` times the norm. Raises NotRecordedError if the trace lacks
+        the start of the update.
         """
         trace, model = self._trace, self._model
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
@@ -129,15 +128,13 @@ def _mean(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 class _Keeping:
-    """Something of which layers keep what they have made of it."""
+    """An object to which layers attach their results."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, make: Callable[[Self], Made]) -> Made:
-        """What is made when it is first asked for: of the references it is kept from step to step,
-        of a step it goes with the step.
-        """
+        """Return the result of `make`, computed once per step or per references."""
         if make not in self._kept:
             self._kept[make] = make(self)
         made: Made = self._kept[make]
@@ -145,8 +142,8 @@ class _Keeping:
 
 
 class References(_Keeping):
-    """One of each. `whole` is the trace of all ranks; steps are those of the ranks with data, as if
-    they were all that there are. In a `mesh` they are those of one rank of each data coordinate.
+    """All references of a case. `whole` is the trace of all ranks; steps are those of the ranks
+    with data only, in a `mesh` of one rank per data coordinate.
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
@@ -158,33 +155,31 @@ class References(_Keeping):
 
     @cached_property
     def unpromised(self) -> bool:
-        """Whether a strategy's own backward was seen to cut its shards, and promises not to."""
+        """True if a strategy's own backward split its shards without promising to."""
         return self._promised.micro_batches == 1 and self._stretches > 1
 
     @cached_property
     def contract(self) -> Contract:
-        """What the strategy promises, with the micro-batches that were seen where it promises
-        nothing about them.
-        """
+        """The strategy's contract, with the observed micro-batches if it promises none."""
         if not self.unpromised:
             return self._promised
         return msgspec.structs.replace(self._promised, micro_batches=self._stretches)
 
     @cached_property
     def _stretches(self) -> int:
-        """How many, in the first step, if all ranks have as many."""
+        """The number of micro-batches in the first step, if equal on all ranks."""
         counts = {self.trace.header(rank, 0).stretches for rank in range(self.trace.layout.world)}
         return counts.pop() if len(counts) == 1 else 1
 
     def at(self, step: int) -> "AtStep":
-        """A step, of which nothing is computed yet."""
+        """Return a step, with nothing computed yet."""
         return AtStep(self, step)
 
     @cached_property
     def holding(self) -> tuple[int, ...]:
-        """The ranks of the whole trace that must hold the mean gradient: those with data, and of
-        those without the ones whose gradients of zero were ever made something else. A server that
-        keeps the mean must hold the right one, one that only hands it on has nothing to compare.
+        """The ranks that must hold the mean gradient: those with data, and others whose zero
+        gradients ever changed. A server that keeps the mean must hold the right one; one that only
+        forwards it has nothing to compare.
         """
         if self.mesh is not None:
             return tuple(range(self.mesh.world))
@@ -204,7 +199,7 @@ class References(_Keeping):
 
     @cached_property
     def _model(self) -> nn.Module:
-        """One model for all: each reference loads the state that it starts from."""
+        """One model for all references, each of which loads its own state."""
         seeds.pin_determinism()
         model = self.ingredients.model()
         self._trains = [p.requires_grad for _, p in trainable(model)]  # a step may change that
@@ -212,8 +207,8 @@ class References(_Keeping):
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """Of the model as it was built: how they lie in memory, and which of them train. Their
-        values are those that were loaded last.
+        """The parameters of the model as built, for their memory layout and trainability; their
+        values are those loaded last.
         """
         return [
             parameter.detach().requires_grad_(trains)
@@ -230,19 +225,19 @@ class References(_Keeping):
 
     @cached_property
     def in_double(self) -> "References":
-        """The same in float64, from the state that was recorded."""
+        """The same references in float64, from the recorded state."""
         ingredients = replace(self.ingredients, dtype=torch.float64)
         return References(ingredients, self.contract, self.whole)
 
     @cached_property
     def update(self) -> UpdateReference:
-        """For the optimizer's step; in a mesh, that of every rank."""
+        """The reference of the optimizer step; in a mesh, for every rank."""
         model, trace = self._model, self.trace if self.mesh is None else self.whole
         return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
     def averages(self) -> Averages | None:
-        """When parameters are averaged, where local SGD is accepted."""
+        """The steps at which parameters are averaged, if local SGD is accepted."""
         accepted = read(self.ingredients.case.accept)
         if accepted is None or accepted.family != "local-sgd":
             return None
@@ -250,7 +245,7 @@ class References(_Keeping):
 
 
 class AtStep(_Keeping):
-    """What the ranks did at `step`, computed again from what they recorded before it."""
+    """The ranks' computations at `step`, repeated from their recorded previous state."""
 
     def __init__(self, references: References, step: int) -> None:
         super().__init__()
@@ -281,12 +276,12 @@ class AtStep(_Keeping):
 
     @property
     def shard_gradients(self) -> tuple[Gradients, ...]:
-        """What backward should have left on every rank."""
+        """The expected local gradients of every rank."""
         return tuple(tuple(shard.gradients) for shard in self.shards)
 
     @property
     def computed_where_unseen(self) -> tuple[Gradients, ...]:
-        """The same where the trace lacks some rank's local gradient; nothing where it has all."""
+        """The same if the trace lacks some rank's local gradient; else empty."""
         trace, ranks = self.trace, range(self.trace.layout.world)
         seen = all(
             gradient is not None
@@ -297,14 +292,14 @@ class AtStep(_Keeping):
 
     @property
     def exchanges_itself(self) -> str:
-        """The form of code that is itself what is trained, and exchanges in its forward pass."""
+        """The form of code that is itself trained and communicates in forward, or ""."""
         form = self.case.adaptation.form or ""
         return form if trained_with(form) == self.case.workload else ""
 
     @cached_property
     def unexchanged(self) -> tuple[Gradients, ...]:
-        """What ranks would hold if such code exchanged nothing: the mean of the gradients that a
-        loss has of each rank's samples, and of a metric each rank's own result.
+        """The ranks' results if such code did not communicate: for a loss the mean of the gradients
+        for each rank's samples, for a metric each rank's own result.
         """
         if self.exchanges_itself == "metric":
             return self.shard_gradients
@@ -325,7 +320,7 @@ class AtStep(_Keeping):
 
     @cached_property
     def in_double(self) -> "AtStep":
-        """The same step in float64, from the state that was recorded."""
+        """The same step in float64, from the recorded state."""
         return self.references.in_double.at(self.step)
 
     @property
@@ -334,18 +329,20 @@ class AtStep(_Keeping):
 
     @property
     def whole_batch_layer(self) -> str:
-        """Which of S32 and S64 the step's dtype makes what follows from the whole batch."""
+        """The layer, S32 or S64, that the step's dtype implies for the full batch."""
         return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
 
     @property
     def nan_is_expected(self) -> bool:
-        """Whether the workload declares gradients that are not finite. In any other, a NaN shows
-        that something went wrong before the exchange or in it, and compares as nothing.
+        """True if the workload declares gradients that are not finite. In any other workload, NaN
+        is an error and compares as unequal.
         """
         return any(isinstance(event, NotFinite) for event in self.ingredients.must_happen)
 
     def recorded_gradients(self, index: int) -> list[torch.Tensor]:
-        """What the ranks that must hold the mean held of one parameter, each bit pattern once."""
+        """Return a parameter's gradients on ranks that must hold the mean, each bit pattern
+        once.
+        """
         whole, found = self.references.whole, dict[bytes, torch.Tensor]()
         for rank in self.references.holding:
             entry = whole.entry(rank, Kind.GRADIENT, self.step, index)

@@ -1,7 +1,7 @@
-"""R: the mean of the shard gradients, and how far any order of summation may be from it.
+"""R: the mean of the shard gradients, and the rounding bound of any summation order.
 
-Let u be the unit roundoff, gamma(k) = k u / (1 - k u), and g_r the W shard gradients with
-weights w_r that add up to 1. A result computed in the dtype, in any order, is
+Let u be the unit roundoff, gamma(k) = k u / (1 - k u), and g_r the W shard gradients with weights
+w_r that add up to 1. A result computed in the dtype, in any order, is
 
     sum_r  w_r g_r (1 + d_r),   |d_r| <= gamma(k)
 
@@ -15,37 +15,37 @@ scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two mo
 `tiny`, the smallest subnormal number, covers products that underflow. A weight is negative where a
 loss was multiplied by a negative factor, which the weight takes back.
 
-Where backward starts from the sum over a rank's n_r tokens, g_r is that sum's gradient and w_r is
-1 / T, for the T tokens of all ranks: integers, which are added up exactly. Dividing the sum by
-T, or multiplying by 1 / T or by W / T and dividing by W, is covered by the same k, with two more as
-for any loss that was scaled (`rescaled`): W + 3, or W + 5.
+Where backward starts from the sum over a rank's n_r tokens, g_r is that sum's gradient and w_r is 1
+/ T, for the T tokens of all ranks: integers, which are added up exactly. Dividing the sum by T, or
+multiplying by 1 / T or by W / T and dividing by W, is covered by the same k, with two more as for
+any loss that was scaled (`rescaled`): W + 3, or W + 5.
 
 The mean itself is computed in float64, and its own error is added by the same formula with
-float64's u. A term of it goes through W roundings (its product and W - 1 additions: the first is
-to zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the
+float64's u. A term of it goes through W roundings (its product and W - 1 additions: the first is to
+zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the
 loss was scaled: for the factor (declared times observed), the division by it, and, where another
 loss is asked after, that one's factor, a product and a quotient. So k is W + 2, or W + 7. The bound
-and what is compared with it are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
+and the compared values are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
 
 A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
-rounded once more, on its way in, and each of the k roundings is counted with the larger of the
-two units (and of the two tiny numbers). The result goes back into the gradient's dtype without
-rounding where that holds every number of the wire's (float32 and float64 hold all of float16's
-and bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the
-larger unit, the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of
-sum_r w_r |g_r|, for float16 0.3 %. An error of that size is what such a wire may do to an
-element; a smaller one in every element is not noticed by R, but by X, where an order is promised.
+rounded once more, on its way in, and each of the k roundings is counted with the larger of the two
+units (and of the two tiny numbers). The result goes back into the gradient's dtype without rounding
+where that holds every number of the wire's (float32 and float64 hold all of float16's and
+bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the larger unit,
+the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of sum_r w_r |g_r|,
+for float16 0.3 %. Such a wire may cause an error of that size in an element; a smaller one in every
+element is not noticed by R, but by X, where an order is promised.
 
 A loop may run backward A times in a step, over stretches of the shard with gradients h_ra, and code
-that exchanges in each of them is right: what it has averaged is the same on every rank, so a later
+that exchanges in each of them is right: the averaged part is the same on every rank, so a later
 exchange leaves it as it is, but for rounding. A term then goes through k roundings in each exchange
-and one wherever a stretch is added to what was there before, A k + A - 1 in all, and what it is
-measured against are the stretches, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which
-the mean is taken were added up in the dtype, with A - 1 roundings of their own. Hence
+and one wherever a stretch is added to what was there before, A k + A - 1 in all, and the bound is
+relative to the stretches, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which the mean
+is taken were added up in the dtype, with A - 1 roundings of their own. Hence
 
     |actual - sum_r w_r g_r|  <=  gamma(A k + 2 (A - 1)) * sum_r |w_r| sum_a |h_ra|  +  ...
 
-What falls below the wire's smallest number is an absolute error of `tiny` before the weights are
+Underflow below the wire's smallest number is an absolute error of `tiny` before the weights are
 applied, so `tiny` is multiplied by the largest of them (relative to 1 / W) where that is above 1.
 """
 
@@ -56,21 +56,21 @@ import torch
 
 from distcheck.machine.numerics import gamma, holds_all_of, real_parts, smallest, unit_roundoff
 
-# Derived: the bound is a sum of W terms, none negative, and a few products; 2^-40 is 2^13 u of
-# float64, so it has room for the roundings of 8,000 ranks.
+# Derived: the bound is a sum of W nonnegative terms and a few products; 2^-40 is 2^13 u of float64,
+# which covers the roundings of 8,000 ranks.
 _ROOM = 1 + 2.0**-40
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Elementwise: the mean, and the most by which a correct result may differ; float64."""
+    """Elementwise: the mean, and the largest error of a correct result; float64."""
 
     mean: torch.Tensor
     bound: torch.Tensor
 
 
 def reference_roundings(world: int, *, rescaled: bool) -> int:
-    """How many roundings a term of the float64 mean goes through, by which it may be off itself."""
+    """Return the number of roundings of a term of the float64 mean."""
     return world + (7 if rescaled else 2)
 
 
@@ -83,20 +83,18 @@ def interval(
     passes: int = 1,
     magnitudes: Sequence[torch.Tensor] | None = None,
 ) -> Interval:
-    """The interval for one parameter.
+    """Return the interval for one parameter.
 
-    `shards` are the ranks' gradients, all of one shape and dtype. `weights` say what each counts
-    for; they add up to 1, unless the shards are `rescaled`: a strategy scaled its loss by some
-    factor, the weights take that back, and so will the strategy, with two roundings more. `wire`
-    is the dtype that they are rounded to and added up in, if not their own. Complex gradients are
-    taken as pairs of real ones: mean and bound then have a last dimension of 2.
+    `shards` are the ranks' gradients, of one shape and dtype. `weights` are the rank weights, with
+    sum 1 unless the shards are `rescaled`: then a strategy scaled its loss, and the weights undo
+    that, as the strategy does with two more roundings. `wire` is the dtype that they are rounded to
+    and added in, if not their own. Complex gradients become pairs of real ones: mean and bound then
+    have a last dimension of 2. `passes` is the number of backward passes that may each synchronize,
+    and `magnitudes` are per rank the summed absolute values of their gradients (`real_parts` of
+    complex ones); for one pass, the shard's absolute value.
 
-    `passes` is the number of backward passes that may each exchange, and `magnitudes` has, per
-    rank, what the absolute values of their gradients add up to (`real_parts` of complex ones); it
-    is the shard's own absolute value where there is one pass.
-
-    Where the mean is infinite there is no rounding left: the bound is 0. Raises NotBoundedError
-    where roundings may add up to what is rounded.
+    If the mean is infinite, there is no rounding: the bound is 0. Raises NotBoundedError if
+    roundings may be as large as the result.
     """
     shards = [real_parts(shard) for shard in shards]
     world = len(shards)

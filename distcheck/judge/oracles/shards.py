@@ -1,4 +1,4 @@
-"""Each rank's own part of a step, computed again in one process from the state it recorded."""
+"""Recomputes each rank's shard of a step in one process, from the state that the rank recorded."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,16 +24,16 @@ _GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
 
 
 class NotRecordedError(Exception):
-    """The trace lacks something that an expectation starts from."""
+    """The trace lacks the start of an expectation."""
 
 
 @dataclass(frozen=True)
 class ShardResult:
-    """One rank's shard: mean loss, gradients per parameter, buffers after the forward pass.
+    """One rank's shard: mean loss, gradients per parameter, buffers after forward.
 
-    `magnitudes` are, per parameter, the absolute values of what each backward pass of the loop's
-    gave, added up in float64 (`real_parts` of complex ones); empty where the loop runs only one.
-    `loss_terms` is what the absolute values of the stretches' losses add up to.
+    `magnitudes` are, per parameter, the summed absolute values of each backward pass's gradient in
+    float64 (`real_parts` of complex ones); empty for a single pass. `loss_terms` is the sum of the
+    absolute losses of the micro-batches.
     """
 
     loss: float
@@ -44,9 +44,7 @@ class ShardResult:
 
 
 def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
-    """What a GradScaler has multiplied a rank's loss by at a step, given which of that rank's
-    earlier gradients were finite.
-    """
+    """Return a rank's GradScaler scale at a step, given if earlier gradients were finite."""
     first = ingredients.training.loss_scale
     if first is None:
         return 1.0
@@ -54,8 +52,8 @@ def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: in
 
 
 def scale_after(first: float, finite: Iterable[bool]) -> float:
-    """A GradScaler's scale after steps whose gradients were finite or not: halved after each that
-    were not, doubled after every so many in a row that were, as torch.amp.GradScaler is by default.
+    """Return a GradScaler's scale after steps with finite or other gradients: halved after each of
+    the latter, doubled after a growth interval of the former (torch.amp.GradScaler's defaults).
     """
     scale, in_a_row = first, 0
     for step_was_finite in finite:
@@ -68,20 +66,20 @@ def scale_after(first: float, finite: Iterable[bool]) -> float:
 
 
 def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
-    """Whether all of a rank's synchronised gradients of a step are finite."""
+    """Return True if all of a rank's reduced gradients of a step are finite."""
     found = trace.tensors(rank, Kind.GRADIENT, step)
     return all(bool(g.isfinite().all()) for g in found if g is not None)
 
 
 def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
-    """How many of a shard's samples each of its micro-batches has; none is empty."""
+    """Return the number of samples of each micro-batch of a shard; none is empty."""
     count = min(samples, micro_batches)
     return [samples // count + (n < samples % count) for n in range(count)]
 
 
 class _Stretch(NamedTuple):
-    """The batch of one backward pass, and what its mean loss is multiplied by, one after the other:
-    by the share of the loop's piece, and by its own share of that.
+    """The batch of one backward pass, and the two factors of its mean loss, applied in sequence:
+    the loop piece's fraction, and its own fraction of that.
     """
 
     batch: Batch
@@ -90,7 +88,7 @@ class _Stretch(NamedTuple):
 
 
 def _cut(shard: Batch, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
-    """The loop's pieces of a shard, each cut into micro-batches by the strategy's own backward."""
+    """Yield the loop's pieces of a shard, split into micro-batches by the strategy's backward."""
     for piece in shard.split(accumulate):
         for number, part in enumerate(piece.split(micro_batches)):
             yield _Stretch(part, (piece.share_of(shard), part.share_of(piece)), number == 0)
@@ -104,9 +102,9 @@ def load_state(
     buffers_of: int | Sequence[int],
     step: int,
 ) -> None:
-    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`, or each
-    one with that of a rank of its own. What a strategy has laid out otherwise in memory lies as it
-    did there: convolutions choose their kernel, and so their roundings, by that.
+    """Load the state of `rank` before `step`, with the buffers of rank `buffers_of` or of one rank
+    per buffer. Memory layouts are reproduced: convolutions choose their kernel, and so their
+    rounding, by them.
     """
     with torch.no_grad():
         for index, (name, parameter) in enumerate(trainable(model)):
@@ -127,9 +125,7 @@ def load_state(
 
 
 def lay_out(tensor: torch.Tensor, order: int) -> None:
-    """Gives a tensor room in which its dimensions lie in a `memory_order`; its numbers are lost
-    where that is another one than its own. 0 leaves it as it is.
-    """
+    """Lay out a tensor in a `memory_order` (0: unchanged); a change loses its values."""
     if order and order != memory_order(tensor.shape, tensor.stride()):
         strides = strides_in(order, tensor.shape)
         tensor.data = torch.empty_strided(
@@ -139,9 +135,7 @@ def lay_out(tensor: torch.Tensor, order: int) -> None:
 
 @contextlib.contextmanager
 def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Tensor | None]]:
-    """What the absolute values of the gradients of the backward passes within add up to; nothing
-    where there is one.
-    """
+    """Yield the summed absolute gradients of the block's backward passes; empty for one pass."""
     parameters = [parameter for _, parameter in trainable(model)] if passes > 1 else []
     sums: list[torch.Tensor | None] = [None] * len(parameters)
 
@@ -161,8 +155,8 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
 
 
 class StepReference:
-    """Computes steps of a trace again on `model`, whose state it overwrites; `trains` says which of
-    its parameters did when it was built.
+    """Recomputes steps of a trace on `model`, whose state it overwrites; `trains`: which of its
+    parameters were trainable when built.
     """
 
     def __init__(
@@ -181,7 +175,7 @@ class ShardReference(StepReference):
     """Runs shards one after the other."""
 
     def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:
-        """What each backward pass of a rank's step added to the gradients, up to a rounding."""
+        """Return each backward pass's contribution to a rank's gradients, up to rounding."""
         sums: list[list[torch.Tensor | None]] = []
 
         def note() -> None:
@@ -205,9 +199,10 @@ class ShardReference(StepReference):
         after_pass: Callable[[], None] | None = None,
         autocast: torch.dtype | None = None,
     ) -> ShardResult:
-        """One rank's forward and backward at one step, from its own buffers or another's (by
-        default as the contract has it); `autocast`: the forward pass of the model as under
-        torch.autocast with that dtype. Raises NotRecordedError.
+        """Run one rank's forward and backward at one step.
+
+        Buffers are its own or those of `buffers_of` (by default as in the contract); `autocast` is
+        a dtype to run the model under torch.autocast. Raises NotRecordedError.
         """
         headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
         header = headers[rank]
@@ -243,7 +238,7 @@ class ShardReference(StepReference):
                     loss = loss * declared
                 if self._contract.weighting == "loss" and weight != 1.0:
                     loss = loss * weight
-                if scale != 1.0:  # a power of two: wherever it is applied, the bits are the same
+                if scale != 1.0:  # a power of two: bits do not depend on the place
                     loss = loss * scale
                 loss.backward(self._cotangent(loss, header.loss_factor))
                 if after_pass is not None:
@@ -257,7 +252,7 @@ class ShardReference(StepReference):
         )
 
     def _cotangent(self, loss: torch.Tensor, observed: float) -> torch.Tensor | None:
-        """What backward starts with: the factor that a strategy without a promise has put on."""
+        """Return the initial gradient of backward: an observed factor that is not promised."""
         if not self._contract.observes_loss or observed == 1.0:
             return None
         return torch.full_like(loss, observed)
@@ -265,7 +260,7 @@ class ShardReference(StepReference):
 
 @contextlib.contextmanager
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Makes the model compute under autocast, and return float32, as wrappers do."""
+    """Run the model under autocast and return float32, as wrappers do."""
     if dtype is None:
         yield
         return

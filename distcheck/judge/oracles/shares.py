@@ -1,4 +1,4 @@
-"""What each rank's part of a step counts for, from what the ranks recorded of it."""
+"""Rank weights of a step, from the ranks' recording."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +10,8 @@ from distcheck.records import LossName
 
 
 def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
-    """What a loss contract multiplies the mean loss of a rank by that is over `size` samples (or
-    tokens) of the `total` of all ranks. A rank without tokens has a loss of 0, whatever it is
-    multiplied by.
+    """Return the factor of a loss contract on a rank's mean loss over `size` samples (or tokens) of
+    `total`. A rank without tokens has loss 0 with any factor.
     """
     return {
         "mean": 1.0,
@@ -25,9 +24,8 @@ def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
 @dataclass(frozen=True)
 class Shares:
     """One step of the ranks with data, numbered from 0; `ranks` are their numbers in the report.
-
-    `loss_scales` is what a GradScaler has multiplied each rank's loss by. What follows from these
-    is computed once: a judge asks for it for every parameter and rank.
+    `loss_scales` are the ranks' GradScaler scales. Derived values are cached, since a judge needs
+    them for every parameter and rank.
     """
 
     step: int
@@ -43,9 +41,7 @@ class Shares:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """What each rank's loss is a mean over: its tokens where the workload counts them, and its
-        samples elsewhere.
-        """
+        """The number of tokens (if the workload counts them) or samples in a rank's mean loss."""
         return tuple(header.loss_over for header in self.headers)
 
     @cached_property
@@ -54,19 +50,19 @@ class Shares:
 
     @cached_property
     def weights(self) -> list[float]:
-        """The ranks' weights n_r * W / N, by samples or tokens: 1.0 for equal shards."""
+        """The rank weights n_r * W / N, by samples or tokens: 1.0 for equal shards."""
         total = max(1, sum(self.counts))
         return [count * len(self.counts) / total for count in self.counts]
 
     @cached_property
     def sample_weights(self) -> list[float]:
-        """The same by samples alone, as `Step.weight` has it."""
+        """The rank weights by samples, as in `Step.weight`."""
         return [size * len(self.sizes) / self.samples for size in self.sizes]
 
     @cached_property
     def loss_factors(self) -> list[float]:
-        """What the ranks' shard gradients are multiplied by: as the case declares, and as was
-        seen of a strategy that promises nothing.
+        """The factors of the ranks' shard gradients: as the case declares, and as observed if a
+        strategy promises nothing.
         """
         observed = self.contract.observes_loss
         return [
@@ -77,20 +73,20 @@ class Shares:
         ]
 
     def declared(self, loss: LossName) -> tuple[float, ...]:
-        """What a loss contract multiplies each rank's mean loss by."""
+        """Return the factor of a loss contract on each rank's mean loss."""
         counts = self.counts
         return tuple(declared_factor(loss, n, sum(counts), len(counts)) for n in counts)
 
     @cached_property
     def unscaled(self) -> list[float]:
-        """What each rank's shard gradients must be divided by to be its mean loss's gradients."""
+        """The divisors that turn shard gradients into those of mean losses."""
         found = zip(self.sample_weights, self.loss_factors, self.loss_scales, strict=True)
         by_loss = self.contract.weighting == "loss"
         return [weight * scale if by_loss else factor for weight, factor, scale in found]
 
     @cached_property
     def in_mean(self) -> list[float]:
-        """What each rank's shard gradient counts for in the mean over all samples or tokens."""
+        """The weight of each rank's shard gradient in the mean over all samples or tokens."""
         world = len(self.weights)
         if self.contract.weighting == "loss":
             found = zip(self.weights, self.sample_weights, self.loss_scales, strict=True)
@@ -100,9 +96,7 @@ class Shares:
 
     @cached_property
     def lost(self) -> str:
-        """Says which ranks multiplied their loss by what no gradient comes back from; empty where
-        none did.
-        """
+        """Describes the ranks whose loss factor lets no gradient come back, or ""."""
         factors = {
             rank: f"{factor:g}"
             for rank, factor in zip(self.ranks, self.unscaled, strict=True)

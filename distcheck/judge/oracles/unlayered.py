@@ -1,6 +1,4 @@
-"""What is expected without a layer: the model that training begins with, and what the workload
-itself does at each step.
-"""
+"""Expectations without a layer: the initial model, and the workload's own events at each step."""
 
 from collections.abc import Set
 
@@ -15,7 +13,7 @@ from distcheck.training.building import in_one_storage, trainable
 
 
 def initial_state(at: AtStep) -> InitialState | None:
-    """A model built from the same seed; only step 0 has an initial state."""
+    """Return a model built from the same seed; only step 0 has an initial state."""
     if at.step != 0:
         return None
     model = at.ingredients.model()
@@ -47,9 +45,7 @@ def purpose(at: AtStep) -> OwnStep:
 
 
 def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
-    """What backward left on each rank, [parameter][rank]: as it was recorded where it was seen on
-    every rank, and otherwise computed again.
-    """
+    """Return local gradients [parameter][rank], as recorded, or recomputed if any is missing."""
     found: list[Gradients] = []
     ranks = range(at.trace.layout.world)
     for index in range(len(at.specs)):
@@ -60,7 +56,7 @@ def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
 
 
 def _prepared(at: AtStep) -> nn.Module:
-    """A new model that was prepared for every step up to this one, as in a loop of its own."""
+    """Return a new model, prepared for every step up to this one."""
     model = at.ingredients.model()
     for step in range(at.step + 1):
         at.ingredients.prepare(model, step)
@@ -68,7 +64,7 @@ def _prepared(at: AtStep) -> nn.Module:
 
 
 def _calls(at: AtStep) -> int:
-    """How often rank 0's forward pass calls the model."""
+    """Return the number of model calls in rank 0's forward pass."""
     model, calls = at.ingredients.model(), 0
 
     def count(*_: object) -> None:
@@ -89,7 +85,7 @@ def _rates(at: AtStep, model: nn.Module) -> tuple[float | None, ...]:
 
 
 def _starts_alike(at: AtStep) -> bool:
-    """What the workload does to each rank's model before the strategy is given it, again."""
+    """Return True if the workload's initialization gives all ranks equal models."""
     models = [at.ingredients.model() for _ in range(at.trace.layout.world)]
     for rank, model in enumerate(models):
         at.ingredients.handed_over(model, rank)

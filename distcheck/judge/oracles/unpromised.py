@@ -1,14 +1,14 @@
-"""Micro-batches that a strategy's own backward makes, and that its contract does not promise.
+"""Micro-batches made by a strategy's own backward without a promise in its contract.
 
-Where `micro_batches` is promised, each of them counts by its share of the shard's samples, in an
-order that is known, so local gradients and losses must be bit-identical. Code that says nothing may
-as well divide its loss by their number (accelerate, Fabric): for equal micro-batches that is the
-same number, rounded otherwise, and backward rounds everything that follows from it otherwise, too.
+If `micro_batches` is promised, each is weighted by its samples, in a known order, so local
+gradients and losses must be bit-identical. Other code may divide its loss by their number
+(accelerate, Fabric): for equal micro-batches that is the same value, rounded differently, and so is
+everything that backward derives from it.
 
-So what is expected is computed over the micro-batches that were seen, and what has other bits must
-be within the tolerance of S32 (in float64 of S64) of it, as an L2 norm: `full_batch.py` derives
-that tolerance for two ways to compute one gradient. It is 3e-5 of the largest gradient of the
-module for 256 images: less than any wrong weight, and less than rounding to a shorter dtype.
+So expectations are computed over the observed micro-batches, and results with other bits must be
+within the tolerance of S32 (in float64 of S64), as an L2 norm: `full_batch.py` derives that
+tolerance for two ways to compute one gradient. It is 3e-5 of the module's largest gradient for 256
+images: less than any wrong weight, and less than rounding to a lower-precision dtype.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from distcheck.machine.numerics import unit_roundoff
 
 
 def said(at: AtStep) -> str:
-    """What a report says of such micro-batches; empty where there are none."""
+    """Return the report's sentence about such micro-batches, or ""."""
     if not at.references.unpromised:
         return ""
     count = at.contract.micro_batches
@@ -38,7 +38,7 @@ def said(at: AtStep) -> str:
 
 
 def excuse(at: AtStep) -> str:
-    """Why what has other bits passes."""
+    """Return the reason why results with other bits pass."""
     return (
         "bits differ from those of micro-batches that count by their samples, by less than the "
         f"tolerance of the {at.whole_batch_layer} layer"
@@ -46,17 +46,17 @@ def excuse(at: AtStep) -> str:
 
 
 def _tolerances(at: AtStep, gradients: list[torch.Tensor | None], samples: int) -> list[float]:
-    """For each of some gradients over so many samples."""
+    """Return the tolerance of each gradient over so many samples."""
     layer = at.whole_batch_layer
     scales = module_scales([spec.name for spec in at.specs], gradients)
     relative = relative_tolerance(layer, samples, at.full_batch.positions)
     short = unit_roundoff(at.ingredients.dtype) / unit_roundoff(torch.float32)
-    relative *= max(1.0, short)  # a dtype that is shorter than the layer's rounds by more
+    relative *= max(1.0, short)  # a less precise dtype rounds more
     return [tolerance_of(spec, layer, relative, scales, samples) for spec in at.specs]
 
 
 def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
-    """What every rank's backward leaves: [rank][parameter]."""
+    """Return every rank's local gradients: [rank][parameter]."""
     found = []
     for shard, size in zip(at.shards, at.shares.sizes, strict=True):
         tolerances = _tolerances(at, shard.gradients, size)
@@ -71,8 +71,8 @@ def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
 
 
 def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
-    """What each rank's loss may be beside what is `exact`: near to what is computed again."""
-    # Derived: of K terms, each is multiplied or divided twice, and added to K - 1 others; in both.
+    """Return the forms of each rank's loss: `exact`, or near the recomputed one."""
+    # Derived: each of K terms is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
     bounds = [
         max(loss_tolerance(at.whole_batch_layer, shard.loss_terms), room * shard.loss_terms)
@@ -86,9 +86,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
 
 
 def of_mean(at: AtStep) -> tuple[float, ...]:
-    """How far the synchronised gradients may be from the mean of what is expected of the ranks;
-    empty where every micro-batch is promised.
-    """
+    """Return the additional tolerance of gradients; empty if every micro-batch is promised."""
     if not at.references.unpromised:
         return ()
     return tuple(_tolerances(at, list(at.full_batch.gradients), at.shares.samples))

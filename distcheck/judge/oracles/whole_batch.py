@@ -1,7 +1,8 @@
-"""S32 and S64: the whole batch of a step in one process.
+"""S32 and S64: the full batch of a step in a single process.
 
-The reference and its tolerances are in `full_batch.py`. Here is what goes into them at a step: what
-a shorter wire or a grid widens, and which gradients are taken shard by shard, at a kink.
+The reference and its tolerances are in `full_batch.py`. This module provides their inputs at a
+step: widening for a lower-precision wire or a quantization grid, and gradients that are taken shard
+by shard, at a kink.
 """
 
 import math
@@ -59,11 +60,11 @@ _LONG_LOSS = (
 
 @dataclass(frozen=True)
 class _Sides:
-    """What else gradients may be that are too far from the whole batch's, by their indices.
+    """Alternatives for gradients too far from the full batch's, by index.
 
-    by_shards  those that rounding puts on another side of a kink, taken as ranks take their samples
-    further    how much further those may be off that another device has computed
-    rounding   how far those may be off of which float32 cannot say more, for the reason `why`
+    by_shards  gradients with samples on another side of a kink, computed like the ranks do
+    further    additional tolerance if another device computed them
+    rounding   errors up to which float32 is inconclusive, for the reason `why`
     """
 
     by_shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class _Sides:
 
 @dataclass(frozen=True)
 class WholeBatch(GradientForms):
-    """The gradients of one step's whole batch."""
+    """The gradients of one step's full batch."""
 
     gradients: Gradients
     tolerances: tuple[float, ...]
@@ -124,7 +125,7 @@ def gradients(at: AtStep) -> WholeBatch:
 
 
 def _computed(at: AtStep) -> tuple[Gradients, ...]:
-    """Each rank's own gradients, where it has any by itself."""
+    """Return each rank's local gradients, if it has any of its own."""
     if at.exchanges_itself:
         return at.unexchanged
     return at.computed_where_unseen if at.references.mesh is None else ()
@@ -143,11 +144,10 @@ def _of_ghost(at: AtStep) -> str:
 
 
 def _expected(at: AtStep, index: int) -> torch.Tensor | None:
-    """One parameter's gradient, None where one machine has none.
+    """Return one parameter's gradient, None if a single process has none.
 
-    Where a GradScaler's scale takes a shard's gradient beyond all numbers, the step is to be
-    skipped for it, and what is expected of those elements is the shards' mean: no whole batch
-    has their overflow.
+    If a GradScaler's scale makes a shard's gradient overflow, the step must be skipped, and those
+    elements are expected to be the shards' mean: no full batch overflows in the same way.
     """
     full = at.full_batch.gradients[index]
     if full is None or at.training.loss_scale is None:
@@ -161,10 +161,10 @@ def _expected(at: AtStep, index: int) -> torch.Tensor | None:
 
 
 def tolerance(at: AtStep, index: int) -> float:
-    """The most by which a parameter's gradient may differ, as an L2 norm.
+    """Return the largest L2 error of a parameter's gradient.
 
-    What is rounded (or quantised) on its way differs from the mean of the shards by as much as
-    R allows, and that mean from the whole batch by what an exact sum would: both add up.
+    A rounded (or quantized) reduction differs from the mean of the shards by at most R's bound, and
+    that mean from the full batch by an exact sum's tolerance: both add.
     """
     exact = _relative_to_batch(at, index)
     if at.contract.wire is None and (at.accepted is None or at.accepted.family != "quantised"):
@@ -174,14 +174,14 @@ def tolerance(at: AtStep, index: int) -> float:
 
 
 def _relative_to_batch(at: AtStep, index: int) -> float:
-    """The same of gradients that are neither rounded nor quantised on their way."""
+    """Return the same for gradients that are neither rounded nor quantized in communication."""
     samples, layer = at.shares.samples, at.whole_batch_layer
     relative = relative_tolerance(layer, samples, at.full_batch.positions, _splits(at))
     return tolerance_of(at.specs[index], layer, relative, at.module_scales, samples)
 
 
 def _splits(at: AtStep) -> int:
-    """How many additions between ranks a term of a split sum goes through, at most."""
+    """Return the maximum number of additions between ranks for a term of a split sum."""
     mesh = at.references.mesh
     if mesh is None:
         return 0
@@ -192,8 +192,8 @@ def _splits(at: AtStep) -> int:
 def _refused(
     at: AtStep, expected: Gradients, tolerances: Sequence[float]
 ) -> dict[int, list[torch.Tensor]]:
-    """What is recorded too far from the whole batch's gradients. It may be some more than the
-    comparison, which decides, will refuse.
+    """Return recorded gradients too far from the full batch's; the comparison, which decides, may
+    refuse fewer.
     """
     recorded = {
         index: [g for g in at.recorded_gradients(index) if not distance(g, full) <= allowed]
@@ -209,9 +209,9 @@ def _on_other_sides(
     tolerances: Sequence[float],
     refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> dict[int, torch.Tensor]:
-    """What else gradients may be, where rounding puts some sample on another side of a kink: the
-    shards' mean, where that is the whole batch's but for rounding; and in a mesh, where no rank has
-    a shard, the whole batch's with these samples moved.
+    """Return alternatives for gradients if rounding moves a sample across a kink: the shards' mean,
+    if it equals the full batch up to rounding; in a mesh, where no rank has a shard, the full batch
+    with these samples moved.
     """
     found = {}
     for index, too_far in refused.items():
@@ -219,7 +219,7 @@ def _on_other_sides(
         if full is None or interval is None:
             continue
         shards = torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
-        # Where the distance is NaN, as that of two infinities, the comparison decides.
+        # If the distance is NaN, as of two infinities, the comparison decides.
         near = any(not distance(g, shards) > tolerances[index] for g in too_far)
         if near and _shards_are_the_batch(at, index):
             found[index] = shards
@@ -236,8 +236,8 @@ def _rounding(
     other_sides: Mapping[int, torch.Tensor],
     refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> dict[int, float]:
-    """In a mesh: how far gradients may be off that are recorded too far from all that is expected,
-    where the reference rounds them by as much.
+    """Return, in a mesh, the tolerated errors of gradients far from all expectations, if the
+    reference's own rounding is as large.
     """
     found = {}
     for index, too_far in refused.items() if at.references.mesh is not None else ():
@@ -249,15 +249,15 @@ def _rounding(
 
 
 def gradient_rounding(at: AtStep, index: int, error: float, bound: float) -> float:
-    """The largest error of a parameter's gradient that may be rounding alone; 0 where `bound`, the
-    most by which it may differ, holds.
+    """Return the largest error of a parameter's gradient that may be rounding; 0 if `bound`, the
+    tolerance, holds.
     """
     return at.own_rounding.allows(lambda batch: batch.gradients[index], error=error, bound=bound)
 
 
 def _shards_are_the_batch(at: AtStep, index: int) -> bool:
-    """Whether the shards' mean is the whole batch's gradient, but for float32's rounding: in
-    float64 they are the same, within S64's tolerance, from the same parameters.
+    """Return True if the shards' mean is the full batch's gradient up to float32 rounding: in
+    float64 they agree within S64's tolerance, from the same parameters.
     """
     try:
         in_double = at.in_double
@@ -268,19 +268,19 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
         mean = torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
         apart = float((mean - full).norm())
         return apart <= _relative_to_batch(in_double, index)
-    except Exception:  # theirs: not every workload computes in float64
+    except Exception:  # a workload may not compute in float64
         return False
 
 
 def outputs(at: AtStep) -> Outputs | None:
-    """What the model returns for the samples of each data coordinate."""
+    """Return the model's outputs for the samples of each data coordinate."""
     return model_outputs.expected(
         at, at.whole_batch_layer, _splits(at), _ROUNDED.format("outputs are", "they are")
     )
 
 
 def buffers(at: AtStep) -> AfterBatch | None:
-    """What the forward pass leaves in buffers, of code that exchanges by itself."""
+    """Return the buffers after forward, for code that communicates by itself."""
     if not at.exchanges_itself:
         return None
     relative = relative_tolerance(at.whole_batch_layer, at.shares.samples, at.full_batch.positions)
@@ -292,8 +292,8 @@ def buffers(at: AtStep) -> AfterBatch | None:
 
 
 def loss(at: AtStep) -> MeanLoss:
-    """The mean loss. Terms of both signs may cancel in it: where the ranks' loss is further from it
-    than the narrower bound allows, the samples' losses are looked at, a forward pass for each.
+    """Return the mean loss. Terms of both signs may cancel in it: if the ranks' loss is outside the
+    narrower bound, the samples' losses are computed, one forward pass each.
     """
     expected = at.full_batch.loss
     if at.exchanges_itself and (times := _times_the_loss(at)) != 1:
@@ -302,8 +302,8 @@ def loss(at: AtStep) -> MeanLoss:
 
 
 def _times_the_loss(at: AtStep) -> int:
-    """By what a loss that exchanges by itself is multiplied: the number of ranks, where ranks that
-    average gradients get back what each of them alone has. Its weights must be right all the same.
+    """Return the factor of a loss that communicates by itself: the world size, if averaging
+    gradients restores each rank's. Its weights must be right nevertheless.
     """
     world, expected = at.references.whole.layout.world, at.full_batch.loss
     allowed = loss_tolerance(at.whole_batch_layer, expected) * world
@@ -315,7 +315,7 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
     layer = at.whole_batch_layer
     apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
-    # What samples of a loss that compares them have alone are no terms of it.
+    # Losses of single samples are no terms of a loss that compares samples.
     if bound < apart < math.inf and not at.exchanges_itself:
         magnitude = at.references.full_batch.loss_magnitude(at.step, expected)
         bound = loss_tolerance(layer, magnitude)
@@ -333,7 +333,7 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
 
 
 def recorded_losses(at: AtStep) -> list[float]:
-    """The batch's loss by what ranks recorded: one number; in a mesh one of each place in a data
+    """Return the batch's loss from recordings: one number; in a mesh one per place in a data
     coordinate, whose ranks have it together.
     """
     mesh, whole = at.references.mesh, at.references.whole
@@ -349,17 +349,17 @@ def recorded_losses(at: AtStep) -> list[float]:
 
 
 def _mean_loss(at: AtStep, losses: Sequence[float]) -> float:
-    """The ranks' losses, weighted by their samples."""
+    """Return the ranks' mean loss, weighted by samples."""
     pairs = zip(losses, at.shares.weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)
 
 
 def _losses_are_the_batchs(at: AtStep) -> bool:
-    """Whether the shards' mean loss is the whole batch's, but for float32's rounding."""
+    """Return True if the shards' mean loss equals the full batch's up to float32 rounding."""
     try:
         in_double = at.in_double
         whole = in_double.full_batch.loss
         apart = abs(_mean_loss(in_double, [shard.loss for shard in in_double.shards]) - whole)
         return apart <= loss_tolerance(IN_FLOAT64, whole)
-    except Exception:  # theirs: not every workload computes in float64
+    except Exception:  # a workload may not compute in float64
         return False

@@ -1,8 +1,8 @@
-"""Two recordings of one training: where they part, and whether that is more than rounding.
+"""Compares two recordings of one training: first divergence, and whether it exceeds rounding.
 
-walk        both from the first step to the last, in the order in which ranks computed them
-yardstick   how far two right runs of a job may part: what moving each parameter by one ULP does
-modules     which module is given the same, and makes another thing of it
-jobs        two recordings of jobs: which step goes with which, the walk with that yardstick, and
-            the first operator whose inputs are bit-identical and whose outputs are not
+walk        both recordings in execution order, from the first step to the last
+yardstick   the noise floor of a job: the effect of perturbing each parameter by one ULP
+modules     the first module whose inputs match and whose outputs diverge
+jobs        two recordings of jobs: matching steps, comparison with that noise floor, and the
+            first operator whose inputs are bit-identical and whose outputs are not
 """

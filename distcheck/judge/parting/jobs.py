@@ -1,16 +1,16 @@
-"""Two recordings of jobs: down one road, to the first place where they part by more than rounding.
+"""Compares two recordings of jobs in execution order, up to the first divergence beyond rounding.
 
-    samples, random streams, settings, loss, local gradients, what an exchange has left, what the
-    optimizer is given, the parameters after it
+    samples, RNG streams, settings, loss, local gradients, reduced gradients, optimizer gradients,
+    the parameters after the step
 
-What a script chooses (samples, random numbers, settings) is the same or is not; after a choice that
-differs nothing is compared. What it computes is within the bound of `yardstick`. As against a
-reference, what the optimizer is given and steps to decides: where both are within, a loss or an
-exchange that is not may be scaled, and scaled back.
+Choices of a script (samples, random numbers, settings) must be equal; after a different choice
+nothing is compared. Computed values must be within the bound of `yardstick`. As with a reference,
+optimizer gradients and parameters decide: if both are within, a loss or reduced gradient outside
+may be scaled and unscaled later.
 
-Where worlds differ, each recording is taken as one process: the samples of all ranks in any order,
-the mean of the losses, and what rank 0 holds; single ranks' gradients and random streams are not
-compared.
+If world sizes differ, each recording is treated as a single process: the samples of all ranks in
+any order, the mean of the losses, and the tensors of rank 0; local gradients and RNG streams of
+ranks are not compared.
 """
 
 import dataclasses
@@ -45,13 +45,13 @@ from distcheck.records import Difference
 from distcheck.records.by_module import ByModule
 from distcheck.records.parting import TraceComparison
 
-_ORDER = ("made", "others", "given")  # by how much each says
+_ORDER = ("made", "others", "given")  # by decreasing information
 
 
 @dataclass(frozen=True)
 class Parted:
-    """Where operators part: `made` other bits of the same, or were given other ones, or are others;
-    `after` a collective if there was one before.
+    """A divergence of operators: `made` other bits from equal inputs, received other inputs, or are
+    other operators; `after` is the preceding collective, if any.
     """
 
     how: str  # "made", "given" or "others"
@@ -62,7 +62,7 @@ class Parted:
 
 
 def parted(one: Ops, two: Ops) -> Parted | None:
-    """Where the operators of a step part; None where they do not, as far as both were noted."""
+    """Return the first divergence of a step's operators, as far as both are recorded, or None."""
     collective = ""
     for place, (first, second) in enumerate(zip(one.calls, two.calls, strict=False)):
         if (first.name, first.part) != (second.name, second.part):
@@ -76,8 +76,8 @@ def parted(one: Ops, two: Ops) -> Parted | None:
 
 
 def first_op(steps: Iterable[tuple[int, int, Ops, Ops]]) -> str:
-    """The sentence on the first operator that parts, over (step, rank); of the ranks of a step, one
-    that makes other bits of the same comes first. Empty where nothing was heard of any.
+    """Return a sentence about the first diverging operator over (step, rank); among the ranks of a
+    step, one with equal inputs comes first. "" if no operators were recorded.
     """
     found: dict[int, list[tuple[int, Parted]]] = {}
     compared = 0
@@ -125,20 +125,20 @@ def _sentence(where: Parted, at: str) -> str:
     )
 
 
-# How an optimizer computes, and not what.
+# Settings of an optimizer's implementation that do not change its results.
 _MANNERS = ("foreach", "fused", "capturable", "differentiable")
 _OF_UPDATES = (Kind.PARAMETER, Kind.BUFFER)
 
 
 @dataclasses.dataclass
 class Side(JobRecording):
-    """One of two recordings; `as_one`: all ranks are taken as one process."""
+    """One of two recordings; `as_one`: all ranks are treated as a single process."""
 
     as_one: bool = False
     other: "Side | None" = None
 
     def header(self, rank: int, step: int) -> JobHeader:
-        """As ever, with the settings that both recordings know."""
+        """Return a header, with the settings that both recordings have."""
         at, found = self.steps[step], super().header(rank, step)
         settings, loss = self._settings(step), loss_of(self, rank, at)
         if not self.as_one:
@@ -165,7 +165,7 @@ class Side(JobRecording):
 
 
 def sides(then: JobRecording, now: JobRecording) -> tuple[Side, Side]:
-    """Both, with the same tensors in the same order."""
+    """Return both recordings with the same tensors in the same order."""
     as_one = then.world != now.world
     names: dict[Kind, list[str]] = {}
     for kind in Kind:
@@ -181,7 +181,7 @@ def sides(then: JobRecording, now: JobRecording) -> tuple[Side, Side]:
 
 
 def _has(job: JobRecording, kind: Kind) -> bool:
-    """Whether a recording has anything of a kind: FSDP2 leaves no local gradients."""
+    """Return True if a recording has tensors of a kind: FSDP2 leaves no local gradients."""
     stem = f"{STEM_OF.get(kind, kind.label)}/"
     records = job.at(job.steps[0])
     return kind not in STEMS or any(n.startswith(stem) for one in records for n in one.digests)
@@ -195,7 +195,7 @@ def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> Side
 
 
 def why_not(then: JobRecording, now: JobRecording) -> str:
-    """Why jobs of other worlds compute other things by design; empty where they do not."""
+    """Return why jobs with different world sizes compute different values by design, or ""."""
     if then.world == now.world:
         return ""
     records = [*then.records.values(), *now.records.values()]
@@ -207,8 +207,8 @@ def why_not(then: JobRecording, now: JobRecording) -> str:
 
 
 class JobWalk(Walk):
-    """The walk; `parted` is the choice that differs first, `blurred` the step from which on even
-    moved runs have gradients of their own.
+    """The comparison; `parted` is the first different choice, `blurred` the step from which
+    perturbed runs diverge as far as the gradients themselves.
     """
 
     def __init__(self, then: Side, now: Side, yards: Sequence[tuple[Yardstick, int]]) -> None:
@@ -222,11 +222,11 @@ class JobWalk(Walk):
 
     @property
     def is_over(self) -> bool:
-        """Whether what follows may follow from what was found."""
+        """True if later differences may be consequences."""
         return self.parted is not None or self._beyond is not None
 
     def result(self) -> TraceComparison:
-        """What both have in common, with the yardstick of their drift."""
+        """Return the comparison, with the noise floor of the drift."""
         found = super().result()
         cast = found.kind == INITIAL and self.parted is None
         return msgspec.structs.replace(
@@ -252,7 +252,7 @@ class JobWalk(Walk):
             both = (getattr(one, "digest", one) for one in (pair.one, pair.two))
             what = (pair.kind, pair.name, *both)
             if pair.kind is not None and what in seen:
-                continue  # of another rank that holds the same
+                continue  # another rank with the same contents
             seen.add(what)
             place = self._loss(pair, step) if pair.kind is None else self._tensor(pair, step)
             if place is not None:
@@ -266,10 +266,10 @@ class JobWalk(Walk):
                    for name in self._sides[0].names(Kind.GRADIENT))  # fmt: skip
 
     def _is_cast(self, pair: Pair) -> bool:
-        """Whether parameters are the same but for the dtype, of which one is coarser."""
+        """Return True if parameters are equal after a cast to the less precise dtype."""
         if pair.what != INITIAL or pair.kind is None:
             return False
-        if pair.rank:  # whose tensors are not kept: another check says that ranks hold the same
+        if pair.rank:  # tensors not recorded: another check compares ranks
             return True
         one, two = (
             side.tensor(pair.rank, pair.kind, pair.slot, pair.index) for side in self._sides
@@ -279,8 +279,8 @@ class JobWalk(Walk):
         return any(torch.equal(a.to(b.dtype), b) for a, b in ((one, two), (two, one)))
 
     def by_module(self) -> ByModule | None:
-        """The first module that parts: by more than rounding if the jobs do, or else by a bit. None
-        where modules were not watched in both.
+        """Return the first diverging module: beyond rounding if the jobs diverge so, else bitwise;
+        None if modules were not recorded in both.
         """
         if self._first is None or self.parted is not None or self._sides[0].as_one:
             return None
@@ -293,7 +293,7 @@ class JobWalk(Walk):
         return found
 
     def by_op(self) -> str:
-        """The first operator that parts, where operators were heard in both."""
+        """Return the first diverging operator, if operators were recorded in both."""
         if self._first is None or self.parted is not None or self._sides[0].as_one:
             return ""
         return first_op(self._ops_until(self._first.step))
@@ -328,7 +328,7 @@ class JobWalk(Walk):
         return unit_of(self._records(step))
 
     def _spread(self, name: str, step: int) -> float | None:
-        """How far a moved run is, by either yardstick."""
+        """Return the distance of a perturbed run, by the larger noise floor."""
         found = [one.spread(name, step + later) for one, later in self._yards]
         known = [one for one in found if one is not None]
         if not known:
@@ -337,7 +337,7 @@ class JobWalk(Walk):
         return max(known, default=None)
 
     def _is_blurred(self, step: int) -> bool:
-        """Whether a moved run has other gradients than the job, so that nothing could fail."""
+        """Return True if perturbed gradients differ by their size, so that nothing could fail."""
         spreads, sizes = [], []
         for yard, later in self._yards:
             found = yard.steps[step + later] if step + later < len(yard.steps) else {}
@@ -359,7 +359,7 @@ class JobWalk(Walk):
     def _tensor(self, pair: Pair, step: int) -> Difference | None:
         assert pair.kind is not None
         stem, places = STEM_OF[pair.kind], [side.steps[step] for side in self._sides]
-        # Buffers are those before a step: a slot is the step that begins with it.
+        # Buffers are those before a step: a slot is the step that starts with it.
         if pair.kind is Kind.BUFFER:
             if any(pair.slot >= len(side.steps) for side in self._sides):
                 return None
@@ -404,7 +404,7 @@ class JobWalk(Walk):
         )  # fmt: skip
 
     def _distance(self, slot: int) -> float:
-        """How far parameters are apart, whole or by their sums."""
+        """Return the relative distance of parameters, by tensors or projections."""
         difference = norm = 0.0
         places = [side.steps[slot - 1] for side in self._sides]
         for name in self._sides[0].names(Kind.PARAMETER):
@@ -419,7 +419,7 @@ class JobWalk(Walk):
 
 
 def unit_of(records: Sequence[StepRecord]) -> float:
-    """The unit roundoff of the coarsest dtype that a step computed in."""
+    """Return the unit roundoff of the least precise dtype of a step."""
     names = {one.computed for one in records} | {p.autocast for r in records for p in r.passes}
     known = [name.removeprefix("torch.") for name in names if name]
     units = [unit_roundoff(name) for name in known if hasattr(torch, name)]
@@ -431,7 +431,7 @@ def unit_of(records: Sequence[StepRecord]) -> float:
 def walk_jobs(
     then: JobRecording, now: JobRecording, yards: Sequence[tuple[Yardstick, int]]
 ) -> JobWalk:
-    """Walks as far as both go."""
+    """Compare two jobs as far as both go."""
     one, two = sides(then, now)
     walk = JobWalk(one, two, yards)
     for step in range(min(len(one.steps), len(two.steps))):

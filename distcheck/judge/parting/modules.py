@@ -1,21 +1,21 @@
-"""The modules of two runs of one step, side by side: the first that is given the same, and makes
-another thing of it.
+"""Compares the modules of two runs of one step: the first whose inputs match and whose outputs
+diverge.
 
-Forward, calls are taken in the order in which they were over: a module comes after those within
-it, so the innermost one is named. Its inputs are right where each that both have is; it is wrong
-where an output is further from the other run's than
+In forward, calls are ordered by completion: a module comes after its submodules, so the innermost
+one is named. Its inputs are right if every one that both runs have is; it is wrong if an output
+differs from the other run's by more than
 
     8 max_d |x_d - x| + gamma(16) |x|
 
-with x_d that of a run whose parameters were moved by one ULP, or where its output takes part in
-backward in one run alone. Backward, tensors are taken in the order in which gradients came. The
-first wrong gradient was handed back by a module that was given the tensor, and whose own gradients
-are right. Gradients may be those of the other run times one factor (a loss that is divided by
-another number), by which the first one is fitted.
+with x_d that of a run with parameters perturbed by one ULP, or if its output takes part in backward
+in only one run. In backward, tensors are ordered by the arrival of gradients. The first wrong
+gradient comes from a module that received the tensor, and whose output gradients are right.
+Gradients may be the other run's times one factor (a loss with another divisor), fitted to the first
+one.
 
-All tensors are 64 sums: their distance is that of the tensors but for a factor near 1. gamma(16) is
-chosen, as for an update: an operation on what no parameter has gone into is rounded as well, and no
-moved run shows it.
+All tensors are 64 projections, whose distance is that of the tensors up to a factor near 1.
+gamma(16) is a heuristic, as for an update: an operation that depends on no parameter rounds as
+well, and no perturbed run shows it.
 """
 
 import math
@@ -31,38 +31,36 @@ from distcheck.recordings.jobs.watched import ModuleCall, Seen
 from distcheck.records import Diagnosis
 from distcheck.records.by_module import ByModule, ModuleSeen, ModuleState
 
-# Chosen: a module whose inputs are within their bound may bring what they differ by nearer to that
-# of its output, or beyond it, by as much.
+# Heuristic: a module whose inputs are within their bound may amplify their relative error by this
+# factor.
 _AMPLIFIES = 8.0
-# How far a tensor may be moved, by what it is and whether its gradient is meant; None: not known.
+# Noise floor of a tensor by name, of its gradient if True; None: unknown.
 Spread = Callable[[str, bool], float | None]
 
 
 class _Is(Enum):
-    """What a tensor is beside the other run's."""
+    """Relation of a tensor to the other run's."""
 
     SAME = auto()
     NEAR = auto()
     FAR = auto()
-    OTHER = auto()  # it differs, and no distance is known
+    OTHER = auto()  # it differs, by an unknown distance
     UNSEEN = auto()
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """The first wrong module, and what of it is wrong."""
+    """The first wrong module, and the wrong part."""
 
-    call: ModuleCall | None  # None: what is behind all modules
+    call: ModuleCall | None  # None: before all modules
     what: str  # "output", "detached" or "gradient"
     error: float = 0.0
-    of: str = ""  # the tensor whose gradient it is
+    of: str = ""  # the tensor with this gradient
 
 
 @dataclass
 class Both:
-    """Both runs of a step; `fits`: whether gradients may have a factor, `bits`: whether nothing may
-    differ.
-    """
+    """Both runs of a step; `fits`: gradients may have a factor, `bits`: nothing may differ."""
 
     own: Seen
     other: Seen
@@ -71,7 +69,7 @@ class Both:
     fits: bool = False
     bits: bool = False
     _pairs: list[tuple[ModuleCall, ModuleCall]] = field(default_factory=list)
-    _beside: dict[int, int] = field(default_factory=dict)  # a tensor's place in the other run
+    _beside: dict[int, int] = field(default_factory=dict)  # a tensor's index in the other run
     _names: dict[int, str] = field(default_factory=dict)
     _others: dict[int, str] = field(default_factory=dict)
     _values: dict[int, tuple[_Is, float, float]] = field(default_factory=dict)
@@ -121,7 +119,7 @@ class Both:
         return all(one in right for one in states)
 
     def _is_more(self, call: ModuleCall, far: Sequence[tuple[_Is, float, float]]) -> bool:
-        """Whether outputs are further beyond their bound than inputs that are near it explain."""
+        """Return True if outputs exceed their bound by more than inputs near theirs explain."""
         given = [self._values[one] for one in call.inputs if one in self._values]
         return _share(far) > _AMPLIFIES * _share(given)
 
@@ -130,7 +128,7 @@ class Both:
         return state is _Is.FAR or (self.bits and state in (_Is.NEAR, _Is.OTHER))
 
     def _trains(self, place: int) -> bool:
-        """Whether a tensor takes part in backward in one run alone."""
+        """Return True if a tensor takes part in backward in only one run."""
         beside = self._beside.get(place)
         if beside is None or self._values[place][0] is _Is.UNSEEN:
             return False
@@ -186,7 +184,7 @@ class Both:
         if mine.isnan().all() and other.isnan().all():
             return _Is.OTHER, 0.0, 0.0
         norm = max(float(mine.norm()), float(other.norm()))
-        # A tensor that goes on has one name in a run, and two where the other run has another one.
+        # A reused tensor has one name in a run, and two if the other run has different tensors.
         names = (self._names.get(one), self._others.get(two))
         moved = [self.spread(name, bool(kind)) for name in names if name is not None]
         spreads = [spread for spread in moved if spread is not None]
@@ -194,7 +192,7 @@ class Both:
             return _Is.OTHER, 0.0, 0.0
         bound = SPREADS * abs(factor) * max(spreads) + gamma(16, self.unit) * norm
         error = float((mine - other).norm())
-        if error == 0.0:  # of the other's times a power of two
+        if error == 0.0:  # equal times a power of two
             return _Is.SAME, 0.0, 0.0
         share = (error / norm, bound / norm)
         return _Is.NEAR if error <= bound else _Is.FAR, *share
@@ -203,7 +201,7 @@ class Both:
         return int(self._names[place].partition("/")[0]) if place in self._names else 0
 
     def _factors(self) -> dict[int, float]:
-        """By forward pass, what the first gradient is times that of the other run."""
+        """Return, by forward pass, the factor between the runs' first gradients."""
         found: dict[int, float] = {}
         for one in self.own.watched.backward if self.fits else ():
             two = self._beside.get(one)
@@ -218,7 +216,7 @@ class Both:
     # -- for a report ----------------------------------------------------------------------------
 
     def modules(self, wrong: Wrong | None) -> tuple[ModuleSeen, ...]:
-        """Each module with its state, in the order of the first call."""
+        """Return each module with its state, in the order of first calls."""
         paired = {call.key for call, _ in self._pairs}
         found: dict[str, list[ModuleCall]] = {}
         for call in self.own.watched.calls:
@@ -252,12 +250,12 @@ class Both:
 
 
 def _share(several: Sequence[tuple[_Is, float, float]]) -> float:
-    """The largest error over its bound."""
+    """Return the largest error / bound."""
     return max((error / bound for _, error, bound in several if bound), default=0.0)
 
 
 def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "Words") -> ByModule | None:
-    """The first wrong module over (step, rank) in order; None where nothing was compared."""
+    """Return the first wrong module over (step, rank) in order; None if nothing was compared."""
     compared, last = 0, None
     for step, rank, both in steps:
         compared += both.compared
@@ -281,7 +279,7 @@ def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "Words") -> ByMod
 
 @dataclass(frozen=True)
 class Words:
-    """How a report says it: of a job against its reference, or of two jobs that part."""
+    """Wording of a report: for a job against its reference, or for two diverging jobs."""
 
     head: str
     right: str
@@ -325,7 +323,7 @@ def label(call: ModuleCall) -> str:
 
 
 def _name(tensor: str) -> str:
-    """`0/layers.0#0/out 0` as a report says it."""
+    """Format `0/layers.0#0/out 0` for a report."""
     of, _, what = tensor.partition("/")[2].rpartition("/")
     name, put = of.rpartition("#")[0], f"{what.partition(' ')[0]}put"
     return f"the {put} of {name or 'the model'}"
@@ -334,8 +332,8 @@ def _name(tensor: str) -> str:
 def with_module(
     found: Sequence[Diagnosis], modules: ByModule | None, named: Callable[[str], Diagnosis]
 ) -> list[Diagnosis]:
-    """Causes with the first wrong module in the evidence of the first one; where nothing explains
-    what failed, it is the cause that is `named` by this evidence.
+    """Add the first wrong module to the evidence of the first cause; if that is unexplained,
+    replace it by the cause `named` with this evidence.
     """
     if modules is None or not modules.is_found or not found:
         return list(found)

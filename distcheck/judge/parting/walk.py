@@ -1,4 +1,4 @@
-"""Two recordings of one training, side by side, in the order in which their ranks computed them."""
+"""Compares two recordings of one training, in execution order."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from distcheck.records.parting import Moment, TraceComparison
 
 
 class Walk:
-    """Both recordings from their first step to the last."""
+    """Two recordings from their first step to the last."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Walk:
         self._drift: list[float] = []
 
     def compare_step(self, step: int) -> None:
-        """One step, in causal order; the first that differs is compared with bounds."""
+        """Compare one step in causal order; the first difference is compared with bounds."""
         is_first = self._first is None
         changed = []
         for pair in pairs(self._then, self._now, step):
@@ -70,7 +70,7 @@ class Walk:
     def _place(
         self, pair: Pair, compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise
     ) -> Difference | None:
-        """The first difference of a pair under a way of comparing, if there is one."""
+        """Return the first difference of a pair under a comparison, if any."""
         tally = Tally(pair.what, "-")
         elements = compare_pair(
             tally, pair, self._then, self._now,
@@ -80,7 +80,7 @@ class Walk:
         return tally.result().first
 
     def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:
-        """Holds what has `changed` in a step against bounds."""
+        """Compare the `changed` pairs of a step with bounds."""
         raise NotImplementedError
 
     def _pair(self, kind: Kind, slot: int, rank: int, index: int) -> Pair:

@@ -1,20 +1,20 @@
-"""How far two right runs of one job may part, measured: the same job with moved parameters.
+"""Measures the noise floor of a job by rerunning it with perturbed parameters.
 
-The command runs again, twice, and in every step each rank moves every parameter by one ULP for as
-long as it computes gradients (`job/inside/moving.py`). What it then holds is some distance from
-what the job held. Two right runs that round differently, as those of two versions of torch or of
-two numbers of ranks, are about as far from each other. So the bound at a step is
+The command runs twice more, and in every step each rank perturbs every parameter by one ULP while
+it computes gradients (`job/inside/moving.py`). The results are at some distance from the job's. Two
+correct runs that round differently, for example with two versions of torch or two world sizes,
+diverge about as far. So the bound at a step is
 
     8 max_d |x_d - x| + gamma(W + 1) |x| + u |X|
 
-of a loss or gradient x, where x_d is what a moved run d has and X are all gradients: that of a job
-against its reference (`job/checks/reference.py`), with a difference: the moved runs are not put
-back to the job's state at each step, since the other recording was not either. Both drift, by the
-same sources. Of parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1 updates,
-each of some ten rounded operations. u is that of the coarser dtype, and W the larger world.
+for a loss or gradient x, where x_d is that of perturbed run d and X are all gradients: the bound of
+a job against its reference (`job/checks/reference.py`). In contrast, perturbed runs are not reset
+to the job's state at each step, since the other recording was not, either. Both drift for the same
+reasons. For parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1 updates of
+about ten rounded operations each. u is that of the less precise dtype, and W the larger world.
 
-A distance may be small by chance, as that of one number: what a tensor has once been moved by,
-relative to its norm, it may be moved by at any later step.
+A distance may be small by chance, such as that of a scalar: the largest relative change of a tensor
+applies to all later steps.
 """
 
 import math
@@ -34,14 +34,14 @@ from distcheck.recordings.jobs.watched import Seen
 from distcheck.recordings.recording import Kind
 
 FILE = "yardstick.json"
-SPREADS = 8.0  # chosen: as for a job against its reference
+SPREADS = 8.0  # Heuristic: as for a job against its reference
 DRAWS = 2
 Size = Annotated[float, msgspec.Meta(ge=0)]
 STEM_OF = {**STEMS, Kind.PARAMETER: "after", Kind.BUFFER: "buffer"}
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """How far the farther of the moved runs was, and the norm of what it was far from."""
+    """Distance of the farther perturbed run, and norm of the unperturbed value."""
 
     distance: Size
     size: Size
@@ -52,15 +52,15 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Yardstick(msgspec.Struct, frozen=True, kw_only=True):
-    """By step, what was moved how far: `loss`, `step/<parameter>`, `after/<parameter>`, ...; and
-    `why` that ends before the last step, or there is none.
+    """Noise floor by step and name (`loss`, `step/<parameter>`, `after/<parameter>`, ...), and
+    `why` it ends before the last step or does not exist.
     """
 
     steps: tuple[dict[str, Moved], ...] = ()
     why: str = ""
 
     def spread(self, name: str, step: int) -> float | None:
-        """How far something may move at a step by what it moved until then; None: not measured."""
+        """Return the noise floor at a step, by relative changes so far; None: not measured."""
         if not 0 <= step < len(self.steps) or name not in self.steps[step]:
             return None
         here = self.steps[step][name]
@@ -68,7 +68,7 @@ class Yardstick(msgspec.Struct, frozen=True, kw_only=True):
         return max(here.distance, share * here.size)
 
     def drift(self, step: int) -> float | None:
-        """How far the parameters were after a step, over their norm."""
+        """Return the relative distance of parameters after a step."""
         if not 0 <= step < len(self.steps):
             return None
         found = [one for name, one in self.steps[step].items() if name.startswith("after/")]
@@ -77,13 +77,13 @@ class Yardstick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tolerance(spread: float, norm: float, whole_norm: float, *, world: int, unit: float) -> float:
-    """How far a right gradient may be from another one, as an L2 norm."""
+    """Return the tolerance of the L2 distance between two right gradients."""
     measured = 0.0 if math.isnan(spread) else SPREADS * spread
     return measured + gamma(world + 1, unit) * norm + unit * whole_norm
 
 
 def measure(job: JobRecording, moved: Sequence[JobRecording]) -> Yardstick:
-    """The distance of moved runs from the job, as long as they choose what it chose."""
+    """Return the distances of perturbed runs from the job, while they make the same choices."""
     steps: list[dict[str, Moved]] = []
     for place, step in enumerate(job.steps):
         why = next(filter(None, (chose_other(job, one, place) for one in moved)), "")
@@ -100,7 +100,7 @@ def measure(job: JobRecording, moved: Sequence[JobRecording]) -> Yardstick:
 
 
 def chose_other(job: JobRecording, moved: JobRecording, place: int) -> str:
-    """Why a run of the same command is not the job any more; empty where it is."""
+    """Return why a run of the same command differs in a choice, or ""."""
     step = job.steps[place]
     if step not in moved.steps or moved.world != job.world:
         return f"the moved run made no step {step}"
@@ -138,7 +138,7 @@ def _distances(
 
 
 def _of_modules(one: Seen, two: Seen) -> Iterator[tuple[str, float, float]]:
-    """Of what modules were given and have returned, and of the gradients of that."""
+    """Yield distances and sizes of module inputs and outputs and their gradients."""
     places, others = one.places(), two.places()
     for name in (name for name in places if name in others):
         mine, other = places[name], others[name]
@@ -149,12 +149,12 @@ def _of_modules(one: Seen, two: Seen) -> Iterator[tuple[str, float, float]]:
 
 
 def of_module(name: str, *, gradient: bool) -> str:
-    """What a tensor of a module's call is called in a yardstick."""
+    """Return the name of a module call's tensor in a noise floor."""
     return f"module/{name}{'/gradient' * gradient}"
 
 
 def loss_of(job: JobRecording, rank: int, step: int) -> float:
-    """What a rank's step was trained on, without a scaler's scale; NaN where it is not known."""
+    """Return the loss of a rank's step without loss scale; NaN if unknown."""
     record = job.records[rank, step]
     if not record.trained:
         return math.nan
@@ -162,7 +162,7 @@ def loss_of(job: JobRecording, rank: int, step: int) -> float:
 
 
 def held(job: JobRecording, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
-    """What a rank held of a tensor at a step: whole, or as 64 sums; None where neither is kept."""
+    """Return a rank's tensor at a step, whole or as 64 projections; None if not recorded."""
     if kind in STEMS:
         return job.gradient(kind, rank, step, name)
     stem = f"{STEM_OF[kind]}/{name}"
@@ -171,12 +171,12 @@ def held(job: JobRecording, kind: Kind, rank: int, step: int, name: str) -> torc
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """The L2 norm."""
+    """Return the L2 norm."""
     return float(tensor.double().norm())
 
 
 def apart(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The L2 norm of a difference; inf between tensors of other shapes."""
+    """Return the L2 norm of a difference; inf for different shapes."""
     if one.shape != two.shape:
         sums = [t.shape == (SLOTS,) and t.dtype == torch.float64 for t in (one, two)]
         if sums.count(True) != 1:
@@ -193,7 +193,7 @@ def write(yardstick: Yardstick, folder: Path) -> None:
 
 
 def read(folder: Path) -> Yardstick:
-    """Again; an empty one where none was kept. Raises UsageError for one that is damaged."""
+    """Read a noise floor; an empty one if none was kept. Raises UsageError if it is damaged."""
     file = folder / FILE
     if not file.exists():
         return Yardstick(why="the recording was kept without one")
