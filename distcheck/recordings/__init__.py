@@ -1,7 +1,7 @@
-"""What ranks did, written down: the one thing that checks, causes and comparisons read.
+"""Recordings of ranks: the only input of checks, causes and comparisons.
 
-recording     what every recording offers: which tensors, their digests, the tensors, the steps
-differing     two recordings of one training, in the order in which ranks computed them
-traces/       what the ranks of a verification write: one file in shared memory, of fixed layout
-jobs/         what the ranks of a training job write: a folder, a file for each step of each rank
+recording     the interface of every recording: tensors and their digests, headers, steps
+differing     pairs the entries of two recordings of one training, in execution order
+traces/       written by the ranks of a verification: one file in shared memory, fixed layout
+jobs/         written by the ranks of a training job: a folder, one file per step and rank
 """

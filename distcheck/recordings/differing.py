@@ -1,9 +1,9 @@
-"""Two recordings of one training, side by side, in the order in which their ranks computed them.
+"""Pairs the entries of two recordings of one training, in execution order.
 
     initial state, then for each step: sample ids, random numbers, settings, loss, outputs,
     local gradients, exchanged gradients, gradients, and the state after it
 
-No torch: what two ranks hold is the same where its digest is.
+No torch: tensors of two ranks are equal if their digests are.
 """
 
 import math
@@ -23,17 +23,17 @@ NAMES = {
     Kind.BUFFER: "buffers",
     Kind.OPTIMIZER: "optimizer's state",
 }
-# What is recorded by value in every recording, or has no distance.
+# Recorded by value in every recording, or without a distance.
 BY_VALUE = ("sample ids", "random numbers", "optimizer's settings", "loss")
-# What makes two trainings others: nothing after it can be compared.
+# Choices of a training: after a different one nothing can be compared.
 CHOSEN = (INITIAL, "sample ids", "random numbers", "optimizer's settings")
 _IN_A_STEP = (Kind.OUTPUT, Kind.LOCAL_GRADIENT, Kind.EXCHANGED, Kind.GRADIENT)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One thing that both recordings hold of a rank at a step: two entries of the tensor at
-    `index`, or, without a `kind`, two values. `what` is one of the groups above.
+    """One item of a rank at a step in both recordings: two entries of the tensor at `index` or,
+    without a `kind`, two values. `what` is one of the groups above.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """Whether both hold the same bits; two that are not a number are the same."""
+        """True if both have the same bits; NaN equals NaN."""
         if isinstance(self.one, Entry):
             return (self.one.state, self.one.digest) == (self.two.state, self.two.digest)
         both = (self.one, self.two)
@@ -57,7 +57,7 @@ class Pair:
 
 
 def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
-    """All that both hold of a step, before the first one with the state that it begins with."""
+    """Yield all pairs of a step, for the first step preceded by the initial state."""
     ranks = range(one.world)
     if step == 0:
         for kind in STATE:
@@ -79,7 +79,7 @@ def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
 def pair_of(
     one: Recording, two: Recording, kind: Kind, *, slot: int, rank: int, index: int
 ) -> Pair:
-    """What both hold of one tensor."""
+    """Return the pair of one tensor."""
     step = slot if kind in OF_A_STEP else max(0, slot - 1)
     first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))
     name = one.names(kind)[index]
@@ -90,7 +90,7 @@ def _of_kind(
     one: Recording, two: Recording, what: str, kind: Kind, slot: int, step: int
 ) -> Iterator[Pair]:
     if list(one.names(kind)) != list(two.names(kind)):
-        return  # outputs that only one of both has
+        return  # outputs that only one of them has
     for rank in range(one.world):
         for index, name in enumerate(one.names(kind)):
             first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))

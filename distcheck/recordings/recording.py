@@ -1,4 +1,4 @@
-"""What every recording offers, of a verification or of a job. No torch."""
+"""The interface of every recording, of a verification or of a job. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What is recorded of a step. Gradients and outputs belong to a step, the others to a moment:
-    slot k is the state before step k, slot k + 1 that after it.
+    """Kinds of recorded tensors. Gradients and outputs belong to a step, the others to a moment:
+    slot k is the state before step k, slot k + 1 the state after it.
     """
 
     LOCAL_GRADIENT = 0
@@ -19,8 +19,8 @@ class Kind(IntEnum):
     PARAMETER = 2
     BUFFER = 3
     OPTIMIZER = 4
-    OUTPUT = 5  # of the model's forward pass, in a layout: a row for each sample of the shard
-    EXCHANGED = 6  # of a job: what an exchange has left, before clipping makes a GRADIENT of it
+    OUTPUT = 5  # outputs of forward, in a layout: a row per sample of the shard
+    EXCHANGED = 6  # of a job: reduced gradients, before clipping yields GRADIENT
 
     @property
     def label(self) -> str:
@@ -32,31 +32,31 @@ STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER)
 
 
 class EntryState(IntEnum):
-    """What a table entry says."""
+    """States of a table entry."""
 
-    UNWRITTEN = 0  # the rank never got there
-    ABSENT = 1  # the rank got there and there was no such tensor (a gradient of None)
-    STORED = 2  # the bytes are in the trace that `source` names, in the region of `rank`
-    MALFORMED = 3  # a tensor of another shape or dtype than the layout's
+    UNWRITTEN = 0  # the rank never reached it
+    ABSENT = 1  # there was no such tensor (a gradient of None)
+    STORED = 2  # bytes are in the trace `source`, region of `rank`
+    MALFORMED = 3  # another shape or dtype than the layout's
 
     @property
     def is_there(self) -> bool:
-        """Whether the rank had a tensor, of the right shape or not."""
+        """True if the rank had a tensor, of the right shape or not."""
         return self in (EntryState.STORED, EntryState.MALFORMED)
 
 
 class EntrySource(IntEnum):
-    """Which trace holds the bytes of an entry."""
+    """The trace that holds the bytes of an entry."""
 
     OWN = 0
-    BASELINE = 1  # the first run, when this one is the rerun
+    BASELINE = 1  # the first run, if this is the rerun
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
-    of a parameter or buffer (0: not known). `together`: it was put together from what all ranks
-    hold, so that its bits say nothing of one rank's.
+    """A table entry: a rank's tensor in one slot, its 128-bit digest, and the `memory_order` of a
+    parameter or buffer (0: unknown). `together`: it was unsharded collectively, so its bits are
+    those of all ranks.
     """
 
     state: EntryState
@@ -68,44 +68,44 @@ class Entry:
 
 
 class Header(Protocol):
-    """What a rank noted of a step beside tensors."""
+    """The non-tensor record of a rank's step."""
 
     @property
     def ids(self) -> tuple[object, ...]:
-        """What says which samples it had, in order."""
+        """Identifiers of its samples, in order."""
 
     @property
     def loss(self) -> float:
-        """What its backward pass started from; NaN where there was none."""
+        """Initial loss of backward; NaN if there was none."""
 
     @property
     def optimizer(self) -> str:
-        """The optimizer's settings, where they may change from step to step."""
+        """The optimizer's settings, if they may change from step to step."""
         ...
 
     @property
     def rng_digest(self) -> bytes:
-        """A digest of the random streams that the step began with."""
+        """A digest of the RNG states at the start of the step."""
 
 
 class Recording(Protocol):
-    """What ranks did over some steps, which are numbered from 0 here."""
+    """The recorded steps of all ranks, numbered from 0."""
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def names(self, kind: Kind) -> Sequence[str]:
-        """The tensors of a kind, each at its index."""
+        """Return the names of the tensors of a kind, by index."""
 
     def steps_written(self) -> int:
-        """How many steps, from the first, every rank has finished."""
+        """Return the number of steps, from the first, that every rank has completed."""
 
     def header(self, rank: int, step: int) -> Header:
-        """What a rank noted of a step."""
+        """Return the non-tensor record of a rank's step."""
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """What a rank recorded in a slot, by its digest."""
+        """Return the entry of a rank's tensor, with its digest."""
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> "torch.Tensor | None":
-        """The same as a tensor; None where none was kept."""
+        """Return the recorded tensor; None if it was not kept."""

@@ -1,8 +1,8 @@
-"""What the ranks of a training job write, and how it is read again.
+"""Recordings of training jobs: the ranks' files, and their reader.
 
-records     a record of each optimizer step, in JSON, with its tensors beside it and the operators
-            that torch ran
-reading     all of them; everything there may be damaged
-watched     what the modules of a step were given and returned
-sketches    64 sums in place of a tensor that is too large to keep
+records     a record of each optimizer step in JSON, with its tensors next to it and the
+            operators that torch ran
+reading     reads all of them; any file may be damaged
+watched     inputs and outputs of the modules of a step
+sketches    64 projections in place of a tensor that is too large to keep
 """

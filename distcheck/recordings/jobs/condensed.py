@@ -1,10 +1,34 @@
-"""A recording in which each rank has a whole model: put together of what the ranks wrote.
+"""Unshards a recording: merges the ranks that train one model into one rank with that model.
 
-Ranks that train one model together, on the same samples, become one. Of tensors that are divided
-among ranks each wrote its part, and where in the tensor that is; of the layers of a pipeline each
-rank wrote its own. All that looks at a job then sees ranks as those of DistributedDataParallel are:
-each with samples of its own, and all with one model. What ranks of one model must have alike is
-looked at in the recording as it was written (`JobRecording.apart`).
+Purpose: checks and causes of a job assume data parallelism, in which every rank has a whole model
+and its own samples. This module reduces model parallelism to that case. The ranks of a *unit* train
+one model on the same samples (axes of kind tensor, sequence or pipeline); each unit becomes one
+rank of a new recording in a new folder. `apart` is the recording as written, in which checks
+compare the ranks of a unit; `units` maps each new rank to the old ones.
+
+Rules for one step of a unit:
+- A tensor without a Part is taken from the first rank of the unit that recorded it.
+- A sharded tensor consists of boxes: each rank in `Part.of` recorded its shard and the offset `at`.
+  Shards must fill the shape exactly; otherwise the recording is damaged (UsageError).
+- Ranks in `Part.adds` hold summands of a shard; they are added in float64, and averaged if `mean`.
+- Pipeline stages contribute their own layers; equal names with different initial values get the
+  prefix of their stage. Losses come from the last stage.
+- Experts that no rank of the unit has are taken from ranks of other units.
+- Local gradients that include other units' samples, or that may be partial sums, are dropped: they
+  are not the gradient of this unit's samples.
+- Only unit 0 keeps whole state; of other units' state, 64 projections are kept.
+
+Digests of unsharded tensors are computed anew, so equal models have equal digests, whatever their
+sharding. Memory is allocated only after the shards are known to fit.
+
+Example: two ranks on the mesh tensor=2 with one linear layer, weight [2, 3] sharded by rows and a
+replicated bias. Both ranks read the same 4 samples. At step 0 rank 0 wrote `before/weight` [1, 3]
+with Part(shape=(2, 3), at=(0, 0), of=(0, 1)), rank 1 its row with at=(1, 0), and both wrote
+`before/bias` [2]. There is one unit, (0, 1), so the new world size is 1. Its rank 0 has
+`before/weight` [2, 3] with both rows, `before/bias` of old rank 0, and the 4 samples once. The
+reference, which trains this model in a single process, is compared with it tensor by tensor. If old
+rank 1 holds another bias, this recording does not show it; the agreement check finds it in `apart`.
+On a mesh data=2 without sharded tensors the recording is returned unchanged.
 """
 
 import dataclasses
@@ -33,8 +57,8 @@ _replace = msgspec.structs.replace
 
 
 def condensed(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> JobRecording:
-    """The recording in a new folder, or itself where every rank has a whole model of its own.
-    `axes` are those that a person gives. Raises UsageError where parts do not fit.
+    """Return the unsharded recording in a new folder, or the recording itself if every rank has a
+    whole model. `axes` replaces the recorded axes. Raises UsageError if shards do not fit.
     """
     axes = axes or job.ranks[0].axes
     divided = any(record.parts for record in job.records.values())
@@ -63,7 +87,7 @@ def condensed(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> Job
 
 
 def units_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks that train one model on the same samples, each group in its order."""
+    """Return the groups of ranks that train one model on the same samples, in order."""
     mesh = mesh_of(axes)
     if mesh is None or mesh.world != world:
         return tuple((rank,) for rank in range(world))
@@ -82,8 +106,8 @@ def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
 def whole_of(
     job: JobRecording, rank: int, step: int, key: str, times: Mapping[int, float] = _NO_FACTORS
 ) -> torch.Tensor | None:
-    """A tensor of one rank, put together with those of others if it is divided, each `times` a
-    factor; None where there is none.
+    """Return a tensor of one rank, unsharded if necessary, with ranks' shards multiplied by
+    `times`; None if there is none.
     """
     record = job.records[rank, step]
     if key not in record.digests:
@@ -93,7 +117,7 @@ def whole_of(
 
 
 class _Unit:
-    """One step of ranks that train one model."""
+    """One step of the ranks that train one model."""
 
     def __init__(
         self, job: JobRecording, ranks: Sequence[int], step: int, axes: Sequence[Axis],
@@ -107,7 +131,7 @@ class _Unit:
         self._parts: dict[str, Part] = {}
 
     def write(self, folder: Path, number: int, world: int) -> None:
-        """Writes the step of the rank that they are."""
+        """Write the step of the new rank."""
         first = self._records[0]
         for rank, record in zip(self._ranks, self._records, strict=True):
             held = self._job.tensors(rank, self._step)
@@ -142,8 +166,8 @@ class _Unit:
     # -- tensors ---------------------------------------------------------------------------------
 
     def _named(self, rank: int, key: str) -> str:
-        """The name of a rank's tensor: with its stage, where ranks of other stages call something
-        else by it.
+        """Return the name of a rank's tensor, prefixed with its stage if another stage uses the
+        same name for another tensor.
         """
         if not any(axis.kind == "pipeline" for axis in self._axes):
             return key
@@ -164,7 +188,7 @@ class _Unit:
         return 0 if mesh is None else mesh.coordinate(rank, name)
 
     def _take(self, name: str, rank: int, key: str, *, whole: bool) -> None:
-        """Takes one tensor of a rank, put together with those of others if it is divided."""
+        """Add one tensor of a rank, unsharded if necessary."""
         if name in self._digests:
             return
         record = self._job.records[rank, self._step]
@@ -207,7 +231,7 @@ class _Unit:
         return found if found is None or rank not in self._times else found * self._times[rank]
 
     def together(self, rank: int, key: str) -> torch.Tensor | None:
-        """The whole of which a rank has a part; None where another rank has written none."""
+        """Return the unsharded tensor of a shard; None if another rank did not record its shard."""
         part = self._job.records[rank, self._step].parts[key]
         boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for one in part.of:
@@ -217,7 +241,7 @@ class _Unit:
             if its is None or value is None:
                 return None
             boxes.append((its.at, value))
-        # A recording may be damaged: nothing is made as large as it says before the parts fit.
+        # A recording may be damaged: check that shards fit before allocating the declared size.
         if not boxes or not all(_fits(at, value, part.shape) for at, value in boxes) or (
             sum(value.numel() for _, value in boxes) != math.prod(part.shape)
         ):  # fmt: skip
@@ -241,7 +265,7 @@ class _Unit:
         return total.to(next(one.dtype for one in terms if one is not None))
 
     def _take_experts(self, *, whole: bool) -> None:
-        """What no rank of this model has, and another one has: an expert with a name of its own."""
+        """Add tensors of experts that only other units have."""
         if not any(axis.kind == "expert" for axis in self._axes):
             return
         for rank in range(self._job.world):
@@ -250,9 +274,7 @@ class _Unit:
                     self._take(key, rank, key, whole=whole)
 
     def _drop_unknown_locals(self) -> None:
-        """Leaves out gradients before the exchange that are not those of this model's samples
-        alone, or of which its ranks may have terms of a sum.
-        """
+        """Drop local gradients that include other samples than this model's, or partial sums."""
         for key in [k for k in self._digests if k.startswith("local/")]:
             held = [
                 (r, d)
@@ -269,7 +291,7 @@ class _Unit:
                     self._digests.pop(name, None)
 
     def _is_expert(self, key: str) -> bool:
-        """Whether not all ranks have it, along an axis of experts."""
+        """Return True if only some ranks have the tensor, along an axis of experts."""
         has = sum(key in record.digests for record in self._job.at(self._step))
         experts = any(axis.kind == "expert" for axis in self._axes)
         return experts and has < self._job.world
@@ -277,8 +299,8 @@ class _Unit:
     # -- passes ----------------------------------------------------------------------------------
 
     def _passes(self) -> Iterator[Pass]:
-        """Those of the first rank, with the losses of the last stage; of inputs that are cut along
-        a sequence, pieces.
+        """Yield the first rank's passes with the losses of the last stage; inputs sharded along a
+        sequence become pieces.
         """
         if len(self._ranks) == 1:
             yield from self._records[0].passes
@@ -299,7 +321,7 @@ class _Unit:
 
 
 def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether a part that begins there lies within a tensor."""
+    """Return True if a shard at this offset lies within the shape."""
     if not len(at) == value.dim() == len(shape):
         return False
     return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))
@@ -323,7 +345,7 @@ def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
 
 
 def _of_calls(calls: Sequence[LossCall]) -> LossCall:
-    """One loss of ranks that have pieces of its targets."""
+    """Merge the loss calls of ranks with shards of its targets."""
     counted = sum(call.counted for call in calls)
     value = sum(call.value for call in calls) / len(calls)
     same = len({call.target for call in calls}) == 1

@@ -1,4 +1,4 @@
-"""A recording again, read rank by rank and step by step; files there may be damaged."""
+"""Reads a recording, rank by rank and step by step; its files may be damaged."""
 
 import math
 import shutil
@@ -34,7 +34,7 @@ from distcheck.recordings.jobs.watched import SUMS, Seen
 from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
-REPORT = "report.json"  # beside the ranks' folders, where a recording is kept
+REPORT = "report.json"  # next to the ranks' folders of a kept recording
 MANIFEST, FORM = "recording.json", 4
 MOST_BYTES = 64 << 30  # of one step of one rank
 
@@ -47,7 +47,7 @@ _NOT_RECORDED = Entry(EntryState.UNWRITTEN, b"")
 
 
 class JobHeader(NamedTuple):
-    """What a rank noted of a step, as every recording has it."""
+    """The non-tensor record of a rank's step, in the common form of all recordings."""
 
     ids: tuple[str, ...]
     loss: float
@@ -56,7 +56,7 @@ class JobHeader(NamedTuple):
 
 
 class Kept:
-    """Tensors that were read, to be had again while they take a quarter (chosen) of the memory."""
+    """Cache of tensors, limited to a quarter of the memory (heuristic)."""
 
     def __init__(self) -> None:
         self._found: dict[object, dict[str, torch.Tensor]] = {}
@@ -65,7 +65,7 @@ class Kept:
     def get(
         self, key: object, read: Callable[[], dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """What has this key, read if it is not there."""
+        """Return the cached tensors of a key, or read them."""
         if key not in self._found:
             found = read()
             size = sum(one.numel() * one.element_size() for one in found.values())
@@ -75,27 +75,27 @@ class Kept:
         return self._found[key]
 
     def peek(self, key: object) -> dict[str, torch.Tensor] | None:
-        """What has this key, if it was read and is still there."""
+        """Return the cached tensors of a key, or None."""
         return self._found.get(key)
 
 
 @dataclass
 class JobRecording:
-    """All ranks of a job. `steps` are those that every rank has written, as the job counts them: a
-    slot is their place here.
+    """All ranks of a job. `steps` are those that every rank has written, numbered as in the job; a
+    slot is an index into them.
     """
 
     folder: Path
     ranks: tuple[RankRecord, ...]
     steps: tuple[int, ...]
     records: dict[tuple[int, int], StepRecord]
-    uneven: dict[int, int] = field(default_factory=dict)  # rank: steps, where they are not alike
-    drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
-    alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # what ranks
-    # read with streams that are alike, by rank, loader and index: parts, the largest first
-    apart: "JobRecording | None" = None  # as its ranks wrote it, where this is put together of that
-    units: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
-    joined: dict[int, int] = field(default_factory=dict)  # the micro-batches of each step that are
+    uneven: dict[int, int] = field(default_factory=dict)  # rank: steps, if these differ
+    drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: RNG streams of its loaders
+    alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # samples
+    # that ranks read under equal RNG streams, by rank, loader, index: leaves, the largest first
+    apart: "JobRecording | None" = None  # as written by its ranks, if this one is unsharded
+    units: tuple[tuple[int, ...], ...] = ()  # the ranks that form each rank here
+    joined: dict[int, int] = field(default_factory=dict)  # micro-batches per step, each
     # one forward pass here
     _kept: Kept = field(default_factory=Kept)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class JobRecording:
 
     @property
     def processes(self) -> int:
-        """How many ranks the job had; some may be one here, as they train one model."""
+        """The number of ranks of the job; those that train one model may be one rank here."""
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
@@ -114,18 +114,20 @@ class JobRecording:
 
     @property
     def divided_by(self) -> str:
-        """What makes ranks hold parts of one model that are not put together here."""
+        """The library whose shards could not be unsharded, or ""."""
         return self.ranks[0].divided_by
 
     def at(self, step: int) -> list[StepRecord]:
         return [self.records[rank.rank, step] for rank in self.ranks]
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
-        """All that was kept of one step of one rank. Raises UsageError where that is damaged."""
+        """Return the tensors of one step of one rank. Raises UsageError if they are damaged."""
         return self._kept.get((rank, step), lambda: self._read(rank, step))
 
     def _read(self, rank: int, step: int) -> dict[str, torch.Tensor]:
-        """A step's file, and of the step before what it has left alone (`job.inside.step_file`)."""
+        """Read a step's file, and parameters that are only in the previous step's
+        (`job.inside.step_file`).
+        """
         found, digests = self._file_of(rank, step), self.records[rank, step].digests
         earlier = self.records.get((rank, step - 1))
         if earlier is None or not (earlier.whole and self.records[rank, step].whole):
@@ -147,7 +149,7 @@ class JobRecording:
         return read_tensors(file, self.records[rank, step].checksum)
 
     def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
-        """One of a parameter's gradients; what a step holds twice is written once."""
+        """Return one of a parameter's gradients; an unchanged one is stored only once."""
         digests, stem = self.records[rank, step].digests, f"{STEMS[kind]}/{name}"
         if stem not in digests:
             return None
@@ -155,26 +157,26 @@ class JobRecording:
         return found.get(stem if stem in found or kind is not Kind.GRADIENT else f"raw/{name}")
 
     def parameters(self, step: int) -> tuple[str, ...]:
-        """The names of what the ranks' optimizers have, in the order of rank 0's model."""
+        """Return the names of the optimizers' parameters, in the order of rank 0's model."""
         stepped = {name for record in self.at(step) for name in _called("after/", record)}
         known = dict.fromkeys((*_called("before/", self.records[0, step]), *sorted(stepped)))
         return tuple(name for name in known if name in stepped)
 
     def holders(self, step: int, name: str) -> list[int]:
-        """The ranks whose optimizer has a parameter: all, unless each steps for some of them."""
+        """Return the ranks whose optimizer has a parameter; all, unless optimizers are sharded."""
         return [rank for rank in range(self.world) if self.holds(rank, step, name)]
 
     def holds(self, rank: int, step: int, name: str) -> bool:
         return f"after/{name}" in self.records[rank, step].digests
 
     def sums(self, rank: int, step: int, name: str) -> torch.Tensor | None:
-        """The 64 sums of a state, as of `after/weight`, whether it is kept or they alone are."""
+        """Return the 64 projections of a state such as `after/weight`, recorded or computed."""
         kept = self.tensors(rank, step)
         return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
 
     def modules(self, rank: int, step: int) -> Seen | None:
-        """What the modules of a rank were given and returned at a step; None where they were not
-        watched. Raises UsageError where that is damaged.
+        """Return module inputs and outputs of a rank at a step; None if they were not recorded.
+        Raises UsageError if they are damaged.
         """
         watched = self.records[rank, step].modules
         if watched is None:
@@ -187,7 +189,7 @@ class JobRecording:
             )
         return Seen(watched, sums)
 
-    # -- as every recording ----------------------------------------------------------------------
+    # -- interface of every recording --------------------------------------------------------------
 
     def names(self, kind: Kind) -> list[str]:
         if kind not in self._names:
@@ -201,10 +203,10 @@ class JobRecording:
         return len(self.steps)
 
     def header(self, rank: int, step: int) -> JobHeader:
-        """What the forward passes of a step were given, and what they lost together."""
+        """Return the samples of a step's forward passes, and their total loss."""
         record = self.records[rank, self.steps[step]]
         passes = [one for one in record.passes if one.live]
-        drawn = [one for one in passes if one.draws or one.drew]  # others say nothing
+        drawn = [one for one in passes if one.draws or one.drew]  # others use no random numbers
         streams = [one.random.get(name, "") for one in drawn for name in ("torch", "cuda")]
         return JobHeader(
             ids=tuple(row for one in passes for row in one.rows),
@@ -217,7 +219,7 @@ class JobRecording:
         )
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """What a rank recorded of a tensor: nothing where the step was another optimizer's."""
+        """Return the entry of a rank's tensor; unwritten if the step was another optimizer's."""
         step, name = self._place(kind, slot, index)
         if step is None:
             return _NOT_RECORDED
@@ -229,7 +231,7 @@ class JobRecording:
         return Entry(EntryState.ABSENT, b"") if was_there else _NOT_RECORDED
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """The same as a tensor; None where the budget, or another rank's copy, left it out."""
+        """Return the recorded tensor; None if the budget, or another rank's copy, excluded it."""
         step, name = self._place(kind, slot, index)
         if step is None or not self.records[rank, step].whole:
             return None
@@ -238,7 +240,7 @@ class JobRecording:
         return self.tensors(rank, step).get(name)
 
     def _place(self, kind: Kind, slot: int, index: int) -> tuple[int | None, str]:
-        """The step whose record has what is in a slot, and its name there."""
+        """Return the step whose record has the contents of a slot, and the name there."""
         name = self.names(kind)[index]
         if kind is Kind.PARAMETER and slot:
             return self.steps[slot - 1], f"after/{name}"
@@ -251,8 +253,8 @@ def _called(stem: str, record: StepRecord) -> tuple[str, ...]:
 
 
 def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a file, which has the checksum if one is given. Raises UsageError where it is
-    damaged, or larger than memory: it may have holes, and take no disk.
+    """Read a file of tensors and verify its checksum, if given. Raises UsageError if it is damaged
+    or larger than memory: a sparse file may need no disk.
     """
     try:
         found = checksum_of(file, min(MOST_BYTES, available_bytes()))
@@ -268,7 +270,7 @@ def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
 
 
 def read(folder: Path) -> JobRecording:
-    """The recording in a folder. Raises UsageError where it is damaged or ranks are missing."""
+    """Read the recording in a folder. Raises UsageError if it is damaged or ranks are missing."""
     files = sorted(folder.glob("rank-*/rank.json"))[:MOST_RANKS]
     ranks = tuple(read_rank(file) for file in files)
     if not ranks:
@@ -299,8 +301,8 @@ def read(folder: Path) -> JobRecording:
 
 
 def read_kept(folder: Path) -> JobRecording:
-    """A recording that was kept, all of it. Raises UsageError where that is damaged, was cut short,
-    or was written by another version.
+    """Read a kept recording completely. Raises UsageError if it is damaged, truncated, or of
+    another version.
     """
     if not any(folder.glob("rank-*/rank.json")):
         raise UsageError(
@@ -323,8 +325,8 @@ def read_kept(folder: Path) -> JobRecording:
 
 
 def keep(job: JobRecording, kept: Path) -> None:
-    """Copies what `read` reads, and nothing that the running job has beside it. Raises
-    CannotRunError where it cannot be written.
+    """Copy the files that `read` needs, without other files of the running job. Raises
+    CannotRunError if it cannot be written.
     """
     folder = job.folder
     try:
@@ -333,7 +335,7 @@ def keep(job: JobRecording, kept: Path) -> None:
             shutil.copytree(rank, kept / rank.name, ignore=shutil.ignore_patterns("ended"))
         for note in folder.glob("drawn-*"):
             shutil.copy(note, kept / note.name)
-        for file in kept.glob("rank-*/rank.json"):  # no reference is started from here
+        for file in kept.glob("rank-*/rank.json"):  # no reference starts from here
             write_json(file, for_others(read_rank(file)))
         steps = read(kept).steps
         write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))

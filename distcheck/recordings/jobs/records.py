@@ -1,22 +1,23 @@
-"""What one rank writes of one optimizer step: a record in JSON, and its tensors beside it.
+"""Format of one rank's recording of an optimizer step: a record in JSON, and its tensors next to
+it.
 
-    rank-0002/rank.json                who this is, and how its script was started
-    rank-0002/read.json                the last thing: some samples, read once more
+    rank-0002/rank.json                identity of the rank, and how its script was started
+    rank-0002/read.json                written last: some samples, read once more
     rank-0002/step-000003.json         a StepRecord
     rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
 
-Tensors are called by what they are: `before/<parameter>` and `buffer/` (all of them, before the
-first forward pass that the step was trained on; `start/` before the first one, where they have
-changed in between; a parameter that is as the step before has left it is in that one's file), and
-of the parameters that the optimizer has: `written/` (a digest alone, where one is another when the
-optimizer begins to step), `after/`, `local/` (before the exchange, added up over the backward
-passes that are in `.grad`), `sizes/` (the absolute values of those, added up, where a pass before
-the last may exchange), `raw/` (at the end of the exchange), `step/` (what the optimizer sees);
-`optim/<parameter>/<key>` is what the optimizer holds when it begins to step, in a recording that
-another job's is compared with (a digest alone, unless small). `data/<digest>` are batches, inputs
-and targets; `random/<pass>` and `origin/<pass>` random streams before a forward pass, and when its
-batch was handed out. Beyond the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with
-`magnitude/<name>` for `local/`. Of a tensor that is divided among ranks each writes its own part.
+Names of tensors begin with their kind. `before/<parameter>` and `buffer/` are recorded before the
+first forward pass that the step was trained on (`start/` before the first one of all, if they
+changed between these; a parameter unchanged since the previous step is in that step's file). For
+the optimizer's parameters: `written/` (only a digest, if the parameter changed before the optimizer
+step), `after/`, `local/` (local gradients, summed over the backward passes in `.grad`), `sizes/`
+(their summed absolute values, if a pass before the last may synchronize), `raw/` (reduced
+gradients), `step/` (optimizer gradients). `optim/<parameter>/<key>` is optimizer state before the
+step, in a recording to be compared with another job's (only a digest, unless small).
+`data/<digest>` are batches, inputs and targets; `random/<pass>` and `origin/<pass>` RNG states
+before a forward pass, and when its batch was loaded. Beyond the budget `local/`, `raw/` and `step/`
+are 64 projections (`sketches`), with `magnitude/<name>` for `local/`. Each rank writes its own
+shard of a sharded tensor.
 """
 
 import math
@@ -39,9 +40,8 @@ COMPILED = "torch.compile"
 
 
 class OpCall(msgspec.Struct, frozen=True):
-    """A call of an operator, or of a region that torch.compile has compiled: within which `module`,
-    in which `part` of a step. `outputs` is empty where it is over later, as a collective is;
-    `draws`: whether it draws random numbers.
+    """A call of an operator or a compiled region, in a `module` and a `part` of a step. `outputs`
+    is "" if it completes later, like a collective; `draws`: it uses random numbers.
     """
 
     name: str
@@ -53,7 +53,7 @@ class OpCall(msgspec.Struct, frozen=True):
 
 
 class Ops(msgspec.Struct, frozen=True):
-    """Those of a step in their order, and how many are not there since they were too many."""
+    """The operators of a step in order, and the number of omitted ones beyond the limit."""
 
     calls: tuple[OpCall, ...] = ()
     left_out: int = 0
@@ -68,11 +68,11 @@ Read = TypeVar("Read", bound=msgspec.Struct)
 
 
 class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a data loader handed out: the leaves that are tensors, by digest, and its rows.
+    """A batch of a data loader: its tensors by digest, and its rows.
 
-    indices  what the sampler gave for it, where the data set has indices
-    files    digests of the names of the files that its samples are from, where it has these
-    drawn    digests of the random streams that making it has drawn from, as they were before
+    indices  the sampler's indices, if the data set has indices
+    files    digests of the names of the samples' files, if known
+    drawn    digests of the RNG states that making the batch started from
     """
 
     loader: int
@@ -86,8 +86,8 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank reads for an index, with random streams that are alike on all ranks: a digest of
-    each part, the largest first.
+    """A rank's sample for an index, read under RNG streams equal on all ranks: a digest of each
+    leaf, the largest first.
     """
 
     loader: int
@@ -96,13 +96,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """Those that a rank has read once more, after its last step."""
+    """The samples that a rank has read again after its last step."""
 
     samples: tuple[Sample, ...]
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over a data loader, when it began: `sampler_epoch` is what set_epoch has set."""
+    """The start of a pass over a data loader; `sampler_epoch` is the value from set_epoch."""
 
     loader: int
     epoch: int
@@ -113,7 +113,7 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of one of torch's losses: `counted` targets, its value, the digest of its target."""
+    """A call of a torch loss: number of targets (`counted`), value, digest of its target."""
 
     name: str
     reduction: str
@@ -123,9 +123,9 @@ class LossCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Factor(msgspec.Struct, frozen=True, kw_only=True):
-    """A number that a term of a loss was multiplied by. `computed`: the script may have put another
-    factor into it, as of `aux * (0.1 / passes)`; `outer`: the whole loss was multiplied by it;
-    `divides`: the script divided by one over it.
+    """A factor of a loss term. `computed`: the script may have included another factor, as in `aux
+    * (0.1 / passes)`; `outer`: it applies to the whole loss; `divides`: the script divided by its
+    inverse.
     """
 
     number: float
@@ -135,8 +135,8 @@ class Factor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the losses that a loss adds up: the number of its LossCall in the pass, -1 for a mean
-    or sum of the script's own, and what it was multiplied by.
+    """A summand of a loss: the index of its LossCall in the pass (-1 for a mean or sum by the
+    script), and its factors.
     """
 
     name: str
@@ -154,17 +154,17 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
     inputs       digests of the tensors among its arguments
     rows         digests of the samples in the first of them
-    batches      the batches that were handed out for it: loader, pass over it, number
-    live         whether the optimizer was given gradients that went through it
-    later        whether parameters are those of `before/`, and not yet those of `start/`
-    loss         what backward started from; None where none followed
-    pieces       of each input that ranks of one model have pieces of: their digests, rank by rank
-    exchanges    whether DistributedDataParallel was to exchange in it; None without one
-    exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
-                 own measurement; None where it has none
-    random       digests of the random streams before; `draws`: whether the forward pass drew;
-                 `drew`: whether the script drew between the batch and backward, outside of it
-    terms        what the loss adds up; without them, `unread` says why
+    batches      the batches loaded for it: loader, pass over it, number
+    live         if True, the optimizer gradients include gradients through it
+    later        if True, parameters are those of `before/`, no longer of `start/`
+    loss         initial loss of backward; None if none followed
+    pieces       digests, rank by rank, of each input that is sharded within a model
+    exchanges    if DistributedDataParallel was to synchronize in it; None without it
+    exchange_s   mean seconds by which synchronization delayed backward so far, as measured by
+                 torch; None if unknown
+    random       digests of the RNG states before it; `draws`: forward used random numbers;
+                 `drew`: the script did, between batch and backward, outside forward
+    terms        summands of the loss; without them, `unread` is the reason
     """
 
     inputs: tuple[str, ...]
@@ -186,9 +186,9 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of torch's clipping: the most it allows (None: it only finds the norm), the norm that
-    it found, how many forward passes of the step came before it, whether a GradScaler's scale was
-    in the gradients, and of which parameters; of all without `names`.
+    """A call of torch's clipping: the maximum (None: only the norm is computed), the norm, the
+    number of preceding forward passes of the step, if gradients contained a GradScaler's scale, and
+    the parameters (without `names`: all).
     """
 
     kind: str
@@ -200,8 +200,8 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveCall(msgspec.Struct, frozen=True):
-    """A collective that Python code called, and where: file:line of the script; how many numbers it
-    was given, and whether a backward pass of the step came before it.
+    """A collective called from Python at a place (file:line of the script), with its number of
+    elements; `after_backward`: a backward pass of the step came before it.
     """
 
     name: str
@@ -211,9 +211,8 @@ class CollectiveCall(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank holds of a tensor that is divided among ranks (a DTensor): the tensor's shape,
-    and where in it this part begins. The ranks `of` it have the whole together; those in `adds`
-    hold terms of one sum, or of a mean.
+    """A rank's shard of a DTensor: the tensor's shape, and the shard's offset `at`. The ranks `of`
+    hold the whole tensor together; those in `adds` hold summands of one sum, or of a mean.
     """
 
     shape: tuple[int, ...]
@@ -224,41 +223,38 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """One axis of the mesh of a job's ranks, and what it is for; ranks are counted along the last
-    one first.
-    """
+    """One axis of the ranks' mesh, and its kind; the last axis varies fastest."""
 
     name: str
     kind: Literal["data", "tensor", "sequence", "pipeline", "expert"]
     size: int
 
 
-# Kinds of axes along which ranks train one model on the same samples; along others each has its
-# own, as experts are computed for the samples of all.
+# Kinds of axes along which ranks train one model on the same samples; along others each has its own
+# samples, since experts serve the samples of all.
 SHARING = ("tensor", "sequence", "pipeline")
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step of one rank; `digests` are those of all tensors, kept or not.
+    """One optimizer step of one rank; `digests` are those of all tensors, recorded or not.
 
-    passes     forward passes since the step before, of any optimizer
-    earlier    passes of records before this one that it was trained on: (step, number)
-    backwards  how many backward passes came before the step
-    carried    whether gradients of the optimizer's step before are still in what it was given
-    exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
-               the script first used the gradients
-    lines        where the script calls what is heard: FILE:LINE, by what it is (`LINES`); empty
-                 for one that is a package's
-    averages     at the first and last step: digests of models that look like one that trains
-    held         the same before the first forward pass, of dictionaries of tensors as well, in a
-                 recording that another job's is compared with
-    computed     the dtype of autocast, if there was one, in a forward pass or around it
-    counters     the numbers that the optimizer counts its steps by, when it begins to step
-    not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
-    parts        what this rank has of tensors that are divided among ranks, by their names
-    modules      what the modules were given and returned, where they were watched
-    ops          the operators that ran, where they were heard
-    gpu_bytes    the most memory that torch had taken on the rank's GPU until then
+    passes     forward passes since the previous step, of any optimizer
+    earlier    passes of earlier records that it was trained on: (step, number)
+    backwards  number of backward passes before the step
+    carried    if True, the optimizer gradients include those of the optimizer's previous step
+    exchanged  if True, `raw/` was recorded after DistributedDataParallel's synchronization, not
+               when the script first used the gradients
+    lines        source lines FILE:LINE of recorded calls, by kind (`LINES`); "" for a package's
+    averages     at the first and last step: digests of models that look like a trained one
+    held         the same before the first forward pass, including dictionaries of tensors, in a
+                 recording to be compared with another job's
+    computed     the dtype of autocast in or around a forward pass, if any
+    counters     the optimizer's step counters before the step
+    not_finite   inputs, loss or gradients with inf or NaN in a step that was not skipped
+    parts        this rank's shards of sharded tensors, by name
+    modules      inputs and outputs of modules, if recorded
+    ops          operators, if recorded
+    gpu_bytes    the maximum memory that torch had allocated on the rank's GPU so far
     """
 
     step: int
@@ -301,7 +297,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is: how its script was started, where, and what it had trained with."""
+    """Identity of a rank: how and where its script was started, and its devices and libraries."""
 
     rank: int
     world: World
@@ -312,15 +308,15 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     variables: dict[str, str] = {}
     process: int = 0
-    parent: int = 0  # the process that has started it
+    parent: int = 0  # the process that started it
     wrapper: str = ""
     divided_by: str = ""
-    axes: tuple[Axis, ...] = ()  # of the mesh, where the script has one
-    schedules_by: str = ""  # accelerate, where its schedules step once per rank
+    axes: tuple[Axis, ...] = ()  # of the mesh, if the script has one
+    schedules_by: str = ""  # "accelerate" if its schedules step once per rank
 
 
 class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording that is kept must hold; `form` numbers how it is written."""
+    """Required contents of a kept recording; `form` is the format version."""
 
     world: World
     steps: tuple[int, ...]
@@ -328,14 +324,14 @@ class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(data: bytes | memoryview) -> str:
-    """32 hexadecimal digits."""
+    """Return 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def checksum_of(file: Path, most: int | None = None) -> str:
-    """The digest of a file that is not empty. It is mapped, as copies of large ones cost more than
-    all else that is done with them. Raises OSError, and ValueError for one of more than `most`
-    bytes or that is not a file.
+    """Return the digest of a nonempty file, which is memory-mapped, since copies of large files
+    dominate the cost. Raises OSError, and ValueError for more than `most` bytes or something other
+    than a file.
     """
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
@@ -351,37 +347,37 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 def write_json(file: Path, record: msgspec.Struct) -> None:
-    """Writes a record at once: a reader sees all of it, or nothing."""
+    """Write a record atomically."""
     private.write(file, msgspec.json.encode(record))
 
 
 def read_step(file: Path) -> StepRecord:
-    """A record again. Raises UsageError for one that is damaged."""
+    """Read a record. Raises UsageError if it is damaged."""
     return read_own(file, StepRecord)
 
 
 def read_rank(file: Path) -> RankRecord:
-    """A rank's record again. Raises UsageError for one that is damaged."""
+    """Read a rank's record. Raises UsageError if it is damaged."""
     return read_own(file, RankRecord)
 
 
 def for_others(record: RankRecord) -> RankRecord:
-    """The record for others, or to be kept: the words of its command may hold secrets."""
+    """Return the record with a masked command line, which may contain secrets."""
     return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
 
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
-    """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
+    """Return the samples that a rank has read again, if any. Raises UsageError if damaged."""
     return read_own(file, Samples).samples if file.exists() else ()
 
 
 def read_manifest(file: Path) -> KeptRecording:
-    """What a kept recording must hold. Raises UsageError for a file that is damaged."""
+    """Read the required contents of a kept recording. Raises UsageError if damaged."""
     return read_own(file, KeptRecording)
 
 
 def read_own(file: Path, kind: type[Read]) -> Read:
-    """A file of a recording. Raises UsageError for one that is damaged."""
+    """Read a file of a recording. Raises UsageError if it is damaged."""
     try:
         return decode_json(read_bounded(file), kind)
     except (OSError, msgspec.MsgspecError) as error:

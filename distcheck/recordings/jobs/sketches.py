@@ -1,8 +1,9 @@
-"""A tensor as 64 sums of its elements with signs: linear, so means and factors carry over.
+"""Projects a tensor onto 64 signed sums of its elements: linear, so means and factors are
+preserved.
 
-Element i goes into sum i mod 64, and the sign of each row of 64 elements depends on its place
-alone. Beside the signed sums are those of the absolute values, by which a rounding bound on
-elements becomes one on sums.
+Element i goes into sum i mod 64, and the sign of each row of 64 elements depends only on its
+position. In addition there are sums of absolute values, which turn a rounding bound on elements
+into one on sums.
 """
 
 import functools
@@ -10,7 +11,7 @@ import functools
 import torch
 
 SLOTS = 64
-_ROWS = 1 << 14  # that are made float64 at once; chosen: 8 MB
+_ROWS = 1 << 14  # converted to float64 at once; heuristic: 8 MB
 
 
 @functools.lru_cache(maxsize=256)
@@ -20,14 +21,14 @@ def _signs(rows: int) -> torch.Tensor:
 
 
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """The signed sums, float64."""
+    """Return the signed sums, float64."""
     flat = tensor.detach().reshape(-1).cpu()
     rows = -(-flat.numel() // SLOTS)
     return _sums(flat, _signs(rows))
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
-    """The sums of absolute values, float64."""
+    """Return the sums of absolute values, float64."""
     flat = tensor.detach().reshape(-1).cpu().abs()
     rows = -(-flat.numel() // SLOTS)
     return _sums(flat, torch.ones(rows, dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""What modules of a job were given, and what they returned, in one step of one rank.
+"""Inputs and outputs of a job's modules in one step of one rank.
 
-Beside the record, `sums/modules` holds 64 sums (`sketches`) of each tensor here and of its
-gradient, NaN where there is none: its shape is (tensors, 2, 64).
+Next to the record, `sums/modules` holds 64 projections (`sketches`) of each tensor here and of its
+gradient, NaN if there is none: its shape is (tensors, 2, 64).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,26 +15,24 @@ from distcheck.records.decoding import decode_json
 
 SUMS = "sums/modules"
 OF_RANKS = "watched/"
-MOST_CALLS = 4096  # of modules, in one step
-MOST_TENSORS = 16  # of one call: given, and returned
+MOST_CALLS = 4096  # module calls in one step
+MOST_TENSORS = 16  # inputs, and outputs, of one call
 Shape = tuple[int, ...]
 Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WatchedTensor(msgspec.Struct, frozen=True):
-    """A tensor that a module was given or has returned; `shape` is None where it is not known, and
-    `trains` whether a backward pass may go through it.
-    """
+    """An input or output of a module; `shape` is None if unknown; `trains`: backward may use it."""
 
     shape: Shape | None
     digest: str
     trains: bool = False
-    gradient: str = ""  # its digest, if one came
+    gradient: str = ""  # its digest, if there was one
 
 
 class ModuleCall(msgspec.Struct, frozen=True):
-    """A call of a module, the `call`-th of it in forward pass `number` of the step; inputs and
-    outputs are places among the tensors.
+    """The `call`-th call of a module in forward pass `number` of the step; inputs and outputs are
+    indices of tensors.
     """
 
     name: str
@@ -46,14 +44,14 @@ class ModuleCall(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What the same call in another run has as well."""
+        """The identity of the call across runs."""
         return self.name, self.number, self.call
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a step. Calls are in the order in which they were over, so a module comes after those
-    within it; `backward` are the tensors in the order in which gradients came. `left_out` counts
-    calls beyond the most that are kept; `compiled` are modules within which nothing is seen.
+    """All modules of a step. Calls are ordered by completion, so a module comes after its
+    submodules; `backward` lists tensors in the order in which gradients came. `left_out` is the
+    number of omitted calls beyond the limit; `compiled` are modules whose inside is not recorded.
     """
 
     calls: tuple[ModuleCall, ...] = ()
@@ -63,7 +61,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     compiled: tuple[str, ...] = ()
 
     def fits(self, sums: torch.Tensor) -> bool:
-        """Whether every place is there, and `sums` has all of them."""
+        """Return True if every index is valid, and `sums` covers all tensors."""
         places = [one for call in self.calls for one in (*call.inputs, *call.outputs)]
         inside = all(place < len(self.tensors) for place in (*places, *self.backward))
         shape = (len(self.tensors), 2, SLOTS)
@@ -71,13 +69,13 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(NamedTuple):
-    """What was watched, with its sums."""
+    """Recorded modules, with their projections."""
 
     watched: Watched
     sums: torch.Tensor
 
     def places(self) -> dict[str, int]:
-        """Each tensor by what it is of the first call that has it: `2/layers.0#0/out 0`."""
+        """Return tensors' indices by role in the first call that has them: `2/layers.0#0/out 0`."""
         named: dict[int, str] = {}
         for call in self.watched.calls:
             for name, place in named_places(call):
@@ -86,7 +84,7 @@ class Seen(NamedTuple):
 
 
 def named_places(call: ModuleCall) -> Iterator[tuple[str, int]]:
-    """The tensors of a call, by what they are of it: those that it has returned first."""
+    """Yield the tensors of a call by their role, outputs first."""
     of = f"{call.number}/{call.name}#{call.call}"
     for kind, places in (("out", call.outputs), ("in", call.inputs)):
         for number, place in enumerate(places):
@@ -102,18 +100,18 @@ def shapes_of(watched: Watched) -> dict[str, Shape | None]:
 
 
 def of_rank(rank: int) -> str:
-    """What the names begin with of what was seen of a rank, in a reference."""
+    """Return the prefix of a rank's recorded modules in a reference."""
     return f"{OF_RANKS}{rank}/"
 
 
 def packed(seen: Seen, of: str) -> dict[str, torch.Tensor]:
-    """What was seen as tensors, for a file of these alone; their names begin with `of`."""
+    """Return recorded modules as tensors for a file; their names begin with `of`."""
     text = bytearray(msgspec.json.encode(seen.watched))
     return {f"{of}record": torch.frombuffer(text, dtype=torch.uint8), f"{of}sums": seen.sums}
 
 
 def unpacked(found: Mapping[str, torch.Tensor], of: str) -> Seen | None:
-    """The same again; None where there is none. Raises ValueError for what does not fit."""
+    """Read packed modules; None if there are none. Raises ValueError if they do not fit."""
     if f"{of}record" not in found:
         return None
     watched = decode_json(bytes(found[f"{of}record"].tolist()), Watched)

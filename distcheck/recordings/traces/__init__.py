@@ -1,8 +1,8 @@
-"""What the ranks of one world write down as they train, and how it is read again.
+"""The recording of one world's ranks during training, and its reader.
 
-layout      where everything lies in the file
-header      what is recorded of a step beside tensors
-writer      a rank's pen
+layout      the place of everything in the file
+header      the non-tensor record of a step
+writer      writes one rank's part
 reader      tensors, digests and headers, by rank and step
-files       the same in folders, sealed with checksums (seal, which says who asks for that)
+files       the same in folders, sealed with checksums (seal, which has the requests for that)
 """

@@ -1,12 +1,11 @@
-"""Traces in files: one safetensors file per slot, readable by anything that reads safetensors.
+"""Traces in files: one safetensors file per slot, in a standard format.
 
-    index.bin             headers and tables, as they lay in memory
+    index.bin             headers and tables, as in memory
     slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
 
-A trace that keeps digests alone has the index and no slot files.
-
-A tensor that several ranks share is stored once, under the rank that holds it. complex32 and
-complex128, which safetensors does not know, are stored as pairs of real numbers.
+A trace with digests only has the index and no slot files. A tensor that several ranks share is
+stored once, under the rank that holds it. complex32 and complex128, which safetensors lacks, are
+stored as pairs of real numbers.
 """
 
 import errno
@@ -35,7 +34,7 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 
 _IN_PAIRS = (torch.complex32, torch.complex128)
-# What files raise that are not as they were written, or whose about.json was edited.
+# Exceptions of damaged files, or of an edited about.json.
 _DAMAGE = (
     OSError, safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError,
     ArithmeticError, AttributeError, struct.error, msgspec.MsgspecError,
@@ -44,7 +43,7 @@ _DAMAGE = (
 
 @SAVE.does
 def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Writes the traces to folders run-1, run-2 (the rerun's); answers with the digest of each
+    """Write the traces to folders run-1 and run-2 (the rerun's), and return the digest of each
     index. Raises CannotRunError.
     """
     indexes = []
@@ -64,7 +63,7 @@ def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tu
 
 @LOAD.does
 def load_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> None:
-    """Fills the traces from folders run-1, run-2. Raises UsageError."""
+    """Load the traces from folders run-1 and run-2. Raises UsageError."""
     for (number, fd), digest in zip(_numbered(fds), job.indexes, strict=True):
         folder = Path(job.folder, f"run-{number}")
         reporter.progress(number, "load")
@@ -75,12 +74,12 @@ def load_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> No
 
 
 def _numbered(fds: Descriptors) -> list[tuple[int, int]]:
-    """The traces that are there, each with the number of its folder."""
+    """Return the existing traces, each with the number of its folder."""
     return [(number, fds[name]) for number, name in enumerate(TRACES, 1) if name in fds]
 
 
 def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -> str:
-    """Writes one trace; returns the digest of its index."""
+    """Write one trace, and return the digest of its index."""
     index = os.pread(fd, layout.index_bytes, 0)
     private.write(folder / "index.bin", index)
     trace = TraceReader(fd, layout)

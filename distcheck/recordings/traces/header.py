@@ -1,4 +1,4 @@
-"""What a rank recorded of a step besides tensors, and how that lies in a trace."""
+"""The non-tensor record of a rank's step, and its binary form in a trace."""
 
 import mmap
 import struct
@@ -9,20 +9,19 @@ import xxhash
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES
 from distcheck.recordings.traces.layout import HEADER, RNG_STATE_BYTES, TraceLayout
 
-_NOT_COUNTED = -1  # tokens and positions of a workload that does not count them
+_NOT_COUNTED = -1  # tokens and positions of a workload without token counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepHeader:
-    """`ids` are of samples; `ready_order` lists parameters in the order in which backward finished
-    their gradients. Both are indices.
+    """The non-tensor record of a step.
 
-    `loss_factor` is the derivative of what backward started from by the shard's mean loss.
-    `rng_state` is that of torch's generators; `library_states` and `settings` are what the
-    functions of that name in `seeds` say, `implementation` what the one in `optimizers` does.
-    `stretches` is how many the strategy's own backward cut each of its batches into: 1 to 255.
-    `tokens` is how many tokens the loss is over, of `positions` with padding; None where none were
-    counted.
+    `ids` are indices of samples; `ready_order` lists parameter indices in the order in which
+    backward finished their gradients. `loss_factor` is the derivative of backward's loss by the
+    shard's mean loss. `rng_state` is that of torch's generators; `library_states` and `settings`
+    come from the functions of that name in `seeds`, `implementation` from that in `optimizers`.
+    `stretches` is the number of micro-batches per batch in the strategy's own backward: 1 to 255.
+    `tokens` is the number of tokens in the loss, of `positions` with padding; None if not counted.
     """
 
     ids: tuple[int, ...]
@@ -38,22 +37,22 @@ class StepHeader:
     tokens: int | None = None
     positions: int = 0
     written: bool = True
-    rng_digest: bytes = b""  # which the trace has
+    rng_digest: bytes = b""  # as in the trace
 
     @property
     def optimizer(self) -> str:
-        """Nothing: a case has the same settings in every run."""
+        """Empty: a case has the same settings in every run."""
         return ""
 
     @property
     def loss_over(self) -> int:
-        """How many tokens the loss is a mean over; samples where none were counted."""
+        """The number of tokens (without token counts: samples) in the loss's mean."""
         return len(self.ids) if self.tokens is None else self.tokens
 
 
 def write_header(index: mmap.mmap, layout: TraceLayout, at: int, header: StepHeader) -> None:
-    """Puts a header at its place, which marks its step as written. Its digest is of torch's
-    generators alone: the libraries' any code may draw from, and what that changes shows elsewhere.
+    """Write a header to its place, which marks its step as written. The RNG digest covers only
+    torch's generators: any code may use the libraries', and effects show elsewhere.
     """
     missing = len(layout.model.parameters) - len(header.ready_order)
     order = (*header.ready_order, *[-1] * missing)

@@ -1,15 +1,14 @@
-"""Where everything lies in the trace of one world.
+"""Layout of the trace of one world.
 
-A trace is one file of fixed layout (a memfd: shared memory without a name, so that nothing is
-left behind whatever dies). Every rank writes into regions of its own:
+A trace is one file of fixed layout (a memfd: shared memory without a name, so nothing remains
+whichever process dies). Every rank writes into its own regions:
 
     step headers    per rank and step: sample ids, loss, RNG states, order of gradients
-    slot table      per rank, kind, slot and tensor: digest and where the bytes are
+    slot table      per rank, kind, slot and tensor: digest and place of the bytes
     data            per rank, kind, slot and tensor: the bytes
 
-The file is sparse: a region that is not written costs no memory. Ranks that hold the same bits
-store them once (the table entry of the others points at the first), which is what keeps the
-trace of a correct run small.
+The file is sparse: an unwritten region uses no memory. Ranks with equal bits store them once (the
+others' table entries refer to the first), which keeps the trace of a correct run small.
 """
 
 import mmap
@@ -26,7 +25,7 @@ from distcheck.recordings.recording import OF_A_STEP, Kind
 from distcheck.records import ModelLayout, TensorSpec
 from distcheck.records.decoding import Steps, World
 
-# The dtypes that a trace holds: those whose elements torch copies and whose bytes are theirs alone.
+# Supported dtypes: those that torch copies, without bytes shared between elements.
 BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4,
     "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
@@ -34,24 +33,24 @@ BYTES = {
     "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
-OUTPUTS = "outputs"  # the name of the table of what the model returns
+OUTPUTS = "outputs"  # name of the table of model outputs
 NO_DIGEST = bytes(16)
 _ALIGNMENT = 64
 CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
-RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
+RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # plus CUDA's, on a GPU: seed and offset
 
-ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, memory order
-# written (0: not; else the stretches of the strategy's own backward), settings, implementation of
+ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank with the bytes, memory order
+# written (0: not; else the micro-batches of the strategy's backward), settings, implementation of
 # the optimizer, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states'
 # bytes, tokens, positions
 HEADER = struct.Struct("<BHHIddqI16sIqq")
-# The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
+# The loss of a rank without one: a NaN whose bits no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]
 _MOST_ORDERED = 8  # dimensions: four bits each
-# In place of a memory order: all ranks put the tensor together, so that all must hold one result.
+# Replaces a memory order: all ranks unsharded the tensor together, and hold one result.
 TOGETHER = 0xFFFFFFFF
-# The same of a gradient that is complete on one rank only, which is in the lower half: what other
-# ranks hold is kept, and is not what is compared.
+# Marks a gradient that is complete on one rank only, given in the lower half: other ranks' values
+# are kept but not compared.
 OWNED_BY = 0xFFFF0000
 
 
@@ -60,11 +59,11 @@ def spec_bytes(spec: TensorSpec) -> int:
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """In which order a tensor's dimensions lie in memory, outermost first, four bits each; 0 where
-    there is one order only, or no room.
+    """Return the order of a tensor's dimensions in memory, outermost first, four bits each; 0 if
+    there is only one order, or too many dimensions.
 
-    Of dimensions with one stride, all but one have size 1, and that one is the innermost of what
-    the others would be: it goes first.
+    Of dimensions with one stride, all but one have size 1, and that one is the innermost of the
+    others' possible order: it goes first.
     """
     if len(shape) > _MOST_ORDERED:
         return 0
@@ -73,7 +72,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def strides_in(order: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions lie in memory in this order."""
+    """Return the strides of a dense tensor with its dimensions in this order."""
     strides, stride = [0] * len(shape), 1
     for place in range(len(shape)):
         dimension = (order >> (4 * place)) & 15
@@ -87,9 +86,10 @@ def _aligned(offset: int) -> int:
 
 
 class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps. `outputs`
-    is the table of what the model returns for each of at most `max_shard` samples, where that is
-    recorded; `line_bytes` the room for a step's lines, of which earlier traces have none.
+    """Byte offsets of everything in the trace of `world` ranks over `steps` steps.
+
+    `outputs` is the table of model outputs for at most `max_shard` samples, if recorded;
+    `line_bytes` the space for a step's lines, 0 for none.
     """
 
     world: World
@@ -100,7 +100,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     line_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
 
     def specs(self, kind: Kind) -> tuple[TensorSpec, ...]:
-        """The tensors of a kind; gradients are shaped like parameters."""
+        """Return the tensors of a kind; gradients have the shapes of parameters."""
         if kind is Kind.BUFFER:
             return self.model.buffers
         if kind is Kind.OPTIMIZER:
@@ -112,7 +112,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.model.parameters
 
     def slots(self, kind: Kind) -> int:
-        """How many slots a kind has: one per step, or one more for the state before the first."""
+        """Return the number of slots: one per step, or one more for the state before the first."""
         return self.steps if kind in OF_A_STEP else self.steps + 1
 
     @cached_property
@@ -123,7 +123,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _entries_before(self) -> list[int]:
-        """Per kind, the number of table entries of one rank that come before it; then of all."""
+        """Per kind, the number of preceding table entries of one rank; then the total."""
         return [0, *accumulate(self.slots(kind) * len(self.specs(kind)) for kind in Kind)]
 
     @cached_property
@@ -136,7 +136,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def index_bytes(self) -> int:
-        """Size of headers and tables together: what a reader maps at once."""
+        """Size of headers and tables, which a reader maps at once."""
         return _aligned(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
 
     @cached_property
@@ -158,7 +158,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def data_bytes_per_rank(self) -> int:
-        """What one rank would write if it shared nothing with the others."""
+        """Size of one rank's data without sharing."""
         return self._data_before[-1]
 
     @cached_property
@@ -170,7 +170,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (rank * self.steps + step) * self.header_bytes
 
     def lines_offset(self, rank: int, step: int) -> int:
-        """Where its lines of a step begin: at the end of the header."""
+        """Return the offset of a step's lines, at the end of the header."""
         return self.header_offset(rank, step + 1) - self.line_bytes
 
     def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
@@ -188,7 +188,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.index_bytes + rank * self.data_bytes_per_rank + within
 
     def regions_of(self, rank: int) -> list[tuple[int, int]]:
-        """(offset, length) of everything that a rank may have written: headers, table, data."""
+        """Return (offset, length) of the regions that a rank may have written."""
         table_bytes = self.entries_per_rank * ENTRY.size
         return [
             (self.header_offset(rank, 0), self.steps * self.header_bytes),
@@ -198,12 +198,14 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def has_loss(loss: float) -> bool:
-    """Whether a recorded loss is one that the rank had."""
+    """Return False for the marker of a rank without a loss."""
     return struct.pack("<d", loss) != struct.pack("<d", NO_LOSS)
 
 
 def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:
-    """How many steps, from the first, every rank has finished; `index` maps the trace's start."""
+    """Return the number of steps, from the first, that every rank has completed; `index` maps the
+    trace's start.
+    """
     for step in range(layout.steps):
         if not all(index[layout.header_offset(rank, step)] for rank in range(layout.world)):
             return step

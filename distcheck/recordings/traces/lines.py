@@ -1,6 +1,6 @@
-"""Which lines of the code under test each gradient of a step went through, and how a trace has it.
+"""The source lines that each gradient of a step passed through, and their binary form in a trace.
 
-It lies behind a step's header, in a room of fixed size: what does not fit is not written.
+They follow a step's header, in a space of fixed size: lines that do not fit are not written.
 """
 
 import mmap
@@ -12,17 +12,18 @@ from msgspec import Meta
 
 from distcheck.recordings.traces.layout import TraceLayout
 
-_LENGTH = 4  # bytes of the number in front
+_LENGTH = 4  # bytes of the length prefix
 _Number = Annotated[int, Meta(ge=0, le=255)]
 _MOST_LINES = 8  # of a step
 
 
 class StepLines(msgspec.Struct, frozen=True):
-    """`lines` are FILE:LINE, empty for calls without one; the rest are numbers of them.
+    """Source lines of a step. `lines` are FILE:LINE, "" for calls without one; other fields are
+    indices.
 
-    `reducing` are those that only reduce. Per parameter, `given` are the lines of calls that were
-    given memory of its gradient, and `perhaps` those that may have carried copies of it; a
-    parameter without a gradient has none of both, and is not in `known`.
+    `reducing` are lines that only reduce. Per parameter, `given` are the lines of calls that
+    received memory of its gradient, and `perhaps` those that may have received copies; a parameter
+    without a gradient has neither, and is not in `known`.
     """
 
     lines: Annotated[tuple[str, ...], Meta(max_length=_MOST_LINES)]
@@ -33,7 +34,7 @@ class StepLines(msgspec.Struct, frozen=True):
 
 
 def write_lines(index: mmap.mmap, layout: TraceLayout, at: int, lines: StepLines) -> None:
-    """Puts them at their place, where there is room."""
+    """Write lines to their place, if they fit."""
     data = msgspec.msgpack.encode(lines)
     if len(lines.lines) <= _MOST_LINES and len(data) <= layout.line_bytes - _LENGTH:
         index[at + _LENGTH : at + _LENGTH + len(data)] = data
@@ -41,7 +42,7 @@ def write_lines(index: mmap.mmap, layout: TraceLayout, at: int, lines: StepLines
 
 
 def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | None:
-    """What lies at a place; None where nothing does, or what no rank of ours writes."""
+    """Read lines; None if there are none, or they are malformed."""
     length = int.from_bytes(index[at : at + _LENGTH], "little") if layout.line_bytes else 0
     if not 0 < length <= layout.line_bytes - _LENGTH:
         return None
@@ -56,7 +57,7 @@ def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | No
 
 
 def room_for_lines(parameters: int) -> int:
-    """How many bytes a step's have: some paths, and a few numbers for each parameter."""
+    """Return the bytes for a step's lines: some paths, and a few numbers per parameter."""
     return 1024 + 16 * parameters
 
 
@@ -66,9 +67,7 @@ def lines_of(
     perhaps: Mapping[str, frozenset[str]],
     reducing: frozenset[str],
 ) -> StepLines:
-    """Those of parameters, which are `names` in the layout's order, each with whether it has a
-    gradient.
-    """
+    """Return the lines of parameters; `names`, in layout order, maps to True with a gradient."""
     nothing = frozenset[str]()
     lines = sorted(nothing.union(*given.values(), *perhaps.values()))
     number = {line: place for place, line in enumerate(lines[:256])}

@@ -1,4 +1,4 @@
-"""A trace as the oracles and checks see it: tensors, digests and headers by rank and step."""
+"""Reads a trace: tensors, digests and headers by rank and step, for oracles and checks."""
 
 import mmap
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _CPU = torch.device("cpu")
 
 
 class TraceReader:
-    """Reads the trace behind a file descriptor; it may still be growing. Nothing is copied, except
-    to a `device` that is not the CPU. Without `tensors` the trace holds only their digests, and
-    asking for a tensor raises LookupError.
+    """Reads the trace behind a file descriptor, which may still be growing. Nothing is copied,
+    except to a `device` other than the CPU. Without `tensors` the trace holds only digests, and
+    requesting a tensor raises LookupError.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class TraceReader:
         tensors: bool = True,
     ) -> None:
         self.layout = layout
-        self.ranks = tuple(range(layout.world))  # as they are numbered in the world that was run
+        self.ranks = tuple(range(layout.world))  # as numbered in the world
         self._device = device
         self._has_tensors = tensors
         self._fd = fd
         self._baseline = baseline
         self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
-        # Checks ask for a tensor many times, and mapping it takes longer than looking it up.
+        # Checks request a tensor many times, and mapping it is slower than a lookup.
         self._known: dict[tuple[int, Kind, int, int], torch.Tensor] = {}
 
     @property
@@ -45,37 +45,31 @@ class TraceReader:
         return self.layout.world
 
     def names(self, kind: Kind) -> list[str]:
-        """The tensors of a kind, in the layout's order."""
+        """Return the names of the tensors of a kind, in layout order."""
         return [spec.name for spec in self.layout.specs(kind)]
 
     def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
-        """The same trace as a world of these ranks alone would have written it: they are numbered
-        from 0, in this order.
-        """
+        """Return the trace restricted to these ranks, numbered from 0 in this order."""
         return self if tuple(ranks) == self.ranks else _OfRanks(self, ranks)
 
     def header(self, rank: int, step: int) -> StepHeader:
         return read_header(self._map, self.layout, self.layout.header_offset(rank, step))
 
     def lines(self, rank: int, step: int) -> StepLines | None:
-        """Through which lines a rank's gradients went, where that is known."""
+        """Return the source lines of a rank's gradients, if known."""
         return read_lines(self._map, self.layout, self.layout.lines_offset(rank, step))
 
     def steps_written(self) -> int:
-        """How many steps, from the first, every rank has finished."""
+        """Return the number of steps, from the first, that every rank has completed."""
         return steps_written(self._map, self.layout)
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """The table entry of one tensor. Of a gradient that one rank owns, every rank has the
-        owner's.
-        """
+        """Return the table entry of one tensor; for an owned gradient, the owner's entry."""
         owner = self.owner(rank, kind, slot, index)
         return self.own_entry(rank if owner is None else owner, kind, slot, index)
 
     def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
-        """The rank that owns what a rank recorded, by what that says; None where each has its
-        own.
-        """
+        """Return the rank that owns a recorded tensor; None if every rank has its own."""
         if kind is not Kind.GRADIENT:
             return None
         *_, order = ENTRY.unpack_from(self._map, self.layout.entry_offset(rank, kind, slot, index))
@@ -90,11 +84,11 @@ class TraceReader:
         return Entry(EntryState(state), digest, EntrySource(source), holder, known, together)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
+        """Return the recorded tensor, mapped; None if none has the layout's shape."""
         return self._tensor_of(self.entry(rank, kind, slot, index), kind, slot, index)
 
     def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """What the rank itself recorded, also where another rank owns it."""
+        """Return the rank's own tensor, even if another rank owns it."""
         return self._tensor_of(self.own_entry(rank, kind, slot, index), kind, slot, index)
 
     def _tensor_of(self, entry: Entry, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
@@ -119,7 +113,7 @@ class TraceReader:
         spec = self.layout.specs(kind)[index]
         offset = self.layout.data_offset(rank, kind, slot, index)
         tensor = mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
-        # Optimizers keep their count of steps on the CPU.
+        # Optimizers keep their step counters on the CPU.
         counts_steps = kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step")
         if self._device == _CPU or counts_steps:
             self._known[place] = tensor

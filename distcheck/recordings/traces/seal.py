@@ -1,9 +1,9 @@
-"""The checksums of a saved trace, so that a damaged one is refused and never judged.
+"""Checksums of a saved trace, so that a damaged one is refused and never judged.
 
     checksums.json    the digest of about.json, and that of the index.bin of every run
 
-Tensors have theirs in the index. A trace without this file, or of another schema, is refused: its
-damage could not be noticed. The front asks a process for the move between memory and folders.
+The index has the tensors' digests. A trace without this file, or of another schema, is refused: its
+damage could not be detected. A separate process moves traces between memory and folders.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _ABOUT = "about.json"
 
 
 class Seal(msgspec.Struct, frozen=True, kw_only=True):
-    """What checksums.json holds: digests in hexadecimal, of XXH3 with 128 bits."""
+    """Contents of checksums.json: XXH3 digests of 128 bits, in hexadecimal."""
 
     schema: str
     about: str
@@ -36,16 +36,15 @@ def digest(data: bytes) -> str:
 
 
 def write_about(folder: Path, about: bytes, indexes: Sequence[str]) -> None:
-    """Writes about.json and then the checksums; `indexes` are the digests of the indexes."""
+    """Write about.json and then the checksums; `indexes` are the digests of the indexes."""
     private.write(folder / _ABOUT, about)
     seal = Seal(schema=SCHEMA, about=digest(about), indexes=tuple(indexes))
     private.write(folder / _NAME, msgspec.json.encode(seal))
 
 
 def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
-    """The content of about.json and the digests of the indexes, one for each run.
-
-    Raises UsageError where anything of it is missing, damaged or of another schema.
+    """Return the content of about.json and the digests of the indexes, one per run. Raises
+    UsageError if anything is missing, damaged or of another schema.
     """
     seal = _read(folder)
     try:
@@ -100,10 +99,8 @@ TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
 class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Move traces between shared memory and a folder.
-
-    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`. Without
-    `tensors`, only the indexes are moved.
+    """Request to move traces between shared memory and a folder. SAVE returns the digests of the
+    indexes, which LOAD expects in `indexes`. Without `tensors`, only the indexes are moved.
     """
 
     folder: str

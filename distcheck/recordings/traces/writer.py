@@ -1,4 +1,4 @@
-"""A rank's pen: writes tensors and step headers into the trace."""
+"""Writes tensors and step headers of one rank into the trace."""
 
 import mmap
 import os
@@ -16,10 +16,10 @@ from distcheck.recordings.traces.lines import StepLines, write_lines
 class TraceWriter:
     """Writes one rank's part of a trace.
 
-    Bytes go in with `pwrite`, not through a mapping, so that they do not count as memory of the
-    rank. A tensor whose digest another rank (or the same slot of the baseline run) already
-    published is not written again. Two ranks that publish at the same moment may both write:
-    wasteful, never wrong. Local gradients are not shared between ranks, because a second
+    Bytes are written with `pwrite`, not through a mapping, so that they do not count as the rank's
+    memory. A tensor whose digest another rank (or the same slot of the baseline run) already
+    published is not written again. Two ranks that publish at the same moment may both write, which
+    is redundant but correct. Local gradients are not shared between ranks, because a second
     backward writes to their slot again.
     """
 
@@ -40,8 +40,8 @@ class TraceWriter:
     def put(
         self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None, *, order: int = 0
     ) -> None:
-        """Records one tensor (or its absence), and in which `memory_order` its dimensions lay. The
-        tensor may be reused as soon as this returns.
+        """Record one tensor (or its absence) and the `memory_order` of its dimensions. The tensor
+        may be reused after this returns.
         """
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:
@@ -51,7 +51,7 @@ class TraceWriter:
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
             self._publish(at, NO_DIGEST, EntryState.MALFORMED, EntrySource.OWN, self._rank, order)
             return
-        # A conjugate's or a negative's memory holds the other sign, which a bit takes back.
+        # Memory of a lazily conjugated or negated tensor has the other sign.
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         data = raw_bytes(dense)
         digest = xxhash.xxh3_128_digest(data)
@@ -61,7 +61,7 @@ class TraceWriter:
         self._publish(at, digest, EntryState.STORED, source, holder, order)
 
     def read_back(self, kind: Kind, slot: int, index: int) -> torch.Tensor:
-        """A copy of a tensor that this rank recorded earlier."""
+        """Return a copy of a tensor that this rank recorded earlier."""
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         _, _, source, holder, _ = ENTRY.unpack_from(self._index, at)
         fd = self._baseline_fd if source == EntrySource.BASELINE else self._fd
@@ -73,17 +73,17 @@ class TraceWriter:
         return tensor
 
     def put_header(self, step: int, header: StepHeader) -> None:
-        """Records what belongs to a step and is not a tensor of the model; marks it as written."""
+        """Record the header of a step, and mark the step as written."""
         write_header(
             self._index, self._layout, self._layout.header_offset(self._rank, step), header
         )
 
     def put_lines(self, step: int, lines: StepLines) -> None:
-        """Records through which lines gradients went, where there is room."""
+        """Record the source lines of gradients, if they fit."""
         write_lines(self._index, self._layout, self._layout.lines_offset(self._rank, step), lines)
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[EntrySource, int]:
-        """Who already holds these bytes; this rank itself if no other does."""
+        """Return the trace and rank that already have these bytes, or this rank itself."""
         others = [r for r in range(self._layout.world) if r != self._rank]
         if kind is Kind.LOCAL_GRADIENT:
             others = []
@@ -109,6 +109,6 @@ class TraceWriter:
         holder: int,
         order: int = 0,
     ) -> None:
-        # The state byte goes in last: a peer that sees STORED also sees the digest.
+        # The state byte is written last: a peer that sees STORED also sees the digest.
         ENTRY.pack_into(self._index, at, digest, EntryState.UNWRITTEN, source, holder, order)
         self._index[at + 16] = state
