@@ -1,14 +1,14 @@
-"""The frozen data that the parts hand to each other. No torch, no behaviour beyond merging.
+"""Frozen data that packages exchange. No torch, no behavior except merging.
 
-Here are results and reports: `CheckResult`, `CaseReport`, `Report`. Beside them:
+This module has results and reports: `CheckResult`, `CaseReport`, `Report`. The others:
 
-case, case_ids    what is asked of one strategy in one world; its name
-layers, causes/   the tables of layers and of causes
-ends, odd_ranks   how ranks ended, and which of them is the odd one
-run_facts         what is known of a run besides its checks
-posted_calls      what ranks have called; stuck_ranks, schedules: why they wait, in which order
-mistakes, expected_events, picture_sums   what a pass would have shown, what must happen, pictures
-decoding, sources     reading files of any origin, with limits
+    case, case_ids    a request to one strategy in one world; its name
+    layers, causes/   the tables of layers and of causes
+    ends, odd_ranks   exit status of ranks, and the rank that differs from the others
+    run_facts         facts about a run in addition to its checks
+    posted_calls      calls of ranks; stuck_ranks, schedules: deadlocks, interleavings
+    mistakes, expected_events, picture_sums   sensitivity of a pass, required events, pictures
+    decoding, sources     reads files of any origin, with limits
 """
 
 import math
@@ -40,7 +40,7 @@ from distcheck.records.searches import PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
 ChangeKind = Literal["code", "machine", "software", "settings", "other"]
-# A float, or what JSON cannot write as a number.
+# A float, or a string for values that JSON has no number for.
 Number = float | Annotated[str, msgspec.Meta(pattern=r"^(nan|inf|-inf)$")]
 
 
@@ -48,19 +48,19 @@ _RANK_OF_VERDICT: dict[VerdictName, int] = {"pass": 0, "unknown": 1, "fail": 2}
 
 
 def merge_verdicts(verdicts: "list[VerdictName]") -> VerdictName:
-    """The worst of `verdicts`, by pass < unknown < fail; nothing at all is unknown."""
+    """Return the worst of `verdicts`, by pass < unknown < fail; unknown if there are none."""
     return max(verdicts, key=_RANK_OF_VERDICT.__getitem__, default="unknown")
 
 
 def number(value: float) -> Number:
-    """`value` as JSON can carry it."""
+    """Return `value` in a form that JSON supports."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Name, shape and dtype (as torch spells it, without `torch.`) of one tensor."""
+    """Name, shape and dtype (torch's name without `torch.`) of one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,15 +68,15 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def elements(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Every tensor that a trace of one model holds.
+    """All tensors in a trace of one model.
 
     `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`; `numbers`
-    are those of them that are Python numbers there.
+    are those that are Python numbers in the optimizer.
     """
 
     parameters: tuple[TensorSpec, ...]
@@ -86,7 +86,7 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check really compared: distinct tensors, ranks, steps, and elements over all."""
+    """Coverage of a check: distinct tensors, ranks, steps, and the total number of elements."""
 
     tensors: Count = 0
     elements: Count = 0
@@ -97,9 +97,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 
-    `error` and `bound` share a unit; `unit` says which. For a rule about a whole tensor
-    (relative L2) `index` is empty and `actual`, `expected` are norms. Where there is no
-    number to compare, they are a word: "none", a digest, a setting.
+    `error` and `bound` share the unit `unit`. For a rule about a whole tensor (relative L2) `index`
+    is empty and `actual`, `expected` are norms. If nothing numerical is compared, they are words:
+    "none", a digest, a setting.
     """
 
     parameter: str
@@ -117,13 +117,13 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Where it is: "step 0, fc.weight[3,1], rank 2"."""
+        """The place as text: "step 0, fc.weight[3,1], rank 2"."""
         index = f"[{','.join(map(str, self.index))}]" if self.index else ""
         return f"step {self.step}, {self.parameter}{index}, rank {self.rank}"
 
 
 class FindingKind(StrEnum):
-    """What a check has found, for those who choose by it: its reason is for people alone."""
+    """The kind of a check's finding, for code that depends on it: reasons are only for people."""
 
     SAME_SAMPLES = "two ranks have the same samples"
     SAME_RANDOMNESS = "two ranks draw the same random numbers"
@@ -139,12 +139,12 @@ class FindingKind(StrEnum):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check said about one layer of expectation of one case.
+    """The result of one check under one layer of a case.
 
-    `reason` is made of sentences, of which `lead` is the first where there are several. `kinds`
-    says what they are about, that of the first sentence first. `shown` says of each tensor which
-    mistakes its comparison would have shown, where the check asks that. What could show none does
-    not count as compared, and is counted in `insensitive`.
+    `reason` consists of sentences; `lead` is the first if there are several. `kinds` are their
+    kinds, in the same order. `shown` lists for each tensor the mistakes that its comparison would
+    have revealed, if the check computes that. Comparisons that could reveal none do not count as
+    compared, but as `insensitive`.
     """
 
     check: str
@@ -159,8 +159,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     aggregates: Aggregates = Aggregates()
     shown: dict[str, Shown] = {}
     insensitive: Compared = Compared()
-    excuse: str = ""  # why something passed, which explains nothing beside a failure
-    defect: str = ""  # the traceback, where distcheck itself failed in this check
+    excuse: str = ""  # why something passed; meaningless next to a failure
+    defect: str = ""  # the traceback if distcheck itself failed in this check
 
     @property
     def first_reason(self) -> str:
@@ -169,7 +169,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_kind(self) -> FindingKind:
-        """What the first sentence of the reason is about."""
+        """The kind of the reason's first sentence."""
         return self.kinds[0] if self.kinds else FindingKind.OTHER
 
 
@@ -182,8 +182,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallSite(msgspec.Struct, frozen=True, kw_only=True):
-    """The line of the code under test that a failure's cause is about, with its text where that can
-    be read; without a file, what is wrong went through no call.
+    """The line of the code under test that causes a failure, with its text if readable; without a
+    file, the wrong value passed through no call.
     """
 
     file: str = ""
@@ -192,8 +192,8 @@ class CallSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--accept` has changed: `widened`, what is expected now and within which bound;
-    `not_owed`, what a pass therefore no longer shows.
+    """Changes by `--accept`: `widened`, the new expectation and its bound; `not_owed`, properties
+    that a pass no longer shows.
     """
 
     kind: str
@@ -202,19 +202,21 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks_failed(case: Any) -> bool:
-    """As `CaseReport.ranks_failed`, also of the entry of a case in a document."""
+    """Return `CaseReport.ranks_failed`, also for the entry of a case in a document."""
     own = any(check.check == "outcome" and check.defect for check in case.checks)
     return not own and any(one.outcome != RankEnd.FINISHED for one in case.outcomes)
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A case, how its ranks ended, and what every check said; `contents` is None where it was given
-    up before it was looked at. `remarks` are causes that may be meant, and fail no check.
+    """A case, the exit status of its ranks, and all check results.
+
+    `contents` is None if the case was given up before inspection. `remarks` are causes that may be
+    intended, and fail no check.
     """
 
     case: Case
     strategy_file: str
-    strategy_line: int = 0  # where it is defined there; 0: not known
+    strategy_line: int = 0  # line of its definition; 0: unknown
     verdict: VerdictName
     outcomes: tuple[Outcome, ...]
     checks: tuple[CheckResult, ...]
@@ -227,22 +229,22 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     accepted: Allowance | None = None
     contents: Contents | None = None
     modules: ByModule | None = None
-    unfinished: bool = False  # an interruption came before it was judged
-    rounded_to: str = ""  # the short dtype whose numbers all wrong gradients are, if there is one
+    unfinished: bool = False  # interrupted before it was judged
+    rounded_to: str = ""  # the low-precision dtype that represents all wrong gradients, if any
 
     @property
     def ranks_failed(self) -> bool:
-        """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
+        """True if a rank crashed, hung or was lost, and not because of a defect of distcheck."""
         return ranks_failed(self)
 
     @property
     def ranks_finished(self) -> bool:
-        """Whether there were ranks, and all of them finished."""
+        """True if there were ranks, and all of them finished."""
         return bool(self.outcomes) and all(o.outcome == RankEnd.FINISHED for o in self.outcomes)
 
 
 class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of the whole plan, and the part of it (1 to `RunPlan.shards`) that is to run it."""
+    """A cell of the complete plan, and the part (1 to `RunPlan.shards`) that runs it."""
 
     id: str
     strategy: str
@@ -256,9 +258,8 @@ class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was planned, of which a report holds part `shard` of `shards`; 0: every part.
-
-    `digest` is that of the cases and of the files that they name: parts of one plan share it.
+    """The complete plan; a report holds part `shard` of `shards`, 0: every part. `digest` covers
+    the cases and the files that they name: parts of one plan share it.
     """
 
     digest: str
@@ -269,7 +270,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is not what it was when an earlier run was made; of code, the digests."""
+    """A difference from an earlier run; for code, the digests."""
 
     kind: ChangeKind
     name: str
@@ -283,17 +284,17 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
-    """The last run that was kept and passed with the same strategies, and what has changed."""
+    """The last kept run of the same strategies that passed, and the changes since."""
 
     run: str
     changes: tuple[Change, ...]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over all cases. `distcheck.reports` turns it into text or JSON.
+    """The verdict over all cases. `distcheck.reports` converts it to text or JSON.
 
-    `left_out` holds the cases that have nothing to show for their strategy, each with the reason;
-    `not_shown` what a pass of the others does not show; `explored` how far searches went.
+    `left_out` lists cases that do not apply to their strategy, with reasons; `not_shown` the
+    properties that a pass of the others does not cover; `explored` the extent of searches.
     """
 
     environment: dict[str, Any]
@@ -317,10 +318,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code for the verdict.
-
-        A mismatch that was found outweighs a rank that failed in another case: it is the
-        more definite finding.
+        """The exit code for the verdict. A mismatch takes precedence over a failed rank in another
+        case, because it is the more definite finding.
         """
         if self.interrupted:
             return ExitCode.INTERRUPTED
@@ -328,7 +327,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return code_of(self, self.given_up_as if self.given_up else early)
 
     def raise_for_verdict(self) -> "Report":
-        """Returns itself on a pass; raises `VerdictError` (an AssertionError) otherwise."""
+        """Return this report if it passed; raise `VerdictError` (an AssertionError) otherwise."""
         __tracebackhide__ = True
         if self.verdict == "pass" and not self.interrupted and not self.given_up:
             return self
@@ -343,13 +342,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return page
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as `--json` writes it: plain dictionaries, lists, texts and numbers."""
+        """Return the report as `--json` writes it: plain dictionaries, lists, texts and numbers."""
         document: dict[str, Any] = _shown["document"](self)
         return document
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each check of each case. Raises CannotRunError where pandas
-        is not installed.
+        """Return a DataFrame with a row for each check of each case. Raises CannotRunError if
+        pandas is not installed.
         """
         try:
             import pandas
@@ -362,14 +361,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict_of(report: Any) -> VerdictName:
-    """As `Report.verdict`, also of a document."""
+    """Return `Report.verdict`, also for a document."""
     searched = [one.verdict for one in report.explored if one.verdict != "not run"]
     return merge_verdicts([*(case.verdict for case in report.cases), *searched])
 
 
 def code_of(report: Any, early: ExitCode | None = None) -> ExitCode:
-    """The exit code that the verdicts of a report, or of a document, stand for; `early` is that of
-    a run in which nothing failed, and that ended before its end.
+    """Return the exit code for the verdicts of a report or document; `early` is that of a run
+    without failures that was cut short.
     """
     failed = [case for case in report.cases if case.verdict == "fail"]
     if failed:
@@ -383,7 +382,7 @@ def code_of(report: Any, early: ExitCode | None = None) -> ExitCode:
 
 
 def _rows_of(report: CaseReport) -> list[dict[str, Any]]:
-    """What a table has of a case, and of each of its checks."""
+    """Return the table rows of a case, one per check."""
     case, causes = report.case, ", ".join(found.cause for found in report.diagnosis)
     of_case = {
         name: getattr(case, name)
@@ -411,7 +410,7 @@ def show_reports_as(
     page: Callable[[Report], str],
     document: Callable[[Report], dict[str, Any]],
 ) -> None:
-    """Sets how a report shows itself, which records cannot do: what the error of one that did not
-    pass says, its text, its HTML for a notebook, and what `--json` writes.
+    """Set the renderers of reports, which records must not import: the text of the error for a
+    report that did not pass, its text, its HTML for a notebook, and the `--json` document.
     """
     _shown.update(failure=failure, screen=screen, page=page, document=document)

@@ -1,18 +1,17 @@
-"""What modules of two runs have in common, for a report. No torch."""
+"""Comparison of the modules of two runs, for a report. No torch."""
 
 from typing import Literal
 
 import msgspec
 
-# `wrong`: what it was given is right, and what it has made of that is not; `follows`: both are not;
-# `near`: both are right within their bounds, and have other bits; `unseen`: in one run alone.
+# `wrong`: inputs are right, outputs are not; `follows`: neither are; `near`: both are within their
+# bounds, with other bits; `unseen`: in one run only.
 ModuleState = Literal["same", "near", "wrong", "follows", "unseen"]
 
 
 class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A module of the model, over its calls in one step of one rank; `error` is the largest
-    distance of what it has returned, or of a gradient of that, over its norm, and `bound` what
-    rounding may do to that one.
+    """A module over its calls in one step of one rank; `error` is the largest distance of an
+    output, or of its gradient, relative to its norm, and `bound` its rounding bound.
     """
 
     name: str
@@ -24,14 +23,14 @@ class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ByModule(msgspec.Struct, frozen=True, kw_only=True):
-    """All modules at a step: the first at which one is wrong, or else the last.
+    """All modules at a step: the first step with a wrong one, or else the last.
 
-    first      the sentence on the first wrong one; or on what comes after all of them
-    name       of that module; empty for the whole model, or where none is wrong
-    is_found   whether one is wrong
-    compared   calls that were compared, over all steps and ranks
-    left_out   calls beyond the most that are kept
-    compiled   modules within which nothing is seen
+    first      the sentence on the first wrong module
+    name       of that module; "" for the whole model, or if none is wrong
+    is_found   True if one is wrong
+    compared   compared calls, over all steps and ranks
+    left_out   omitted calls beyond the limit
+    compiled   modules whose inside is not recorded
     """
 
     first: str

@@ -1,4 +1,4 @@
-"""A case: what is asked of one strategy in one world, as names that JSON can hold."""
+"""A case: a request to one strategy in one world, in names that JSON can hold."""
 
 import shlex
 from typing import Literal
@@ -11,17 +11,18 @@ from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
 LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
 
 MOST_DEADLINE_S = 10**6
-EXACT_DTYPES = ("float32", "float64")  # which hold sums of a batch of small integers exactly
+EXACT_DTYPES = ("float32", "float64")  # dtypes that hold sums of a batch of small integers exactly
 
 
 class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
-    """How to call a strategy that is not written for distcheck; see `distcheck.training.adapters`.
+    """Options to call a strategy that was not written for distcheck; see
+    `distcheck.training.adapters`.
 
-    form       the name of a form, or None: chosen from the signature
-    arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
-    variables  the same for names of its module
-    finish, reset  methods of a wrapper to call after backward, and before every step
-    without_data  ranks that have no shard of the batch, such as a parameter server
+        form       the name of a form, or None: chosen from the signature
+        arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
+        variables  the same for names of its module
+        finish, reset  methods of a wrapper to call after backward, and before every step
+        without_data  ranks that have no shard of the batch, such as a parameter server
     """
 
     form: str | None = None
@@ -33,9 +34,9 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that is slept for `ms` milliseconds in every step of a world: before backward
-    (`collective` 0), or before its n-th collective of the step, counted from 1. Those of a case are
-    for its first world.
+    """A rank that is delayed by `ms` milliseconds in every step of a world: before backward
+    (`collective` 0), or before its n-th collective of the step, from 1. A case's delays apply to
+    its first world.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to run and judge. Holds names, not objects: it is the replay token."""
+    """One request to run and judge. It holds names, not objects, so it can be replayed."""
 
     id: str
     strategy: str
@@ -65,36 +66,36 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     adaptation: Adaptation = Adaptation()
     loss: LossName = "mean"
     accept: str | None = None
-    left_out: str = ""  # why it is not to run, where the person has said so
+    left_out: str = ""  # why not to run it, if the user has said so
     delays: tuple[Delay, ...] = ()
-    separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
-    job: tuple[str, ...] = ()  # of a whole training job: what was given to distcheck job
-    schedules: int = 0  # of a simulated world, that are compared with the usual one
-    switches: int = 0  # those with at most so many, fewest first; 0: drawn ones
+    separate: bool = True  # if the rerun's ranks are forked from separate interpreters
+    job: tuple[str, ...] = ()  # of a whole training job: the arguments of distcheck job
+    schedules: int = 0  # schedules of a simulated world to compare with the usual one
+    switches: int = 0  # maximum preemptions, fewest first; 0: random schedules
     schedule: str | None = None  # of its first world
-    initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
+    initial: str = ""  # initial slot-000.safetensors of a trace; "": the seed's model
 
     @property
     def siblings(self) -> tuple[str, int, str, int]:
-        """What the cases share that are shown together, and are run by one part of a plan."""
+        """The key of cases that are shown together, and run by one part of a plan."""
         return self.strategy, self.world, self.backend, self.seed
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """The ranks that read a shard of the batch, in order: all, unless it was said otherwise."""
+        """The ranks that read a shard of the batch, in order: all, unless declared otherwise."""
         without = self.adaptation.without_data
         return tuple(rank for rank in range(self.world) if rank not in without)
 
     @property
     def judged_on(self) -> str:
-        """Where references are computed and compared: on the ranks' own kind of device, unless
-        the case is there to compare with another.
+        """The device of references and comparisons: the ranks', unless the case compares
+        devices.
         """
         return self.reference_device or self.device
 
     @property
     def adapter_words(self) -> list[str]:
-        """The options that say again how the code is to be called, and what is accepted of it."""
+        """The options that reproduce how the code is called, and the accepted deviation."""
         said = self.adaptation
         words = ["--as", said.form] if said.form else []
         for option, pairs in (("--arg", said.arguments), ("--set", said.variables)):
@@ -109,7 +110,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command_line(self) -> str:
-        """What runs the case's cell from its strategy's code alone, on any machine."""
+        """The command that runs this cell from its strategy's code, on any machine."""
         if self.job:
             return shlex.join(["distcheck", "job", *self.job])
         words = ["distcheck", "verify", "--strategy", self.strategy, "--world", str(self.world)]

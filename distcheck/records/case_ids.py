@@ -1,4 +1,4 @@
-"""Names of cases: each its own, and the same whatever the order in which they were asked for."""
+"""Names of cases: unique, and independent of the order of requests."""
 
 import re
 from collections import defaultdict
@@ -9,11 +9,11 @@ import xxhash
 
 from distcheck.records import Case
 
-_LONGEST_BYTES = 150  # of a file's name, 255 at most, to which others may add
+_LONGEST_BYTES = 150  # of a file name, 255 at most, to which others may append
 
 
 def as_file_name(text: str) -> str:
-    """A text as a name that files may have, and that no shell takes apart."""
+    """Convert a text to a valid file name without shell metacharacters."""
     name = re.sub(r"[^\w.+-]+", "-", text).lstrip("-.")
     if len(name.encode()) <= _LONGEST_BYTES:
         return name
@@ -22,13 +22,13 @@ def as_file_name(text: str) -> str:
 
 
 def is_file_name(text: str) -> bool:
-    """Whether `as_file_name`, and what may be added to it, could have made this."""
+    """Return True if `as_file_name`, plus a suffix, could have made this."""
     fits = len(text.encode()) <= _LONGEST_BYTES + 50
     return fits and re.fullmatch(r"[\w+-][\w.+-]*", text) is not None
 
 
 def name_apart(cases: Sequence[Case]) -> list[Case]:
-    """The cases with ids of their own; one that is there twice is kept once."""
+    """Return the cases with unique ids; duplicates are removed."""
     alike: dict[str, list[Case]] = defaultdict(list)
     for case in dict.fromkeys(cases):
         alike[case.id].append(case)
@@ -37,7 +37,7 @@ def name_apart(cases: Sequence[Case]) -> list[Case]:
 
 
 def _names(same: Sequence[Case]) -> dict[Case, str]:
-    """Says what differs, in words where a word is enough, and with a digest otherwise."""
+    """Name the difference of cases, in words if possible, else by a digest."""
     if len(same) == 1:
         return {same[0]: same[0].id}
     names = {case: case.id for case in same}
@@ -57,8 +57,6 @@ def digest_of(case: Case) -> str:
 
 
 def digest_of_all(cases: Sequence[Case]) -> str:
-    """A digest of cases in any order. Where files of data are, and how long is waited, may be each
-    machine's own.
-    """
+    """Return a digest of cases in any order. Data folders and deadlines may differ by machine."""
     said = [msgspec.structs.replace(case, data_dir=None, deadline_s=1.0) for case in cases]
     return xxhash.xxh3_64_hexdigest(b"\n".join(sorted(map(msgspec.json.encode, said))))

@@ -1,4 +1,4 @@
-"""Reading JSON that a file holds, whatever has become of it, and with a limit to what it takes."""
+"""Reads JSON files, whatever their contents, with limits on resources."""
 
 import os
 import stat
@@ -13,32 +13,32 @@ from distcheck.errors import UsageError
 MOST = 2**63 - 1
 Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
 Count = Annotated[int, Meta(ge=0, le=MOST)]
-# Lists of a world's ranks, and of its steps, are made of these. Chosen: beyond what people run.
+# Lists of a world's ranks and steps have these sizes. Heuristic: beyond practical use.
 World = Annotated[int, Meta(ge=1, le=1 << 16)]
 Steps = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 T = TypeVar("T")
-# Chosen: a report takes about 30 kB and 1,000 values for a case, and 2,000 cases are in no matrix
-# that people have shown. Each value is an object in memory, of up to 200 bytes.
+# Heuristic: a report has about 30 kB and 1,000 values per case, and no known matrix has 2,000
+# cases. Each value is an object in memory, of up to 200 bytes.
 MOST_BYTES = 64 << 20  # of one file
 MOST_VALUES = 2_000_000  # in one JSON text
 
 
 def read_bounded(path: Path, most: int | None = None) -> bytes:
-    """The content of a file, or of a pipe. Raises msgspec.DecodeError for one
-    of more than `most` bytes (by default `MOST_BYTES`) and for a device, and OSError.
+    """Return the content of a file or pipe. Raises msgspec.DecodeError for more than `most` bytes
+    (default `MOST_BYTES`) and for a device, and OSError.
     """
     most = MOST_BYTES if most is None else most
     with open(path, "rb", opener=_open_at_once) as file:
-        data = file.read(most + 1) or b""  # of a file of /proc that waits for its writer, nothing
+        data = file.read(most + 1) or b""  # None for a /proc file without data yet
     if len(data) > most:
         raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
     return data
 
 
 def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | None:
-    """What a file holds; None where it cannot be read, or holds something else."""
+    """Return the parsed content of a file; None if it cannot be read or parsed."""
     try:
         return decode_json(read_bounded(path, most), kind)
     except (OSError, msgspec.MsgspecError):
@@ -48,9 +48,8 @@ def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | Non
 def read_written(
     path: Path, kind: type[T], *, schema: str, name: str, why: str, most: int | None = None
 ) -> T:
-    """A document that distcheck has written, which its `schema` says, from a file of any origin.
-    `name` is what the file is called, and `why` says what another file is not, with {error} in it.
-    Raises UsageError.
+    """Read a document written by distcheck, with its `schema`, from a file of any origin. `name` is
+    the file's name; `why`, with {error}, is the message for another file. Raises UsageError.
     """
     try:
         found: Any = decode_json(read_bounded(path, most), kind)
@@ -65,7 +64,7 @@ def read_written(
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file; a pipe without a writer is an empty one, which is not waited for."""
+    """Open a file without blocking; a pipe without a writer is empty."""
     found = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(found).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
@@ -76,8 +75,8 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decodes `data` as `kind`. Raises msgspec.DecodeError for all that it is not, bytes that are
-    not UTF-8, very deep nesting and more than `MOST_VALUES` values included.
+    """Decode `data` as `kind`. Raises msgspec.DecodeError for everything else, including invalid
+    UTF-8, very deep nesting and more than `MOST_VALUES` values.
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:  # or commas in its texts
         raise msgspec.DecodeError(f"it has more than {MOST_VALUES:,} values")

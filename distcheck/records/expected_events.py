@@ -1,9 +1,9 @@
-"""What a workload declares must happen in its run. No torch.
+"""Events that a workload requires in its run. No torch.
 
-A training that is there for one thing (a short last batch, a step that a GradScaler skips) shows
-nothing of it in a run where that did not happen: too few steps, too few ranks. A workload lists
-such events as `must_happen`. They are looked for in the recorded trace (`checks/purpose.py`), and a
-case in which one of them is missing is `unknown`.
+A training that exists for one feature (a short last batch, a step that a GradScaler skips) shows
+nothing about it in a run without that event: too few steps, too few ranks. A workload lists such
+events as `must_happen`. They are searched for in the recorded trace (`checks/purpose.py`), and a
+case without one of them is `unknown`.
 """
 
 from typing import ClassVar, Literal
@@ -12,13 +12,13 @@ import msgspec
 
 PURPOSE = "purpose"  # the name of the check
 
-# On how many of the ranks with data something holds at one step; "some ranks" is not all of them.
+# The ranks with data on which a property holds at one step; "some ranks" excludes all of them.
 On = Literal["every rank", "some ranks", "one rank", "every rank but one"]
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One event. `expected` says it for a report, with the event's own values filled in; `ranks` is
-    how many ranks with data it takes.
+    """One event. `expected` is the text for a report, a template for the event's values; `ranks` is
+    the necessary number of ranks with data.
     """
 
     expected: ClassVar[str]
@@ -34,7 +34,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def least_ranks(self) -> int:
-        """How many ranks with data it takes for it to happen at all."""
+        """The number of ranks with data that are necessary for the event."""
         return 2 if getattr(self, "on", "every rank") != "every rank" else self.ranks
 
 
@@ -43,7 +43,7 @@ class ShortBatch(_Event, frozen=True, kw_only=True):
 
 
 class OtherOrder(_Event, frozen=True, kw_only=True):
-    """A second epoch began, and a rank read other samples, or in another order."""
+    """A second epoch started, and a rank read other samples, or in another order."""
 
     expected = "a second epoch, in another order"
 
@@ -69,7 +69,7 @@ class Evaluated(_Event, frozen=True, kw_only=True):
 
 
 class Clipped(_Event, frozen=True, kw_only=True):
-    """The norm of the synchronised gradients was above the limit."""
+    """The norm of the reduced gradients was above the limit."""
 
     expected = "synchronised gradients with a norm above the limit that the loop clips to"
 
@@ -87,7 +87,7 @@ class CalledTwice(_Event, frozen=True, kw_only=True):
 
 
 class OwnRandomNumbers(_Event, frozen=True, kw_only=True):
-    """Every rank drew random numbers, others than the other ranks."""
+    """Every rank drew random numbers that differ from the other ranks'."""
 
     expected = "random numbers in the forward pass, different ones on every rank"
     ranks = 2
@@ -137,15 +137,15 @@ class Unfrozen(_Event, frozen=True, kw_only=True):
 
 
 class NotFinite(_Event, frozen=True, kw_only=True):
-    """A parameter's gradient held an infinity or a NaN on a rank, and no GradScaler was there."""
+    """A parameter's gradient had inf or NaN on a rank, without a GradScaler."""
 
     expected = "a gradient of {parameter} that is not finite, without a GradScaler"
     parameter: str
 
 
 class Magnitude(_Event, frozen=True, kw_only=True):
-    """At a step, every element of a parameter's gradient that is not zero had a size within
-    [least, most], on every rank.
+    """At a step, all nonzero elements of a parameter's gradient had magnitudes within [least,
+    most], on every rank.
     """
 
     expected = "gradients of {parameter} with sizes from {least:.3g} to {most:.3g}"
@@ -163,8 +163,8 @@ class RowsApart(_Event, frozen=True, kw_only=True):
 
 
 class TokensApart(_Event, frozen=True, kw_only=True):
-    """At some step ranks had different numbers of tokens per sample; of a single rank with data,
-    nothing is expected.
+    """At some step ranks had different numbers of tokens per sample; nothing is required of a
+    single rank with data.
     """
 
     expected = "ranks with different numbers of tokens per sample"
@@ -180,7 +180,7 @@ class BufferReplaced(_Event, frozen=True, kw_only=True):
 
 
 class IntegersChanged(_Event, frozen=True, kw_only=True):
-    """A buffer of integers had another value after a step, of at least `least` in size."""
+    """An integer buffer changed in a step, to a magnitude of at least `least`."""
 
     expected = "the buffer of integers {buffer} changed by a step, to at least {least:,}"
     buffer: str
@@ -188,7 +188,7 @@ class IntegersChanged(_Event, frozen=True, kw_only=True):
 
 
 class EvalMode(_Event, frozen=True, kw_only=True):
-    """A step was taken in eval mode, with `buffer` left alone, and another in training mode."""
+    """One step was in eval mode, without a change of `buffer`, and another in training mode."""
 
     expected = "a step in eval mode, which leaves {buffer} alone, and one in training mode"
     buffer: str
@@ -215,14 +215,14 @@ class Remainder(_Event, frozen=True, kw_only=True):
 
 
 class Dtypes(_Event, frozen=True, kw_only=True):
-    """Gradients of these dtypes were not zero, in both parts where they are complex."""
+    """Gradients of these dtypes were nonzero, in both parts if complex."""
 
     expected = "gradients of dtypes {dtypes} that are not zero"
     dtypes: tuple[str, ...]
 
 
 class Permuted(_Event, frozen=True, kw_only=True):
-    """A parameter's dimensions lay in memory in another order than that of its indices."""
+    """A parameter's dimensions had another order in memory than its indices."""
 
     expected = "a parameter that lies in memory in another order than that of its indices"
 
@@ -241,8 +241,8 @@ class Twins(_Event, frozen=True, kw_only=True):
 
 
 class Kinds(_Event, frozen=True, kw_only=True):
-    """The model holds modules or parameters of these classes, and every parameter had a gradient
-    on some rank.
+    """The model has modules or parameters of these classes, and every parameter had a gradient on
+    some rank.
     """
 
     expected = "{kinds} in the model, and a gradient of every parameter"
@@ -259,5 +259,5 @@ Happening = (
 
 
 def least_ranks(happenings: tuple[Happening, ...]) -> int:
-    """How many ranks with data a workload needs for all that must happen in it."""
+    """Return the number of ranks with data that a workload needs for all required events."""
     return max((one.least_ranks for one in happenings), default=1)

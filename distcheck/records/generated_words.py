@@ -1,4 +1,4 @@
-"""Generated models as words: what `--workload generated:WORDS` says. No torch.
+"""Generated models as text: the syntax of `--workload generated:WORDS`. No torch.
 
     generated:conv2.strided-linear3.bias.frozen-scale;adam;samples=20
 
@@ -46,14 +46,14 @@ MARKS_OF = {
     "norm": ("frozen",),
 }
 _MOST = {"linear": 4096, "conv": 64, "table": 10_000_000}
-_MOST_CONVS = SHAPE[1] - 1  # each takes one pixel off either side
+_MOST_CONVS = SHAPE[1] - 1  # each removes one pixel from either side
 _ACCUMULATE = tuple(map(str, range(2, MOST_ACCUMULATE + 1)))
 _NESTED = {f"{NESTED}{depth}": depth for depth in range(1, MOST_NESTED + 1)}
 _LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+\d*)*)", re.ASCII)
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One layer; `size` is 0 for a kind that has none. It lies within `nested` more modules."""
+    """One layer; `size` is 0 for a kind without one. It is nested in `nested` further modules."""
 
     kind: str
     size: int = 0
@@ -67,8 +67,8 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class ModelWords(msgspec.Struct, frozen=True):
-    """A generated model, its optimizer, how many samples it is trained on, in how many backward
-    passes a step, in two groups of parameters or one, and with rates that change or do not.
+    """A generated model, its optimizer, number of samples, backward passes per step, one or two
+    param groups, and constant or changing learning rates.
     """
 
     layers: tuple[Layer, ...]
@@ -80,7 +80,7 @@ class ModelWords(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """As it is spelled, without the prefix."""
+        """The text without the prefix."""
         parts = ["-".join(layer.words for layer in self.layers)]
         parts += [self.optimizer] if self.optimizer != "sgd" else []
         parts += [GROUPS] if self.groups else []
@@ -95,7 +95,7 @@ class ModelWords(msgspec.Struct, frozen=True):
 
 
 def parse(words: str) -> ModelWords:
-    """The model that `words` (without the prefix) spell. Raises UsageError."""
+    """Parse `words` (without the prefix). Raises UsageError."""
     first, *options = words.split(";")
     layers = tuple(_layer(part, words) for part in first.split("-"))
     _check_order(layers, words)

@@ -1,7 +1,7 @@
-"""The layers of expectation, by the names that a reader sees. No torch.
+"""The layers of expectation, by their displayed names. No torch.
 
 JSON uses the short aliases, code the constants below, screens and pages the names. No other module
-spells an alias out, but those of the cells (`tests/unit/test_layers.py`).
+writes an alias, except those of the cells (`tests/unit/test_layers.py`).
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float3
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One way to know what is expected: its alias, its name, what it compares with, and its file in
-    `judge/oracles/`. Cases in `dtypes` are judged by it; those of the lattice by its own alone.
-    `whole_batch`: it expects the whole batch's gradient and loss.
+    """One kind of expectation: its alias, its name, its source, and its file in `judge/oracles/`.
+    It applies to cases in `dtypes`; those of the lattice use only their own. `whole_batch`: it
+    expects the full batch's gradient and loss.
     """
 
     alias: str
@@ -47,35 +47,34 @@ def layers_of(dtype: str) -> tuple[str, ...]:
 
 
 def further_layers(aliases: Iterable[str]) -> list[str]:
-    """Those that need nothing of a case but its dtype: gradients are judged by each."""
+    """Return the layers that depend only on the dtype: gradients are judged by each."""
     return [alias for alias in aliases if alias not in _PLANNED_APART]
 
 
 def layer_name(alias: str) -> str:
-    """The name of a layer; nothing for a check without one, and an unknown alias as it is."""
+    """Return the name of a layer; "" for a check without one; an unknown alias unchanged."""
     if alias == NO_LAYER:
         return ""
     return LAYERS[alias].name if alias in LAYERS else alias
 
 
 def named(check: str, alias: str) -> str:
-    """A check with its layer, as `gradients (rounding bound)`."""
+    """Format a check with its layer, as `gradients (rounding bound)`."""
     name = layer_name(alias)
     return f"{check} ({name})" if name else check
 
 
 def oracle_of(alias: str) -> str:
-    """The file in `judge/oracles/` that says what a check expects by a layer, or without one."""
+    """Return the file in `judge/oracles/` with a layer's expectations, or those without a layer."""
     return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle
 
 
-# Begins what the check `outputs` says where no rank gave any.
+# Beginning of the message of check `outputs` if no rank returned any.
 NO_OUTPUTS = (
     "outputs are not compared: backward() computed its loss without loss_of(batch) and without "
     "loss_of.given(outputs, batch), where distcheck sees what the model returns"
 )
-# Begins what the check `agreement` says of tensors that all ranks hold because they put them
-# together.
+# Beginning of the message of check `agreement` about tensors that ranks unsharded collectively.
 TOGETHER = (
     "agreement shows nothing of tensors that ranks put together: an accessor, a broadcast or "
     "full_tensor() gives all of them one result, whatever each holds"

@@ -1,8 +1,8 @@
-"""How the ranks of a model-parallel world are arranged: axes, sizes, and who reads which samples.
+"""Arrangement of a model-parallel world's ranks: axes, sizes, and the samples that each rank reads.
 
-Ranks are counted as torch's `init_device_mesh` counts them: along the last axis first. Ranks that
-differ in another axis than `data` share one data coordinate: they are given the same samples, and
-compute one shard together. No torch.
+Ranks are numbered like torch's `init_device_mesh`: the last axis varies fastest. Ranks that differ
+in another axis than `data` share one data coordinate: they receive the same samples, and compute
+one shard together. No torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ import msgspec
 
 Axis = Literal["data", "tensor", "pipeline", "sequence", "expert"]
 Axes = tuple[tuple[Axis, int], ...]
-REST = -1  # the size of an axis that takes what the others leave of the world
-# Axes along which ranks hold different parts of the parameters.
+REST = -1  # the size of an axis that uses the rest of the world
+# Axes along which parameters are sharded.
 DIVIDING = ("tensor", "pipeline", "expert")
-MESH = "mesh "  # begins the note on a case in a mesh
+MESH = "mesh "  # starts the note on a case in a mesh
 T = TypeVar("T")
 
 
 class Mesh(msgspec.Struct, frozen=True):
-    """The axes of a world, with their sizes; their product is its number of ranks."""
+    """The axes of a world with their sizes; their product is the world size."""
 
     axes: Axes
 
@@ -33,21 +33,21 @@ class Mesh(msgspec.Struct, frozen=True):
         return prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """How many ranks lie along an axis; 1 where the mesh has no such axis."""
+        """Return the number of ranks along an axis; 1 if the mesh has no such axis."""
         return dict[str, int](self.axes).get(axis, 1)
 
     @property
     def data(self) -> int:
-        """How many shards a step's batch is divided into."""
+        """The number of shards of a step's batch."""
         return self.size("data")
 
     @property
     def divides(self) -> bool:
-        """Whether ranks of one data coordinate hold different parts of the parameters."""
+        """True if parameters are sharded among ranks of one data coordinate."""
         return any(self.size(axis) > 1 for axis in DIVIDING)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank is on an axis; 0 where the mesh has no such axis."""
+        """Return a rank's index on an axis; 0 if the mesh has no such axis."""
         names = [name for name, _ in self.axes]
         if axis not in names:
             return 0
@@ -55,7 +55,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return rank // inner % self.size(axis)
 
     def ranks_of(self, data: int) -> tuple[int, ...]:
-        """The ranks of a data coordinate, which share its samples."""
+        """Return the ranks of a data coordinate, which share its samples."""
         return tuple(r for r in range(self.world) if self.coordinate(r, "data") == data)
 
     @property
@@ -64,7 +64,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return tuple(self.ranks_of(data)[0] for data in range(self.data))
 
     def along(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ in this axis only."""
+        """Return the groups of ranks that differ only in this axis."""
         found: dict[tuple[int, ...], list[int]] = {}
         others = [name for name, _ in self.axes if name != axis]
         for rank in range(self.world):
@@ -73,12 +73,12 @@ class Mesh(msgspec.Struct, frozen=True):
         return [tuple(group) for group in found.values()]
 
     def spread(self, shards: Sequence[T]) -> list[T]:
-        """Of one value for each data coordinate, one for each rank."""
+        """Expand one value per data coordinate to one per rank."""
         return [shards[self.coordinate(rank, "data")] for rank in range(self.world)]
 
 
 def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
-    """The axes of a promise. Raises ValueError for anything else."""
+    """Return the axes of a promise. Raises ValueError for anything else."""
     if parallel is None:
         return ()
     known = get_args(Axis)
@@ -98,8 +98,8 @@ def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
 
 
 def mesh_in(axes: Axes, world: int) -> Mesh | None:
-    """The mesh of a promise in a world; None where none is promised. Raises ValueError where the
-    product of its sizes is not the world.
+    """Return the mesh of a promise in a world; None without a promise. Raises ValueError if the
+    product of its sizes is not the world size.
     """
     if not axes:
         return None
@@ -116,7 +116,7 @@ def mesh_in(axes: Axes, world: int) -> Mesh | None:
 
 
 def mesh_from_text(text: str, world: int) -> Mesh:
-    """`data=2,tensor=2` as a mesh of a world. Raises ValueError for other text."""
+    """Parse `data=2,tensor=2` as a mesh of a world. Raises ValueError for other text."""
     given = dict[str, int]()
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))

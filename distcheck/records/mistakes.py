@@ -1,7 +1,8 @@
-"""The simplest mistakes of a gradient exchange, and which of them a check would show. No torch.
+"""The simplest mistakes of gradient synchronization, as a measure of a check's sensitivity. No
+torch.
 
-What each leaves, and when a comparison shows it, is in `checks/sensitivity.py`; what follows
-for the verdict is in `sensitivity.py`.
+`checks/sensitivity.py` computes their results and when a comparison reveals them; `sensitivity.py`
+derives the verdict.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ _MOST_NAMED = 4
 
 
 class Mistake(msgspec.Struct, frozen=True, kw_only=True):
-    """`says` completes "would have shown ..."; `of_ranks`: each rank may make it, and is counted by
-    itself; `of_exchange`: it is made with what one step exchanges of one tensor.
+    """A mistake. `says` completes "would have shown ..."; `of_ranks`: each rank may make it, and is
+    counted separately; `of_exchange`: it concerns one tensor's communication in one step.
     """
 
     says: str
@@ -36,18 +37,18 @@ MISTAKES: Mapping[str, Mistake] = {
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the comparison of one tensor would have shown, over some steps.
+    """The mistakes that the comparison of one tensor would have revealed, over some steps.
 
-    shown  mistake to the ranks for which it shows, `(0,)` for one that is not a single rank's; a
-           mistake that could not be made (no step before, no other parameter) is not there
-    scale  the smallest relative error of a factor that shows; "inf" where none does
-    zero   every rank's gradient is zero, or absent, at every step
-    absent, absent_on_some, zero_on_some  at some step no rank had a gradient; some ranks had none
-           while others had one; some ranks' was zero while others' was not
-    alike  every rank's gradient is the same, at every step
-    steps  at how many steps a mistake in the exchange would have shown
-    sizes  of the largest finite element after the exchange, where it is not zero: the smallest of
-           all steps, and the largest; empty where there was none
+    shown    mistake to the ranks for which it is revealed, `(0,)` if it is not a single rank's; a
+             mistake that was impossible (no previous step, no other parameter) is missing
+    scale    the smallest relative error of a factor that is revealed; "inf" if none is
+    zero     every rank's gradient is zero, or absent, at every step
+    absent, absent_on_some, zero_on_some  at some step no rank had a gradient; some ranks had
+             none while others had one; some ranks' was zero while others' was not
+    `alike`  every rank's gradient is the same, at every step
+    steps    number of steps at which a mistake in synchronization would have been revealed
+    sizes    smallest and largest of all steps' largest finite nonzero elements after
+             synchronization; empty if there was none
     """
 
     shown: dict[str, tuple[int, ...]]
@@ -62,7 +63,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> bool:
-        """Whether any mistake in the exchange would have shown."""
+        """True if any mistake in synchronization would have been revealed."""
         return self.steps > 0
 
 
@@ -77,12 +78,12 @@ NOTHING = Shown(
 
 
 def range_of(sizes: Sequence[float]) -> tuple[float, ...]:
-    """The smallest and the largest; nothing of nothing."""
+    """Return the smallest and the largest, or an empty tuple."""
     return (min(sizes), max(sizes)) if sizes else ()
 
 
 def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
-    """One by tensor out of those for disjoint sets of steps."""
+    """Merge results for disjoint sets of steps, by tensor."""
     merged: dict[str, Shown] = {}
     for part in parts:
         for name, found in part.items():
@@ -91,7 +92,7 @@ def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
 
 
 def both(one: Shown, two: Shown) -> Shown:
-    """What a tensor shows over two disjoint sets of steps."""
+    """Merge a tensor's results over two disjoint sets of steps."""
     names = dict.fromkeys([*one.shown, *two.shown])
     return Shown(
         shown={
@@ -110,16 +111,16 @@ def both(one: Shown, two: Shown) -> Shown:
 
 
 def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
-    """From which relative error on a wrong factor would have shown: in the most sensitive tensor,
-    and in every tensor that could show a mistake. None where none could.
+    """Return the smallest relative error of a factor that would have been revealed, in the most
+    sensitive tensor and in every tensor that could reveal a mistake; None if none could.
     """
     found = sorted(float(one.scale) for one in shown.values() if one.counts)
     return (found[0], found[-1]) if found else None
 
 
 def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int]]:
-    """By mistake: how many tensors would have shown it, on every one of the `ranks` with data, and
-    in how many it could be made; those that could be made in none are left out.
+    """Yield, by mistake, the number of tensors that would have revealed it on all `ranks` with
+    data, and the number in which it was possible; impossible ones are omitted.
     """
     for name, mistake in MISTAKES.items():
         possible = [one for one in tensors if name in one.shown]
@@ -129,7 +130,7 @@ def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int
 
 
 def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
-    """How many tensors would have shown which mistakes, on every one of the `ranks` with data."""
+    """Describe the number of tensors that would have revealed each mistake on all `ranks`."""
     by_share: dict[str, list[str]] = {}
     for name, number, possible in shares([*shown.values()], ranks):
         share = f"{number:,}" if number else "none"

@@ -1,25 +1,24 @@
-"""Which rank is the odd one: the diagnosis and the pictures ask here, so that both name the same.
+"""Identifies the rank that differs from the others, for both the diagnosis and the pictures.
 
-A rank is odd where most ranks did something else. Where as many did the one as the other, none is
-odd: that is a tie, and is said to be one. A rank that only lost its peer is a victim, and is never
-odd for what it did not do after that.
+A rank is odd if most ranks did something else. In a tie, no rank is odd, and the tie is reported. A
+rank that only lost its peer is a secondary failure, and is never odd for its later inactivity.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Key = tuple[str, bool, int]  # of a call: its group, whether it is point to point, its number
-Calls = Mapping[int, Mapping[Key, str]]  # by rank: what it called, of those that could be asked
+Key = tuple[str, bool, int]  # of a call: its group, point-to-point, its number
+Calls = Mapping[int, Mapping[Key, str]]  # calls by rank, of the ranks that replied
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 1`; `ranks 0, 2`."""
+    """Format ranks as `rank 1` or `ranks 0, 2`."""
     found = sorted(ranks)
     return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
 
 
 def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
-    """The ranks outside the largest group, in order; none where no group is the largest."""
+    """Return the ranks outside the largest group, in order; empty if no group is the largest."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return []
@@ -28,8 +27,8 @@ def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class CallsApart:
-    """A call that ranks did not make alike: what was called, by which ranks. `odd` are those
-    outside the majority, none in a tie; `unknown` ranks could not be asked, and may be on any side.
+    """A call that differs across ranks: the calls and their ranks. `odd` are those outside the
+    majority, empty in a tie; `unknown` ranks did not reply, and may be on any side.
     """
 
     number: int
@@ -38,7 +37,7 @@ class CallsApart:
     unknown: list[int]
 
     def in_words(self) -> str:
-        """The sentence of the diagnosis and of the picture."""
+        """Return the sentence for the diagnosis and the picture."""
         called = [f"{ranks_in_words(ranks)} called {name}" for name, ranks in self.groups.items()]
         if self.odd:
             called.sort(key=lambda words: not words.startswith(f"{ranks_in_words(self.odd)} "))
@@ -51,7 +50,7 @@ class CallsApart:
 
 
 def usual(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
-    """What most ranks called; "" in a tie, also in one that so many `unknown` ranks may make."""
+    """Return the majority's call; "" in a tie, even one that `unknown` ranks may create."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) > 1 and sizes[0] <= sizes[1] + unknown:
         return ""
@@ -59,7 +58,7 @@ def usual(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
 
 
 def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
-    """Who called what at one place."""
+    """Group ranks by their call at one place."""
     found: dict[str, list[int]] = {}
     for rank in sorted(calls):
         if key in calls[rank]:
@@ -68,7 +67,7 @@ def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
 
 
 def calls_apart(calls: Calls) -> CallsApart | None:
-    """The first call that ranks made in different ways; sends and receives differ by nature."""
+    """Return the first call that differs across ranks; sends and receives always differ."""
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
     for key in keys:
         groups = groups_of(calls, key)
@@ -81,8 +80,8 @@ def calls_apart(calls: Calls) -> CallsApart | None:
 
 
 def first_not_called(calls: Calls, *, besides: Iterable[int] = ()) -> tuple[int, list[int]] | None:
-    """The first call that some of the ranks that were asked had not come to, its number and theirs,
-    victims (`besides`) left aside; None where all came as far.
+    """Return the number of the first call that some ranks did not reach, and these ranks, without
+    secondary failures (`besides`); None if all got equally far.
     """
     victims = set(besides)
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])

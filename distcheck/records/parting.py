@@ -1,4 +1,4 @@
-"""What two recordings of one training have in common, and where they part."""
+"""Common parts of two recordings of one training, and their first divergence."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from distcheck.records import Difference
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of one kind differed, over all steps and ranks."""
+    """The number of differences of one kind, over all steps and ranks."""
 
     kind: str
     tensors: int
@@ -14,19 +14,19 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What two traces have in common.
+    """Comparison of two traces.
 
-    first        where bits differ first, in the order in which a step computes them; None: nowhere
-    kind         what that is: initial state, sample ids, gradients, ...
+    first        first bitwise difference in execution order; None: there is none
+    kind         its kind: initial state, sample ids, gradients, ...
     beyond       the place, at that same step, that is worst beyond its bound; None: all within
-    beyond_kind  what that is, of two jobs, whose later steps are judged as well
+    beyond_kind  its kind, for two jobs, whose later steps are judged as well
     judged       elements at that step for which a bound could be derived
-    not_judged   tensors at that step that differ and have a bound, where digests alone are known
-    by_digest    whether one of the traces holds digests alone: nothing is known of distances
-    moments      per kind, how many tensors were compared and how many changed
+    not_judged   differing tensors at that step that have a bound, but only digests
+    by_digest    if True, one of the traces has only digests: distances are unknown
+    moments      per kind, the numbers of compared and changed tensors
     drift        per step, the relative L2 distance of rank 0's parameters after it; empty by digest
-    yardstick    per step, the same distance of a run whose parameters were moved by one ULP
-    why_not      why nothing could be compared; empty where it could
+    yardstick    per step, the same distance for a run perturbed by one ULP
+    why_not      why nothing could be compared, or ""
     """
 
     first: Difference | None = None

@@ -1,16 +1,16 @@
-"""Small sums of what checks compared, for pictures of it; no verdict looks at them. No torch."""
+"""Summaries of comparisons for pictures; no verdict depends on them. No torch."""
 
 from collections.abc import Sequence
 
 import msgspec
 
-MOST_ELEMENTS = 12  # worst elements that are kept of one check
-NONFINITE = 1000  # the bin of what lies no number of ULP away
+MOST_ELEMENTS = 12  # worst elements kept per check
+NONFINITE = 1000  # the bin of elements without a distance in ULP
 
 
 class Element(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the worst elements: numbers, and their bits as hexadecimal digits of the tensor's
-    dtype. `ranks` held the same wrong number there.
+    """One of the worst elements: numbers, and their bits in hexadecimal in the tensor's dtype.
+    `ranks` held the same wrong number there.
     """
 
     parameter: str
@@ -37,13 +37,13 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Aggregates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check of one layer saw, summed up.
+    """Summary of one check under one layer.
 
     shares    tensor, step: the worst error over its bound; "inf" for a wrong one without a bound
-    in_bits   whether tensors were compared to the bit, so that every share is 0 or "inf"
+    in_bits   if True, tensors were compared bitwise, so every share is 0 or "inf"
     ulps      signed distance in ULP, by powers of two: bin b > 0 counts 2^(b-1) to 2^b - 1, bin -b
-              the same below, bin 0 equal bits; estimated from every n-th element of what differs
-    elements  the worst elements of what failed, worst first
+              the same below, bin 0 equal bits; estimated from every n-th differing element
+    elements  the worst failing elements, worst first
     losses    step: the loss
     digests   step, kind: one digest per rank over all tensors of that kind
     """
@@ -57,7 +57,7 @@ class Aggregates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_aggregates(parts: Sequence[Aggregates]) -> Aggregates:
-    """One out of those for disjoint sets of steps."""
+    """Merge summaries for disjoint sets of steps."""
     if len(parts) == 1:
         return parts[0]
     shares: dict[str, dict[int, float | str]] = {}
@@ -82,7 +82,7 @@ def merge_aggregates(parts: Sequence[Aggregates]) -> Aggregates:
 
 
 def worst_first(elements: Sequence[Element]) -> tuple[Element, ...]:
-    """The worst of them: by error over bound, then by error, then the earliest."""
+    """Return the worst elements: by error over bound, then by error, then the earliest."""
 
     def order(element: Element) -> tuple[float, float, int]:
         return (-_size(element.share), -_size(element.error), element.step)

@@ -1,7 +1,7 @@
-"""What ranks have called, and whether it fits: for simulated worlds and for worlds of processes.
+"""Calls of ranks, and their consistency, in simulated worlds and worlds of processes.
 
-Collectives of a group with the same number must be alike on all of its ranks. What is not known of
-a call is not compared: two calls are apart only in what is known of both.
+Collectives of a group with the same number must be the same on all of its ranks. Unknown properties
+are not compared: two calls differ only in properties known of both.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words, usual
 
-_MOST_SITES = 4  # of one kind of call, that a sentence names
+_MOST_SITES = 4  # of one kind of call, in a sentence
 _REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
 _HAVE_ROOT = ("broadcast", "reduce", "gather", "scatter")
 Sizes = Sequence[Sequence[int]]  # the shapes of several tensors
@@ -20,12 +20,12 @@ Sizes = Sequence[Sequence[int]]  # the shapes of several tensors
 
 @dataclass(eq=False, kw_only=True)
 class Posted:
-    """One operation that one rank has posted. `root` and `peer` are ranks of the world.
+    """One operation posted by one rank. `root` and `peer` are ranks of the world.
 
-    `kind` is what must be alike on all ranks of the group, `name` how it was called. `counts` are
-    the numbers of elements that must be alike. `known` is false where only its kind and sizes
-    could be seen, as of calls that do not go through Python: its reduce operation and root are not
-    known. `place` is the line of the code under test that called it, as FILE:LINE.
+    `kind` must be the same on all ranks of the group; `name` is the called function. `counts` are
+    the numbers of elements that must be the same. `known` is False if only kind and sizes are
+    known, as for calls that bypass Python: reduce operation and root are then unknown. `place` is
+    the calling line of the code under test, as FILE:LINE.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Posted:
 
     @property
     def shapes(self) -> str:
-        """The shapes that it was called with: "64x3, scalar"."""
+        """The shapes of its tensors: "64x3, scalar"."""
         return ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
 
     @property
@@ -56,11 +56,11 @@ class Posted:
 
     @property
     def where(self) -> str:
-        """Its place, as " at FILE:LINE"; or nothing."""
+        """Its source line as " at FILE:LINE", or ""."""
         return f" at {self.place}" if self.place else ""
 
     def signature(self) -> dict[str, Any]:
-        """What must be alike on every rank of the group, as far as it is known."""
+        """Return the properties that must be the same on every rank of the group, if known."""
         found: dict[str, Any] = {"operation": self.kind}
         if self.known:
             found |= {"reduce operation": self.op, "root": self.root}
@@ -68,7 +68,7 @@ class Posted:
         return found | {"tag": self.tag} if self.is_message else found
 
     def in_words(self) -> str:
-        """The call as a person may have written it: "all_reduce(SUM) of [64x3] float32"."""
+        """Return the call as it may be written: "all_reduce(SUM) of [64x3] float32"."""
         said = [self.op] if self.op else []
         said += [f"root {self.root}"] if self.root is not None else []
         if self.is_message:
@@ -89,16 +89,14 @@ def has_root(kind: str) -> bool:
 
 
 def own_limit_s(options: Any) -> float:
-    """After how many seconds a call gives up by the options that torch is called with: the code's
-    own limit for this call, or 0 for none.
-    """
+    """Return the timeout of a call in seconds, by torch's options for it, or 0 for none."""
     limit = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
     return max(0.0, limit.total_seconds()) if isinstance(limit, timedelta) else 0.0
 
 
 def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
-    """The numbers of elements that must be alike on all ranks: of what each rank gives, or gets
-    from the root. The parts of a reduce_scatter may be a list or one tensor.
+    """Return the numbers of elements that must be the same on all ranks: of each rank's input, or
+    its output from the root. The chunks of a reduce_scatter may be a list or one tensor.
     """
     if kind == "all_to_all":
         return ()
@@ -109,8 +107,8 @@ def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
 def splits_of(
     name: str, rows: Sequence[Sequence[int]], given: Sizes, got: Sizes, world: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements that an all_to_all sends to and receives from each rank; or nothing. `rows` are
-    those of one tensor for each rank, sent and received; equally many if left out.
+    """Return the elements that an all_to_all sends to and receives from each rank; empty if
+    unknown. `rows` are the rows of one tensor per rank, sent and received; equal if omitted.
     """
     both = []
     for sizes, own in zip((given, got), rows or ((), ()), strict=True):
@@ -123,12 +121,12 @@ def splits_of(
 
 
 def are_apart(one: Posted, other: Posted) -> bool:
-    """Whether two calls that must be alike are not, in something that is known of both."""
+    """Return True if two calls that must be the same differ in a known property."""
     return bool(_apart_in(one.signature(), other.signature()))
 
 
 def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
-    """Whether calls of all_to_all, by rank, disagree on what one sends to another."""
+    """Return True if all_to_all calls, by rank, disagree on the elements sent between two ranks."""
     whole = {
         rank: call
         for rank, call in calls.items()
@@ -145,8 +143,8 @@ def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
 def meeting_in_words(
     number: int, calls: Sequence[Posted], missing: Sequence[int], unknown: Sequence[int] = ()
 ) -> str:
-    """Calls with one number that are apart: who called what where, in what they differ, and which
-    is the odd rank. `missing` ranks have not come to it; what the `unknown` ones called is not
+    """Describe inconsistent calls with one number: calls, ranks, source lines, the differing
+    properties, and the odd rank. `missing` ranks did not reach it; calls of `unknown` ranks are not
     known.
     """
     groups = _alike(sorted(calls, key=lambda call: call.rank))
@@ -158,12 +156,12 @@ def meeting_in_words(
 
 
 def called_in_words(calls: Sequence[Posted]) -> str:
-    """Which ranks called what where: "ranks 0, 1 called ... and rank 2 called ..."."""
+    """Format calls by ranks: "ranks 0, 1 called ... and rank 2 called ..."."""
     return " and ".join(_by_group(_alike(sorted(calls, key=lambda call: call.rank))))
 
 
 def message_in_words(sent: Posted, received: Posted) -> str:
-    """A send and a receive that meet and do not fit."""
+    """Describe a send and a receive that match but are inconsistent."""
     return (
         f"rank {sent.rank} called {sent.in_words()}{sent.where}, and rank {received.rank} "
         f"called {received.in_words()}{received.where}: {difference([sent, received])}"
@@ -171,7 +169,7 @@ def message_in_words(sent: Posted, received: Posted) -> str:
 
 
 def difference(calls: Sequence[Posted]) -> str:
-    """In what calls differ, in words."""
+    """Describe the differing properties of calls."""
     found = [call.signature() for call in calls]
     names = list(
         dict.fromkeys(n for one in found for other in found for n in _apart_in(one, other))
@@ -186,7 +184,7 @@ def difference(calls: Sequence[Posted]) -> str:
 
 
 def wait_in_words(call: Posted, missing: Sequence[int]) -> str:
-    """What a rank waits for in a call, and for which ranks."""
+    """Describe the call that a rank is blocked in, and the ranks that it waits for."""
     ranks = ranks_in_words(missing) if missing else "a call that does not match"
     if call.kind == "recv" and call.peer is None:
         ranks = "any rank"
@@ -198,7 +196,7 @@ def _apart_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _alike(calls: Sequence[Posted]) -> dict[str, list[Posted]]:
-    """Calls by their words; one of which less is known is with those that it may be one of."""
+    """Group calls by their text; a partially known call joins a group that it may belong to."""
     groups: dict[str, list[Posted]] = {}
     for call in sorted(calls, key=lambda call: not call.known):
         words = f"{call.in_words()}{_splits(call)}"

@@ -1,19 +1,19 @@
-"""What is known of a run besides its checks: what a case had in it, and where it comes from."""
+"""Facts about a run in addition to its checks: the contents of a case, and its origin."""
 
 import msgspec
 
-# How a rerun's result says where it was, and that it left other bits, which are right as well.
+# Text of a rerun in separate interpreters, and of other bits there that are also right.
 from distcheck.records.decoding import Steps, World
 
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
-# How notes begin that say in which form code was called.
+# Beginnings of notes about the form in which code was called.
 TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
-# How the check `data` says that ranks draw alike, which fails nothing.
+# Text of the check `data` if ranks draw equal random numbers, which fails nothing.
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that code uses, and the line; `number` is the one that a limit is."""
+    """A feature that code uses, and its line; `number` is a limit's value."""
 
     feature: str
     line: int
@@ -21,17 +21,17 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case had in it, as far as a pass depends on it.
+    """Contents of a case that limit the coverage of a pass.
 
-    worlds    how many worlds ran: 2 with a rerun
-    schedules how many other schedules a simulated world came to its end under
-    batch     samples a step; `elements` of all parameters; both 0 in reports that lack them
-    tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
-              `depth` the most modules that one of them is nested in
+    worlds    number of worlds that ran: 2 with a rerun
+    schedules number of further schedules that a simulated world completed
+    batch     samples per step; `elements` of all parameters; 0 in reports that lack them
+    tensors   number of parameters; `most_elements` and `most_dimensions` are those of the largest,
+              `depth` the maximum number of modules that a parameter is nested in
     kinds     the classes of the modules that hold parameters or buffers
-    sizes     of the largest element of a gradient: the smallest and the largest; may be empty
-    features  names of what else it had; `distcheck.verification.contents` lists them
-    uses      what the strategy's code uses, whatever the case had
+    sizes     smallest and largest of the largest gradient elements; may be empty
+    features  names of other features; `distcheck.verification.contents` lists them
+    uses      features that the strategy's code uses, in any case
     """
 
     world: World
@@ -54,12 +54,12 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a report comes from, for its reader.
+    """Origin of a report.
 
-    date     when the run began, with the offset from UTC
-    command  the command line, "" where it is not known
-    commit   of the git repository that the run was started in, "" outside one
-    clean    whether nothing there differed from that commit or was not in it; None: not known
+    date     start of the run, with the offset from UTC
+    command  the command line, "" if unknown
+    commit   of the git repository in which the run was started, "" outside one
+    clean    if True, the work tree equaled that commit; None: unknown
     """
 
     date: str

@@ -1,12 +1,12 @@
-"""Schedules of a simulated world: in which order its ranks run, as text that replays one.
+"""Schedules of a simulated world: the interleaving of its ranks, as text that replays it.
 
     17                  drawn from this seed
     3:1,7:0             the usual order, but at choice 3 rank 1 runs next, and at choice 7 rank 0
-    buffered            the usual order, and a send is complete as soon as it is posted
+    buffered            the usual order, and a send completes when it is posted
     buffered,3:1        both
 
-A choice is a point at which more than one rank could run: they are numbered from 1. The usual order
-is the empty text: a rank runs until it waits, then the one that has been ready longest.
+A choice is a point at which more than one rank could run, numbered from 1. The usual order is the
+empty text: a rank runs until it blocks, then the one that has been ready longest.
 """
 
 import msgspec
@@ -19,8 +19,8 @@ _MOST_SEED = 10**12
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """A schedule, read: drawn from `seed` if it has one, and otherwise by `switches`, each the
-    number of a choice and a rank.
+    """A parsed schedule: drawn from `seed` if nonzero, else by `switches`, each the number of a
+    choice and a rank.
     """
 
     seed: int = 0
@@ -29,7 +29,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """How its choices are made."""
+        """The policy of its choices."""
         return KINDS[self.seed % len(KINDS)] if self.seed else "usual"
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def read_schedule(text: str) -> Schedule:
-    """A schedule from its text. Raises UsageError. Every other group of seeds buffers sends."""
+    """Parse a schedule. Raises UsageError. Every other group of seeds buffers sends."""
     if text.isascii() and text.isdecimal():
         if not 1 <= int(text) <= _MOST_SEED:
             raise UsageError(f"--schedule {text} is out of range; a seed is 1 to {_MOST_SEED}")
@@ -63,9 +63,8 @@ def _is_number(word: str) -> bool:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A call that a rank posted, in the order in which all were posted; `switched` if the schedule
-    had this rank run in place of another. `took` is whose message it took, if it is a receive from
-    any rank.
+    """A call posted by a rank, in global order; `switched` if the schedule preempted another rank
+    for it. `took` is the source of the message of a receive from any rank.
     """
 
     rank: int
@@ -76,17 +75,18 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """A choice of a run: the rank that runs next in the usual order, and the others that could."""
+    """A choice of a run: the rank that runs next in the usual order, and the other ready ranks."""
 
     usual: int
     others: tuple[int, ...]
 
 
 class ScheduleRun(msgspec.Struct, frozen=True):
-    """What a world came to under one schedule. `end` is "finished", or how it did not: "deadlock",
-    "mismatch", "raised", "hung", ...; `what` says it. `results` are the ranks', in their job's own
-    form. `switches` are the choices that were not the usual ones. `choices` are all, where they
-    were asked for; `cut` says that there were more than are kept.
+    """The result of a world under one schedule.
+
+    `end` is "finished", "deadlock", "mismatch", "raised", "hung", ...; `what` describes it.
+    `results` are the ranks', in their job's format. `switches` are the unusual choices; `choices`
+    are all, if requested; `cut`: there were more than are kept.
     """
 
     schedule: str
@@ -95,21 +95,22 @@ class ScheduleRun(msgspec.Struct, frozen=True):
     results: tuple[bytes, ...] = ()
     switches: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
-    imported: tuple[str, ...] = ()  # modules that all runs need, and none of the code under test
+    imported: tuple[str, ...] = ()  # modules needed by all runs, none of the code under test
     choices: tuple[Choice, ...] = ()
     cut: bool = False
 
     @property
     def came_to(self) -> tuple[str, tuple[bytes, ...]]:
-        """What must be alike under every schedule."""
+        """The part of the result that must be the same under every schedule."""
         return self.end, self.results if self.end == "finished" else ()
 
 
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a search came that runs every schedule with at most `most` switches, those with the
-    fewest first. All with at most `switches` were run (-1: not even those), and `further` of those
-    with one more; `all` says that no schedule has more. `buffered` says whether each was run with
-    sends of both kinds, as it is where there are sends.
+    """Coverage of a search over all schedules with at most `most` preemptions, fewest first.
+
+    All with at most `switches` were run (-1: not even those), and `further` of those with one more;
+    `all`: no schedule has more. `buffered`: each was run with both kinds of sends, as it is if
+    there are sends.
     """
 
     most: int
@@ -120,19 +121,19 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """What a search of schedules found: the `usual` schedule, the same `again`, how many were run,
-    and of one that came to something else, the one with the fewest switches. `buffered` is the
-    usual order with sends that are buffered, where it was run.
+    """Result of a search: the `usual` schedule, a repetition (`again`), the number of schedules
+    run, and of those with another result, the one with the fewest preemptions (`other`). `buffered`
+    is the usual order with buffered sends, if run.
     """
 
     usual: ScheduleRun
     again: ScheduleRun
     ran: int = 0
     distinct: int = 0
-    late: tuple[str, ...] = ()  # schedules that did not come to an end
+    late: tuple[str, ...] = ()  # schedules that did not complete
     drawn: str = ""  # the schedule that was found first
     other: ScheduleRun | None = None
-    shrinking: int = 0  # runs that it took
-    repeats: bool = True  # whether the other one came to the same whenever it was run again
+    shrinking: int = 0  # runs used for shrinking
+    repeats: bool = True  # if the other one gave the same result in every repetition
     buffered: ScheduleRun | None = None
-    covered: Covered | None = None  # where schedules were not drawn
+    covered: Covered | None = None  # if schedules were enumerated

@@ -1,8 +1,8 @@
-"""What a search beside a verification is asked for, and what it comes to. No torch.
+"""Request and result of a search in addition to a verification. No torch.
 
-`distcheck verify --thorough` searches for the smallest failure of each strategy when its cases have
-run (`distcheck/explore/beside.py`). A case that is found is one of the report's cases, like any
-other; what is here says how far the search went.
+`distcheck verify --thorough` searches for the smallest failure of each strategy after its cases
+(`distcheck/explore/beside.py`). A case that is found is one of the report's cases; this module
+describes the extent of the search.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ import msgspec
 
 
 class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """A search of the whole plan, and the part of it that is to run it."""
+    """A search of the complete plan, and the part that runs it."""
 
     strategy: str
     budget_s: float
@@ -19,12 +19,12 @@ class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explored(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a search went. One that was not run plays no part in the report's verdict.
+    """The extent of a search. One that was not run does not affect the report's verdict.
 
-    cases, passed, insensitive  cases that ran; that passed; in which nothing differed, but not
-                                every simple mistake could have shown
-    found      ids of the report's cases that the search added: the least case that fails, or those
-               that could not be judged
+    cases, passed, insensitive  cases that ran; that passed; that passed but could not have
+                                revealed every simple mistake
+    found      ids of the report's cases that the search added: the smallest failing case, or
+               those that could not be judged
     left_out   words that were not drawn, each with the reason
     reason     why it was not run, or is unknown
     """

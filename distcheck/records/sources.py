@@ -1,4 +1,4 @@
-"""Reading Python sources of others, whatever is in them; nothing of them is run."""
+"""Reads Python sources of others, whatever their contents, without running them."""
 
 import ast
 import errno
@@ -9,20 +9,20 @@ import msgspec
 
 from distcheck.records.decoding import read_bounded
 
-MOST_BYTES = 16 << 20  # of one file. Chosen: generated modules of libraries take a few
+MOST_BYTES = 16 << 20  # of one file. Heuristic: generated modules of libraries take a few
 
 
 def read_source(path: Path) -> bytes:
-    """The content of a file. Raises OSError, also for a device and a file that is too large."""
+    """Return the content of a file. Raises OSError, also for a device or a too large file."""
     try:
         return read_bounded(path, MOST_BYTES)
-    except (msgspec.DecodeError, ValueError) as error:  # ValueError: a name that no file can have
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: an invalid file name
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
 
 
 def parse_source(source: bytes | Path) -> ast.Module:
-    """The tree of a source, or of the file that holds it. Raises OSError, and SyntaxError for all
-    that Python cannot parse, very deep nesting included.
+    """Parse a source, or the file that holds it. Raises OSError, and SyntaxError for everything
+    that Python cannot parse, including very deep nesting.
     """
     content = read_source(source) if isinstance(source, Path) else source
     try:

@@ -1,6 +1,6 @@
-"""Why ranks that all wait can never go on: a message without its other end, or a cycle.
+"""Explains why blocked ranks can never continue: an unmatched message, or a cycle.
 
-For simulated worlds and for worlds of processes: both know who waits in which call, and for whom.
+Used for simulated worlds and worlds of processes: both know who waits in which call, and for whom.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from typing import Literal
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.posted_calls import Posted, message_in_words, wait_in_words
 
-_MOST_IN_WORDS = 6  # groups of ranks that wait alike
-_MOST_OF_CYCLE = 8  # ranks of a cycle that a sentence names
+_MOST_IN_WORDS = 6  # groups of ranks with equal waits
+_MOST_OF_CYCLE = 8  # ranks of a cycle in a sentence
 Why = Literal["mismatch", "unmatched", "deadlock"]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits in: a call of a `group` of ranks, or something else in words; and for
-    which ranks.
+    """The reason why a rank is blocked: a call of a `group` of ranks, or other words; and the ranks
+    that it waits for.
     """
 
     call: Posted | None
@@ -27,7 +27,7 @@ class Wait:
     group: Sequence[int] = field(default=())
 
     def in_words(self, *, with_group: bool = False) -> str:
-        """What it waits for, after "waits"."""
+        """Return the object of the wait, to follow "waits"."""
         if self.call is None:
             return self.words
         of = f", in the group of {ranks_in_words(self.group)}" if with_group and self.group else ""
@@ -35,7 +35,7 @@ class Wait:
 
 
 def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]:
-    """How a world has come to an end in which every rank waits or is `over`, and that in words."""
+    """Explain a world in which every rank is blocked or finished (`over`)."""
     if said := _other_tag(waits):
         return "mismatch", said
     waiting = waiting_in_words(waits, over)
@@ -47,7 +47,7 @@ def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]
 
 
 def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
-    """Who waits for what, the ranks of a cycle first; ranks that are `over` finished."""
+    """Describe all waits, the ranks of a cycle first, and those that finished (`over`)."""
     cycle = cycle_of({rank: wait.missing for rank, wait in waits.items()})
     several = len({wait.call.group for wait in waits.values() if wait.call}) > 1
     alike: dict[str, list[int]] = {}
@@ -65,8 +65,8 @@ def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
 
 
 def cycle_of(missing: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks each of which waits for the next one, and the last for the first; or none. `missing`
-    are the ranks that each waits for.
+    """Return ranks that each wait for the next one, the last for the first; empty if there are
+    none. `missing` are the ranks that each waits for.
     """
     known: set[int] = set()
     for first in sorted(missing):
@@ -101,7 +101,7 @@ def _unmatched(calls: Sequence[Posted]) -> str:
 
 
 def _other_tag(waits: Mapping[int, Wait]) -> str:
-    """A send and a receive that wait for each other, and differ in the tag alone."""
+    """Describe a send and a receive that wait for each other and differ only in the tag."""
     for sent in (wait.call for wait in waits.values()):
         if sent is None or sent.kind != "send" or sent.peer is None or sent.peer not in waits:
             continue

@@ -1,4 +1,4 @@
-"""What `distcheck train --json` writes, as it is read again, from a file of any origin."""
+"""Reads documents of `distcheck train --json`, from files of any origin."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ SCHEMA = "distcheck.training/1"
 
 
 class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What was trained; without a `strategy`, one process."""
+    """The training; without a `strategy`, a single process."""
 
     strategy: str
     world: int
@@ -22,7 +22,7 @@ class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an epoch; a loss of None is not a finite number."""
+    """The figures of an epoch; a loss of None is not finite."""
 
     loss: float | None
     accuracy: float | None
@@ -41,7 +41,7 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_training(path: Path) -> TrainedRun:
-    """A document of `train --json`. Raises UsageError."""
+    """Read a document of `train --json`. Raises UsageError."""
     return read_written(
         path, TrainedRun, schema=SCHEMA, name=f"--beside {path}",
         why="holds no figures of distcheck train: {error}; give a file that distcheck train --json "

@@ -1,8 +1,8 @@
-"""The table of causes: what each one is, when it is named, and what to do about it. No torch.
+"""The table of causes: description, symptoms and repair of each. No torch.
 
-One TOML file a family, in the order in which documentation shows it; every field is described at
-`Cause`. A diagnosis is made by `name_cause` alone: what code names must be in the table, and the
-words of a suggestion stand nowhere else. The files are read when a cause is first asked for.
+Each family has a TOML file, in the order of the documentation; `Cause` describes the fields. Only
+`name_cause` creates a diagnosis: a cause named in code must be in the table, and suggestions are
+written nowhere else. The files are read on first use.
 """
 
 import tomllib
@@ -16,9 +16,9 @@ import msgspec
 from distcheck.records import Diagnosis
 
 FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
-APART = "what was recorded cannot tell this from"  # begins what follows several causes
-NOT_EXERCISED = "not-exercised"  # of a pass alone; screens show it with what a pass does not show
-_USUAL = "usual"  # the variant where a call names none
+APART = "what was recorded cannot tell this from"  # starts the list of indistinguishable causes
+NOT_EXERCISED = "not-exercised"  # only in a pass; screens print it with uncovered properties
+_USUAL = "usual"  # the default variant
 LineKind = Literal[
     "given", "exchanges", "reduces", "backward", "clip", "step", "loader", "collective"
 ]
@@ -86,7 +86,7 @@ def causes() -> Mapping[str, Cause]:
 
 @cache
 def shared() -> Mapping[str, str]:
-    """Suggestions that several causes share, by the name of the variant."""
+    """Return suggestions that several causes share, by the name of the variant."""
     return msgspec.convert(_read("shared"), dict[str, str])
 
 
@@ -95,8 +95,8 @@ def _read(name: str) -> dict[str, dict[str, object]]:
 
 
 def name_cause(cause: str, evidence: str, /, *variants: str, **given: object) -> Diagnosis:
-    """A diagnosis, with the suggestions of these variants; `given` is what they say in braces.
-    Raises KeyError for what is not in the table.
+    """Return a diagnosis with the suggestions of these variants; `given` fills their placeholders.
+    Raises KeyError for a cause that is not in the table.
     """
     return Diagnosis(
         cause=cause, evidence=evidence, suggestion=suggested(cause, *variants, **given)
@@ -104,6 +104,6 @@ def name_cause(cause: str, evidence: str, /, *variants: str, **given: object) ->
 
 
 def suggested(cause: str, /, *variants: str, **given: object) -> str:
-    """The suggestions of these variants, one after the other."""
+    """Return the suggestions of these variants, joined."""
     texts = {**shared(), **causes()[cause].suggestions}
     return "; ".join(texts[variant].format(**given) for variant in variants or (_USUAL,))
