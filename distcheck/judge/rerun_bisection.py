@@ -1,9 +1,9 @@
 """Plans worlds to find the difference that changes a rerun in separate interpreters, one world at a
 time, or to show that it is a race.
 
-1  repeat the first world          differs: two worlds with one process state do 2  each factor by
-itself           the first that differs is suspected; delays are no process state 3  the repeat and
-the suspect, twice   a race would differ in one or the other
+    1  repeat the first world      differs: two worlds with one process state do
+    2  each factor by itself       the first that differs is suspected; delays are no state
+    3  repeat and suspect, twice   a race would differ in one or the other
 
 If no single factor makes a difference, all factors but the delays are suspected together. A race
 that appears in a world with probability p is mistaken for process state with a probability of at

@@ -88,9 +88,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judged_on(self) -> str:
-        """The device of references and comparisons: the ranks', unless the case compares
-        devices.
-        """
+        """The device of references and comparisons: the ranks', unless a case compares devices."""
         return self.reference_device or self.device
 
     @property

@@ -1,5 +1,4 @@
-"""Checks that all ranks hold the same gradients, parameters and optimizer state (unless sharded),
-bitwise.
+"""All ranks hold the same gradients, parameters and (unless sharded) optimizer state, bitwise.
 
 Agreement proves little (all ranks may hold the same wrong value), but replicas that differ in one
 bit diverge further, whatever the bounds. Under local SGD, parameters agree after every average. A

@@ -1,4 +1,4 @@
-"""Checks running statistics and other buffers against those of a single process, shard by shard.
+"""Running statistics and other buffers equal those of a single process, shard by shard.
 
 The contract defines the buffers at the start of a forward pass: the rank's own, or rank 0's.
 Without a promise either is allowed. A strategy may also copy one rank's buffer to all ranks after

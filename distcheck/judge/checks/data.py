@@ -1,4 +1,4 @@
-"""Checks that every sample that a single process would read at a step is read by exactly one rank.
+"""Every sample that a single process would read at a step is read by exactly one rank.
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
 belongs to rank p mod W at step p div batch, for the W ranks with data. A workload with its own

@@ -1,4 +1,4 @@
-"""Checks that every rank holds the full batch's gradient after synchronization: the central check.
+"""Every rank holds the full batch's gradient after synchronization: the central check.
 
 lattice   bitwise, against the closed form (or within R, if no order is promised)
 X         bitwise, against the shards reduced in the declared order

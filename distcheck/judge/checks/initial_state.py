@@ -1,4 +1,4 @@
-"""Checks that every rank starts with the parameters and buffers of a single process."""
+"""Every rank starts with the parameters and buffers of a single process."""
 
 from functools import partial
 

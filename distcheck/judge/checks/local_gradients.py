@@ -1,4 +1,4 @@
-"""Checks that every rank's gradients before any communication are those of its own shard."""
+"""Every rank's gradients before any communication are those of its own shard."""
 
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import comparison_with, match_ranks

@@ -1,6 +1,4 @@
-"""Checks that every rank computed the loss of its shard, and their weighted mean is the batch's
-loss.
-"""
+"""Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Checks, in a layout, that the model's outputs equal those of a single process for the same
-samples.
+"""In a layout, the model's outputs equal those of a single process for the same samples.
 
 A loss hides some errors of a model: cross-entropy is invariant to a constant added to all logits,
 and a mean over samples to the order of rows.

@@ -340,9 +340,7 @@ class AtStep(_Keeping):
         return any(isinstance(event, NotFinite) for event in self.ingredients.must_happen)
 
     def recorded_gradients(self, index: int) -> list[torch.Tensor]:
-        """Return a parameter's gradients on ranks that must hold the mean, each bit pattern
-        once.
-        """
+        """Return a parameter's gradients on ranks that must hold the mean, once per bit pattern."""
         whole, found = self.references.whole, dict[bytes, torch.Tensor]()
         for rank in self.references.holding:
             entry = whole.entry(rank, Kind.GRADIENT, self.step, index)
