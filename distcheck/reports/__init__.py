@@ -1,1 +1,3 @@
-"""Reports: they show verdicts and decide nothing. One file a format, plus live progress."""
+"""Renders reports: they display verdicts and decide nothing. One file per format, plus live
+progress.
+"""

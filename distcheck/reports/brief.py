@@ -1,7 +1,7 @@
-"""The first screen of a report: verdict, cause, what to try; then what was compared, and what next.
+"""The first screen of a report: verdict, cause, repair; then coverage, and the next command.
 
-At most some twelve lines for the cases of one strategy in one world; `terminal` has the rest for
-`--verbose`. What is long is cut at the end of a clause, and what repeats is said once.
+About twelve lines at most for the cases of one strategy in one world; `terminal` prints the rest
+for `--verbose`. Long text is cut at the end of a clause, and repetitions are printed once.
 """
 
 import shlex
@@ -30,8 +30,8 @@ from distcheck.reports.wrapping import CUT, VERDICT, Lines, print_hanging, print
 _MOST_FAILURES, _MOST_REASONS, _MOST_NOTES = 2, 2, 2  # of a group; the rest is counted
 _MOST_OF_FORM = 9  # lines of a note on the form, which is never cut
 _MOST_TRACEBACK = 3  # lines, the last ones
-# What a reader is most likely to need next, of all that a pass shows nothing about and that the
-# code says nothing about.
+# The properties a reader most likely needs next, among those that neither a pass nor the code
+# covers.
 _TELLING = ("unequal shards", "accumulation", "clipping", "loss scaling", "a resumed run")
 _MORE = "-v"
 
@@ -44,8 +44,8 @@ def print_group(
     alone: bool,
     said: "Said",
 ) -> None:
-    """Prints the cases of one strategy in one world: all that there is to say where it is `alone`
-    or has not passed, and otherwise one line. What is `said` of other worlds is not said again.
+    """Print the cases of one strategy in one world: in full if they are `alone` or did not pass,
+    else one line. Causes already printed for other worlds (`said`) are not repeated.
     """
     print_headline(cases, verdict, console)
     lines = Lines(console)
@@ -78,8 +78,8 @@ def print_group(
 
 
 def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = False) -> None:
-    """Prints what belongs to all cases: what a pass does not show, where the run is, what next, and
-    where that is whole of which lines were `cut`.
+    """Print the end for all cases: uncovered properties, the run's folder, the next command, and
+    the place of complete lines if some were `cut`.
     """
     if report.verdict == "pass" and report.not_shown and not verbose:
         gaps = [f"{one.evidence}: {option_of(one) or one.suggestion}" for one in gaps_of(report)]
@@ -113,7 +113,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
 
 
 def _opens(saved_to: str | None) -> list[str]:
-    """The command that shows the report's page; a run that was saved elsewhere is named."""
+    """Return the command that opens the report's page; a run saved elsewhere is named."""
     if saved_to is None:
         return []
     is_last = saved_to.startswith(".distcheck/")
@@ -121,7 +121,7 @@ def _opens(saved_to: str | None) -> list[str]:
 
 
 def headline(cases: Sequence[CaseReport]) -> str:
-    """Whose verdict it is, how much ran, and the cause if there is one."""
+    """Return strategy, world and size of the run, and the cause if there is one."""
     case = cases[0].case
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     if case.backend not in ("gloo", "none"):
@@ -147,7 +147,7 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
 
 
 def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
-    """What the checks have found equal, how close, and what they would have shown."""
+    """Add the results of a pass: equal results, the largest error, and the sensitivity."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
         ("exact", EXACT, "equal to the bit in whole numbers"),
@@ -172,7 +172,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
 
 
 def _of_reruns(reasons: Sequence[str]) -> str:
-    """What the second runs have shown, by what their results say."""
+    """Describe the results of reruns."""
     apart = " in fresh interpreters" * all(one.startswith(SEPARATELY) for one in reasons)
     other = [text for one in reasons if (text := one.partition(DIFFERS)[2].partition(";")[0])]
     if not other:
@@ -190,8 +190,8 @@ _SHORT = {
 
 
 def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
-    """The simplest mistakes that the comparisons would have shown, and in how many tensors where
-    that is not all of them.
+    """Return the simplest mistakes that comparisons would have revealed, with the number of tensors
+    unless that is all.
     """
     several = list(shown)
     by_share: dict[str, list[str]] = {}
@@ -207,7 +207,7 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
 
 
 def _closest(results: Iterable[CheckResult]) -> tuple[float, str] | None:
-    """The largest share of its bound, in percent, that an error has, and of what."""
+    """Return the largest error in percent of its bound, and its check."""
     layers = (ROUNDING, *FULL_BATCH_LAYERS)
     bounded = [
         (float(r.worst.error) / float(r.worst.bound), r)
@@ -225,14 +225,14 @@ def _names(results: Iterable[CheckResult]) -> list[str]:
 
 
 def _passed(cases: Sequence[CaseReport]) -> list[str]:
-    """The checks that passed wherever they were made."""
+    """Return the checks that passed in every case."""
     results = [r for case in cases for r in case.checks if r.check not in _SAID]
     wrong = {result.check for result in results if result.verdict != "pass"}
     return [name for name in _names(results) if name not in wrong]
 
 
 def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None:
-    """Each failure once, with the names of the other cases that it is in."""
+    """Add each failure once, with the names of the other cases that have it."""
     alike = failures_alike(cases)
     new = [key for key in alike if key not in said.failures]
     failed, not_run = list[CaseReport](), dict[str, list[CaseReport]]()
@@ -268,7 +268,7 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None
 
 
 def _why_not_run(case: CaseReport) -> str:
-    """The one reason why nothing of a case was judged; "" where there is more to say of it."""
+    """Return the one reason why nothing of a case was judged; "" if there is more to print."""
     reasons = {result.reason if result.verdict == "unknown" else "" for result in case.checks}
     return reasons.pop() if len(reasons) == 1 and not (case.outcomes or case.diagnosis) else ""
 
@@ -278,7 +278,7 @@ def _cases(cases: Sequence[CaseReport]) -> str:
 
 
 def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> None:
-    """What there is to say of a failure, with those of its causes that are new on this screen."""
+    """Add the description of a failure, with its causes that are new on this screen."""
     for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
@@ -312,7 +312,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
 
 
 def _place(difference: Difference) -> str:
-    """Where, and what was there: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
+    """Format place and values: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
     where = difference.place
     if difference.actual == "" and difference.expected == "":
         return where

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from distcheck.records.by_module import ByModule
 
-_DEEPEST = 32  # levels of a tree; what is below has its whole name
+_DEEPEST = 32  # levels of a tree; deeper modules keep their full name
 _MARKS = {"wrong": "fail", "follows": "unknown", "near": "pass", "same": "pass", "unseen": "unseen"}
 _SAID = {
     "wrong": "what it is given is right, what it makes of that is not",
@@ -17,7 +17,7 @@ _SAID = {
 
 
 class Node(NamedTuple):
-    """A module in the tree, with those within it; `opened` where one of all these is wrong."""
+    """A module in the tree, with its submodules; `opened` if one of all these is wrong."""
 
     name: str
     tone: str
@@ -28,7 +28,7 @@ class Node(NamedTuple):
 
 
 def of_modules(found: ByModule) -> str:
-    """The sentence on the first wrong module, with what was not seen."""
+    """Return the sentence on the first wrong module, and on modules that were not recorded."""
     said = [found.first]
     if found.compiled:
         names = ", ".join(name or "the model" for name in found.compiled[:3])
@@ -40,12 +40,12 @@ def of_modules(found: ByModule) -> str:
 
 
 def tree(modules: Sequence[Any]) -> list[Node]:
-    """The modules of a document's entry, by their dotted names."""
+    """Return the module tree of a document's entry, by dotted names."""
     return _nodes("", {one["name"]: one for one in modules}, [one["name"] for one in modules])
 
 
 def _nodes(above: str, by_name: dict[str, Any], names: Sequence[str], depth: int = 0) -> list[Node]:
-    """Those directly below a name, of `names`, which are all that are below it."""
+    """Return the nodes directly below a name, given all `names` below it."""
     start = f"{above}." if above else ""
     found: dict[str, list[str]] = {}
     for name in names:

@@ -1,8 +1,8 @@
-"""The document `distcheck.report/1`: what `--json` writes, what is read again, and its JSON Schema.
+"""The document `distcheck.report/1`: written by `--json`, read again, with its JSON Schema.
 
-docs/report.md explains every key. A key that is unknown here is passed on as it is. Numbers have
-bounds, so that no reader counts to what a damaged file says. What has a default of its own may be
-absent in reports of earlier releases; what is `Left`, wherever there is nothing to say.
+docs/report.md explains every key. Unknown keys are preserved. Numbers have bounds, so that a
+damaged file cannot exhaust its reader. Fields with a default may be absent in earlier reports;
+UNSET fields whenever they are empty.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _SHARES = Annotated[str, Meta(max_length=1 << 20)]  # a row of a map
 
 
 class RankEntry(msgspec.Struct, kw_only=True):
-    """How a rank ended."""
+    """The exit status of a rank."""
 
     rank: Count
     outcome: RankEnd
@@ -67,7 +67,7 @@ class ElementEntry(msgspec.Struct, kw_only=True):
 
 
 class MapEntry(msgspec.Struct, kw_only=True):
-    """How far off each tensor was in each step."""
+    """The relative error of each tensor at each step."""
 
     kind: str
     parameters: list[str]
@@ -95,7 +95,7 @@ class LossesEntry(msgspec.Struct, kw_only=True):
 
 
 class DigestsEntry(msgspec.Struct, kw_only=True):
-    """Which ranks held which bits."""
+    """Groups of ranks with equal bits."""
 
     steps: list[Int]
     ranks: Annotated[int, Meta(ge=0, le=1 << 20)]
@@ -103,7 +103,7 @@ class DigestsEntry(msgspec.Struct, kw_only=True):
 
 
 class MistakeEntry(msgspec.Struct, kw_only=True):
-    """How many tensors would have shown a mistake, and those that would not."""
+    """The number of tensors that would have revealed a mistake, and the others' names."""
 
     tensors: Count
     of: Count
@@ -111,7 +111,7 @@ class MistakeEntry(msgspec.Struct, kw_only=True):
 
 
 class SensitivityEntry(msgspec.Struct, kw_only=True):
-    """Which of the simplest mistakes would have shown."""
+    """The simplest mistakes that would have been revealed."""
 
     mistakes: dict[str, MistakeEntry]
     wrong_factor: dict[str, Number | None]
@@ -119,7 +119,7 @@ class SensitivityEntry(msgspec.Struct, kw_only=True):
 
 
 class CheckEntry(msgspec.Struct, kw_only=True):
-    """What a check found, by one layer."""
+    """The result of a check, by one layer."""
 
     check: str
     layer: str
@@ -138,7 +138,7 @@ class CheckEntry(msgspec.Struct, kw_only=True):
 
 
 class CaseEntry(msgspec.Struct, kw_only=True):
-    """A case: what ran, how its ranks ended, and what every check said."""
+    """A case: its request, the exit status of its ranks, and every check."""
 
     id: str
     strategy: str
@@ -179,7 +179,7 @@ class CaseEntry(msgspec.Struct, kw_only=True):
 
 
 class PartEntry(msgspec.Struct, kw_only=True):
-    """A report of which a merged one was made."""
+    """A report that was merged into this one."""
 
     file: str
     shard: Count
@@ -189,7 +189,7 @@ class PartEntry(msgspec.Struct, kw_only=True):
 
 
 class ScaleEntry(msgspec.Struct, kw_only=True):
-    """The error in a simulated world of one size and order of addition."""
+    """The error in a simulated world of one size and summation order."""
 
     strategy: str
     workload: str
@@ -206,7 +206,7 @@ class ScaleEntry(msgspec.Struct, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A whole report."""
+    """A complete report."""
 
     schema: str = SCHEMA
     verdict: VerdictName
@@ -225,7 +225,7 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def made_from(kind: type[Entry], *sources: object, **fields: Any) -> Entry:
-    """An entry with these fields, and each of its others from the first source that has it."""
+    """Create an entry with these fields, and each other field from the first source that has it."""
     for name in kind.__struct_fields__:
         source = next((one for one in sources if hasattr(one, name)), None)
         if name not in fields and source is not None:
@@ -234,19 +234,19 @@ def made_from(kind: type[Entry], *sources: object, **fields: Any) -> Entry:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a document. Keys that are not in it are allowed."""
+    """Return the JSON Schema (2020-12) of a document. Unknown keys are allowed."""
     schema = msgspec.json.schema(Document)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def decoded(document: Mapping[str, Any]) -> Document:
-    """Raises ValidationError for what `check_shape` refuses."""
+    """Convert a document. Raises ValidationError if `check_shape` would refuse it."""
     return msgspec.convert(document, Document)
 
 
 def check_shape(document: dict[str, Any], path: Path | str) -> Document:
-    """The document, read from `path`, in its form. Raises UsageError where it lacks what every
-    report has, or has it in another form.
+    """Return the document read from `path`, in its form. Raises UsageError if a required field is
+    missing or has another form.
     """
     try:
         return decoded(document)

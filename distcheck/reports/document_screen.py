@@ -1,4 +1,4 @@
-"""The screen of a report that was read from its JSON: of several that `merge` joined, or of one."""
+"""The screen of a report that was read from JSON, merged or single."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +12,8 @@ _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
 
 
 def screen_of(document: Document, *, width: int, quiet: bool = False) -> list[str]:
-    """How many cases have which verdict, and what did not pass, each kind of failure once. The
-    first line alone if `quiet`. Commands are not wrapped.
+    """Return the number of cases per verdict, and each kind of failure once; only the first line if
+    `quiet`. Commands are not wrapped.
     """
     cases = document.cases
     count = {v: sum(case.verdict == v for case in cases) for v in ("fail", "unknown", "pass")}
@@ -47,7 +47,7 @@ def _alike(cases: Sequence[CaseEntry]) -> list[list[CaseEntry]]:
 
 
 def _failure(cases: Sequence[CaseEntry], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
-    """Cases that are wrong alike; what to try is left out where it was `said` of the strategy."""
+    """Yield the lines of equal failures; repairs already `said` for the strategy are omitted."""
     case, *others = cases
     finding = finding_of(case)
     causes = ", ".join(dict.fromkeys(one.cause for one in case.diagnosis))

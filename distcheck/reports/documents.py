@@ -1,11 +1,9 @@
-"""Reports that were written to a file and are read again: their form, and that they agree with
-themselves.
+"""Reads reports from files: validates their form and their consistency.
 
-A verdict in a file is a claim. What it claims follows from the checks, the ends of the ranks and
-the plan that the same file holds, so it is computed from them once more, and a file that
-contradicts itself is damaged; so is one whose plan lacks what its own command line asks for. (A
-file in which everything was changed to agree is a forgery that no reader can see; keep reports
-where only your runs can write.)
+A verdict in a file is a claim. It follows from the checks, the exit status of ranks and the plan in
+the same file, so it is recomputed from these, and a file that contradicts itself is damaged; so is
+a file whose plan lacks cases of its own command line. (A consistently changed file is a forgery
+that no reader can detect; keep reports where only your runs can write.)
 """
 
 import math
@@ -37,23 +35,23 @@ from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_sh
 from distcheck.reports.json_report import read_document, totals_of
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
-# Planned for every case, besides its outcome; a guard compares ranks alone.
+# Planned for every case, in addition to its outcome; a guard only compares ranks.
 _ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")
 _OF_A_GUARD = ("agreement",)
 _OF_RANKS_ALONE = (_OUTCOME, SENSITIVITY)  # which count no tensors
 _WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
-# Options of a command line, by what a planned case calls them: those of which all values count, and
-# those of which the last one does.
+# Options of a command line, by their name in a planned case: those whose values all count, and
+# those whose last value counts.
 _SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workload"}
 _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
-_MASKED = "<$"  # how a value that looks like a secret begins
-_MAY_BE_LEFT_OUT = "lattice"  # by a dtype or an accepted deviation that it does not have
+_MASKED = "<$"  # beginning of a masked secret
+_MAY_BE_LEFT_OUT = "lattice"  # by a dtype or accepted deviation without it
 _WITH_PLAN = (["distcheck", "verify"], ["distcheck", "record"])  # commands that always have one
 OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The document of a file. Raises UsageError where it is damaged, or contradicts itself."""
+    """Read the document of a file. Raises UsageError if it is damaged or contradicts itself."""
     document = read_document(path)
     found = check_document(document, str(path))
     for problem in _missing(found):
@@ -62,7 +60,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def check_document(document: dict[str, Any], name: str) -> Document:
-    """The document in its form. Raises UsageError where it contradicts itself."""
+    """Validate a document. Raises UsageError if it contradicts itself."""
     found = check_shape(document, name)
     for problem in _contradictions(found):
         raise UsageError(f"{name} is damaged: {problem}; write the report again")
@@ -93,7 +91,7 @@ def _contradictions(document: Document) -> Iterator[str]:
         ExitCode.PASS,
         ExitCode.UNKNOWN,
         ExitCode.INTERNAL,
-    ):  # what was to be saved could not be
+    ):  # the report could not be saved
         allowed.add(ExitCode.CANNOT_RUN)
     if code == ExitCode.UNKNOWN:  # a process with ranks was lost before a case was judged
         allowed.add(ExitCode.RANK_FAILED)
@@ -104,7 +102,7 @@ def _contradictions(document: Document) -> Iterator[str]:
 
 
 def _of_totals(document: Document) -> Iterator[str]:
-    """What does not add up: a case that has failed is not one that was left out."""
+    """Yield errors in the totals: a failed case is not one that was left out."""
     totals = totals_of([case.verdict for case in document.cases], document.left_out)
     if document.totals is None and document.left_out:
         yield "it has cases that were left out, and no totals"
@@ -117,7 +115,7 @@ def _of_totals(document: Document) -> Iterator[str]:
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
-    """What of a search does not follow from the plan and its own numbers."""
+    """Yield contradictions between a search, the plan and its own numbers."""
     searches = () if plan is None else plan.searches
     if one.strategy not in {search.strategy for search in searches}:
         yield f"it searched for a failure of {one.strategy!r}, which its plan does not have"
@@ -129,7 +127,7 @@ def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
 
 
 def _of_case(case: CaseEntry) -> Iterator[str]:
-    """What of a case does not follow from the rest of it."""
+    """Yield contradictions within a case."""
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
             yield f"has a {name} that is not one distcheck command"
@@ -153,8 +151,8 @@ def _of_case(case: CaseEntry) -> Iterator[str]:
 
 
 def _of_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
-    """What a case must have that has passed: the checks that every case has, each of which
-    compared something, and no error beyond a bound.
+    """Yield violations of a passing case: it needs the checks of every case, a nonempty comparison
+    in each, and no error beyond a bound.
     """
     if not ended:
         yield "passed without an outcome check"
@@ -170,13 +168,13 @@ def _of_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
 
 
 def _compared_too_little(case: CaseEntry, check: CheckEntry) -> str:
-    """What a check that has passed did not compare, as far as that follows from its case alone."""
+    """Return the missing part of a passing check's coverage, as far as its case implies it."""
     seen = check.compared
     if not any(msgspec.structs.astuple(seen)):
         return "nothing"
     if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.world:
         return f"{seen.ranks} of {case.world} ranks"
-    # By a layer, a job's data is what samples hold, which two ranks show where both have one.
+    # By a layer, a job's data is the content of samples, which two ranks show if both have one.
     if (check.check, check.layer) == (_DATA, NO_LAYER) and seen.steps != case.steps:
         return f"{seen.steps} of {case.steps} steps"
     needed = ["ranks"]
@@ -191,8 +189,8 @@ def _is_beyond(worst: Difference) -> bool:
 
 
 def _wrong_bound(check: CheckEntry) -> str:
-    """What is wrong with a bound. No error is within one that is infinite or not a number, so what
-    has passed has none; what has failed may, where a reference overflows.
+    """Return the error in a bound. No error is within an infinite or NaN bound, so a pass has none;
+    a failure may, if a reference overflows.
     """
     elements = [] if isinstance(check.elements, UnsetType) else check.elements
     places = [place for place in (check.worst, check.first, *elements) if place is not None]
@@ -206,7 +204,7 @@ def _wrong_bound(check: CheckEntry) -> str:
 
 
 def _is_command(text: str) -> bool:
-    """Whether a text is one plain call of distcheck: people copy it to their shell."""
+    """Return True if a text is a single distcheck command: people paste it into their shell."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -249,9 +247,7 @@ def _unlike_plan(document: Document, plan: RunPlan) -> Iterator[str]:
 
 
 def _missing(document: Document) -> Iterator[str]:
-    """What a report must have that says that everything planned has passed. A merge of parts adds
-    what is missing, as unknown.
-    """
+    """Yield planned items missing in a passing report. A merge of parts adds them as unknown."""
     plan = document.plan
     if plan is None or document.exit_code != ExitCode.PASS:
         return
@@ -266,16 +262,15 @@ def _missing(document: Document) -> Iterator[str]:
 
 
 def _not_planned(document: Document, plan: RunPlan) -> Iterator[str]:
-    """What a command line asks for and the plan lacks."""
+    """Yield requests of a command line that the plan lacks."""
     for made in (document.made, *(part.made for part in document.parts or ())):
         if made is not None:
             yield from not_in_plan(made.command, plan)
 
 
 def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
-    """What `command` asks for and `plan` does not have. Only what was typed is compared: what a
-    matrix or a default said is not in the command line. What follows from it is the least that a
-    plan has; cells and searches come on top.
+    """Yield requests of `command` that `plan` lacks. Only typed options are compared, not those of
+    a matrix or defaults, and the plan may have further cells and searches.
     """
     typed = _typed(command)
     named = {name: typed[option] for option, name in _SEVERAL.items() if option in typed}
@@ -289,7 +284,7 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
 
 
 def _typed(command: str) -> dict[str, list[str]]:
-    """The values of the options above, as far as they can be read with certainty."""
+    """Return the values of the options above, as far as they can be parsed with certainty."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -318,7 +313,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _spelled(value: str) -> str:
-    """A number as a plan has it: 4 for 04."""
+    """Normalize a number as in a plan: 4 for 04."""
     try:
         return str(int(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a screen says of a case that did not pass: ranks, first place, causes, and its replay."""
+"""Describes a case that did not pass on a screen: ranks, first place, causes, and its replay."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +22,15 @@ Key = tuple[object, ...]
 
 @dataclass
 class Said:
-    """What a screen has said: failures and a strategy's causes, each with its world."""
+    """Causes and failures already printed on a screen, each with its world."""
 
     failures: dict[Key, int] = field(default_factory=dict)
     causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    cut: bool = False  # whether there is more of some line
+    cut: bool = False  # if some line was cut
 
     def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
-        """A case's causes, each once: those that are new, and those that were said of its strategy.
-        What nothing explains is new each time.
+        """Return a case's causes, each once: new ones, and those printed before for its strategy.
+        Unexplained failures are always new.
         """
         once = {one.cause: one for one in reversed(case.diagnosis)}
         new, old = list[Diagnosis](), list[Diagnosis]()
@@ -40,8 +40,8 @@ class Said:
         return new, old
 
     def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
-        """These causes of a case were said. One of several of which the same is seen is news
-        where it stands alone.
+        """Record printed causes of a case. One of several indistinguishable causes is printed again
+        when it is the only one.
         """
         self.causes |= {
             self._key(case, one.cause): case.case.world
@@ -50,7 +50,7 @@ class Said:
         }
 
     def world_of(self, case: CaseReport, one: Diagnosis) -> int:
-        """The world in which a cause was said first of this case's strategy."""
+        """Return the world in which a cause was first printed for this case's strategy."""
         return self.causes[self._key(case, one.cause)]
 
     def _key(self, case: CaseReport, cause: str) -> tuple[str, str, str]:
@@ -60,7 +60,7 @@ class Said:
 def by_evidence(
     causes: Sequence[Diagnosis], first: CheckResult | None
 ) -> dict[str, list[Diagnosis]]:
-    """Causes of which the same is seen, together. That something differs `first` is said beside."""
+    """Group causes with equal evidence. The prefix that the `first` check differs is removed."""
     found: dict[str, list[Diagnosis]] = {}
     for one in causes:
         differs, _, rest = one.evidence.partition("; ")
@@ -77,8 +77,8 @@ _MARKS = re.compile(r"\s*[~^]+\s*")
 
 
 def failures_alike(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
-    """Cases that did not pass, those that tell most first, together with those that share what they
-    say. One that was given up before it began has a note that says why, and is not among them.
+    """Group cases that did not pass by equal description, the most informative first. Cases given
+    up before they began, whose note has the reason, are excluded.
     """
     alike: dict[Key, list[CaseReport]] = {}
     failed = [case for case in cases if case.verdict != "pass" and case.replay]
@@ -88,8 +88,8 @@ def failures_alike(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
 
 
 def _key(case: CaseReport) -> Key:
-    """What two failures share of which one need not be said: a strategy's causes, in any order;
-    where nothing is explained, everything.
+    """Return the key of equal failures: a strategy's causes, in any order; if something is
+    unexplained, everything.
     """
     about = (case.case.strategy, case.case.backend, case.verdict)
     causes = tuple(found.cause for found in case.diagnosis)
@@ -109,7 +109,7 @@ def print_failure(case: CaseReport, console: Console) -> None:
 
 
 def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
-    """What is to say of a case that failed, as (label, text): ranks, first place, causes."""
+    """Describe a failed case as (label, text): ranks, first place, causes."""
     return list(_failure_lines(shown(case)))
 
 
@@ -140,8 +140,8 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
 def ends_of_ranks(
     outcomes: Sequence[Outcome], *, lines: int = _DETAIL_LINES, says_cut: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """How ranks ended that did not finish, at most so many lines each, as (label, text): causes in
-    full; ranks that only lost a peer, together.
+    """Yield the ends of ranks that did not finish as (label, text), limited in lines: causes in
+    full, secondary failures grouped.
     """
     alike: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
@@ -156,7 +156,7 @@ def ends_of_ranks(
 
 
 def _cut(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
-    """The first line, the last call, and the end of what a rank left behind, without the marks that
+    """Return the first line, the last call, and the end of a rank's text, without the markers that
     Python puts below a line of code.
     """
     detail = [line for line in detail if not _MARKS.fullmatch(line)]

@@ -1,10 +1,8 @@
-"""The files that a report is written to, besides the screen. `--NAME FILE` for every format here.
+"""Writes a report to files in addition to the screen: `--NAME FILE` for every format here.
 
-A format is a module of `distcheck.reports` with `render(document) -> str`; the document is the one
-that `--json` writes and nothing else, so that a saved JSON can be rendered again.
-
-`--github` has no file: its annotations are lines of standard output, and its summary goes where
-GitHub says.
+A format is a module of `distcheck.reports` with `render(document) -> str`; its only input is the
+document that `--json` writes, so a saved JSON can be rendered again. `--github` has no file: its
+annotations are lines of standard output, and its summary goes to GitHub's file.
 """
 
 import contextlib
@@ -24,7 +22,7 @@ from distcheck.records import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Option: module of `distcheck.reports`, and what `--help` says.
+# Option: module of `distcheck.reports`, and help text.
 FORMATS = {
     "json": ("json_report", "Write the report as JSON; - for standard output."),
     "junit": ("junit", "Write the report as JUnit XML, with a test case for each cell."),
@@ -36,7 +34,7 @@ _STDOUT = "-"
 
 
 def output_options(command: F) -> F:
-    """`--json FILE` and its like; a command gets them as `json_file` and so on."""
+    """Add `--json FILE` and the other formats to a command, as parameters `json_file` etc."""
     command = click.option(
         f"--{GITHUB}",
         is_flag=True,
@@ -54,13 +52,13 @@ def output_options(command: F) -> F:
 
 
 def output_names() -> list[str]:
-    """The parameters of `output_options`."""
+    """Return the parameters of `output_options`."""
     return [GITHUB, *(f"{name}_file" for name in FORMATS)]
 
 
 def taken_from(asked: dict[str, Any]) -> dict[str, str]:
-    """The files of `output_options`, by format; takes them out of `asked`. That of `--github` is
-    the step's summary, and empty where GitHub names none.
+    """Remove the files of `output_options` from `asked`, and return them by format. That of
+    `--github` is the step's summary, "" if GitHub names none.
     """
     given = {name: asked.pop(f"{name}_file") for name in FORMATS}
     if asked.pop(GITHUB):
@@ -69,8 +67,8 @@ def taken_from(asked: dict[str, Any]) -> dict[str, str]:
 
 
 def check_outputs(files: Mapping[str, str]) -> None:
-    """Raises CannotRunError before anything runs: a verdict that cannot be written is lost.
-    UsageError where two are to go to the same place.
+    """Check output files before a run, whose verdict would otherwise be lost. Raises
+    CannotRunError; UsageError if two outputs have the same place.
     """
     for name, path in files.items():
         if name != GITHUB:
@@ -89,7 +87,7 @@ def check_outputs(files: Mapping[str, str]) -> None:
 
 
 def write_outputs(files: Mapping[str, str], report: Report) -> None:
-    """Writes every file. Raises CannotRunError."""
+    """Write every file. Raises CannotRunError."""
     from distcheck.reports.json_report import as_document
 
     if files:
@@ -97,7 +95,7 @@ def write_outputs(files: Mapping[str, str], report: Report) -> None:
 
 
 def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
-    """Writes a document in every format, without secrets. Raises CannotRunError."""
+    """Write a document in every format, without secrets. Raises CannotRunError."""
     document = without_secrets(document)
     for name, path in files.items():
         if name == GITHUB:
@@ -109,9 +107,8 @@ def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def damage_said(*files: str | Path) -> Iterator[None]:
-    """Around what is made of documents that were read from `files`: their keys have the right form,
-    and yet what they say may contradict itself, such as a map with fewer rows than names. Raises
-    UsageError for whatever that leads to.
+    """Raise UsageError for any exception caused by documents read from `files`: their keys have the
+    right form, but contents may contradict each other, such as a map with fewer rows than names.
     """
     try:
         yield
@@ -127,7 +124,7 @@ def damage_said(*files: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_annotated(files: Mapping[str, str]) -> Iterator[None]:
-    """Annotates, where GitHub is to know, an error that leaves nothing to write a report of."""
+    """Annotate, for GitHub, an error that prevents a report."""
     try:
         yield
     except DistcheckError as error:
@@ -158,7 +155,7 @@ def _tell_github(summary: str, document: dict[str, Any]) -> None:
 
 
 def check_writable(path: str | None, *, option: str = "--json") -> None:
-    """Raises CannotRunError before anything runs."""
+    """Check that a file can be written. Raises CannotRunError before anything runs."""
     if path is None or path == _STDOUT:
         return
     there = Path(path).exists()
@@ -176,9 +173,7 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
-    """Writes a file, or standard output for "-". What has the form of a secret is masked here once
-    more, whatever wrote the text. Raises CannotRunError.
-    """
+    """Write a file, or standard output for "-", masking secrets again. Raises CannotRunError."""
     text = masked_json(text) if option == "--json" else masked_forms(text)
     if path == _STDOUT:
         form = "json" if option == "--json" else "xml"

@@ -1,4 +1,4 @@
-"""What went wrong with a case, in the words of its JSON: for formats that have a few lines each."""
+"""Summaries of cases that did not pass, for formats with a few lines each."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from distcheck.reports.wording import describe_site
 
 @dataclass(frozen=True)
 class CaseGist:
-    """The gist of a case that did not pass. Empty texts where there is nothing to say."""
+    """The summary of a case that did not pass; texts may be empty."""
 
     headline: str  # one line
-    first: str  # the first divergence, or what was not compared
-    where: str  # the line that the causes are about
+    first: str  # the first divergence, or missing coverage
+    where: str  # the line that the causes concern
     causes: tuple[str, ...]
     suggestions: tuple[str, ...]
-    ranks: tuple[tuple[str, str], ...]  # of those that failed: "rank 2 raised", and the detail
-    replay: str  # a line that needs no file of the machine that ran the case
+    ranks: tuple[tuple[str, str], ...]  # of failed ranks: "rank 2 raised", and the detail
+    replay: str  # independent of the files of the machine
 
 
 def name_of(case: CaseEntry) -> str:
-    """What tells a cell from the others, the strategy aside."""
+    """Return the distinguishing properties of a cell, except the strategy."""
     device = "" if case.device == "cpu" else f", {case.device}"
     seed = f", seed {case.seed}" if case.seed else ""
     about = f"world {case.world}, {case.backend}{device}, {case.workload} {case.dtype}"
@@ -34,7 +34,7 @@ def name_of(case: CaseEntry) -> str:
 
 
 def names_of(cases: Sequence[CaseEntry]) -> list[str]:
-    """Names of cells that no two of a strategy share: with the id where `name_of` is not enough."""
+    """Return names of cells that are unique per strategy, with the id if necessary."""
     names = [(case.strategy, name_of(case)) for case in cases]
     times = Counter(names)
     return [
@@ -44,7 +44,7 @@ def names_of(cases: Sequence[CaseEntry]) -> list[str]:
 
 
 def finding_of(case: CaseEntry) -> CaseGist:
-    """What a person reads first of a case."""
+    """Return the summary of a case."""
     failed = [(f"rank {o.rank} {o.outcome}", o.detail) for o in case.outcomes
               if o.outcome != RankEnd.FINISHED]  # fmt: skip
     check = earliest_failure(case.checks) or earliest_failure(case.checks, "unknown")
@@ -66,9 +66,7 @@ def finding_of(case: CaseEntry) -> CaseGist:
 
 
 def describe_origin(made: Origin | None) -> str:
-    """Where a report comes from, in a line: its date, its commit and its command; "" where it was
-    made before these were recorded.
-    """
+    """Return the origin of a report in a line: date, commit and command; "" if not recorded."""
     if made is None:
         return ""
     state = {True: "", False: " with changes", None: " (changes not known)"}[made.clean]

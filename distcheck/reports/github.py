@@ -1,7 +1,7 @@
 """The report for GitHub Actions: annotations as workflow commands, and the summary of a step.
 
-GitHub shows 10 errors and 10 warnings of a step, and takes a summary of at most 1 MiB; what is
-beyond that is counted, not lost without a word.
+GitHub shows 10 errors and 10 warnings of a step, and accepts a summary of at most 1 MiB; the number
+of omitted items is printed.
 """
 
 import re
@@ -22,16 +22,16 @@ _MARKS = {"pass": "✅ pass", "unknown": "❔ unknown", "fail": "❌ fail"}
 
 
 def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
-    """A line of standard output for each cell that did not pass, at the file and line that its
-    cause is about, or of its strategy, as seen from `root`: an error where it failed, a warning
-    where too little is known, a notice where it passed with a remark.
+    """Return a line for each cell that did not pass, at its cause's or strategy's file and line
+    relative to `root`: an error if it failed, a warning if it is unknown, a notice for a pass with
+    a warning.
     """
     every = decoded(shown(document)).cases
     lines = []
     for verdict, command in (("fail", "error"), ("unknown", "warning"), ("pass", "notice")):
         cases = [case for case in every if case.verdict == verdict]
         cases = [case for case in cases if verdict != "pass" or case.remarks]
-        # The last place goes to the number of those that have none.
+        # The last place is for the number of omitted ones.
         named = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
         lines += [_annotation(command, case, root) for case in cases[:named]]
         if len(cases) > named:
@@ -41,7 +41,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def error(message: str) -> str:
-    """The annotation of a run without a verdict."""
+    """Return the annotation of a run without a verdict."""
     return f"::error title=distcheck::{_data(_cut(shown(message), _MOST_MESSAGE))}"
 
 
@@ -72,8 +72,8 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
 
 
 def _place(file: str, root: Path) -> str:
-    """A file as the repository has it, which may have been checked out elsewhere by the machine
-    that ran the case: then the longest end of the path that there is here.
+    """Return a file's path in the repository, which may be checked out elsewhere on the machine
+    that ran the case: then the longest suffix of the path that exists here.
     """
     path = PurePath(file)
     if path.is_relative_to(root):
@@ -83,13 +83,13 @@ def _place(file: str, root: Path) -> str:
         try:
             if (root / tail).is_file():
                 return str(tail)
-        except (OSError, ValueError):  # a name that no file can have
+        except (OSError, ValueError):  # an invalid file name
             return file
     return file
 
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
-    """Markdown: the verdict, every cell in a table, and each failure; at most `room_bytes` long."""
+    """Return Markdown of at most `room_bytes`: the verdict, a table of cells, and each failure."""
     found = decoded(shown(document))
     cases = sorted(found.cases, key=lambda case: ("fail", "unknown", "pass").index(
         case.verdict))  # fmt: skip
@@ -136,7 +136,7 @@ def _told(found: CaseGist) -> list[tuple[str, str]]:
 
 
 def _fit(pieces: Sequence[str], room_bytes: int) -> str:
-    """As many whole pieces as there is room for, and how many are left."""
+    """Join as many whole pieces as fit, and the number of omitted ones."""
     closing = "\n{} more lines of cells and details do not fit here; they are in the JSON.\n"
     room = room_bytes - len(closing.encode()) - 10
     taken: list[str] = []
@@ -151,14 +151,14 @@ def _fit(pieces: Sequence[str], room_bytes: int) -> str:
 
 
 def _fenced(text: str) -> str:
-    """A code block that nothing in the text can end."""
+    """Return a code block with a fence that the text does not contain."""
     ticks = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, ticks + 1)
     return f"{fence}text\n{text}\n{fence}\n"
 
 
 def _markdown(text: str) -> str:
-    """Text for a cell or a heading: shown as it is, on one line."""
+    """Escape text for a cell or a heading, on one line."""
     text = re.sub(r"([\\`*_{}\[\]<>|#~!@$])", r"\\\1", " ".join(text.split()))
     return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\@", "&#64;")
 
@@ -168,7 +168,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _data(text: str) -> str:
-    """The text of a workflow command, as its parser reads it."""
+    """Escape the text of a workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,8 +1,8 @@
-"""The report as one page that needs nothing else: no script, no font, no request to anywhere.
+"""The report as one self-contained page: no script, no font, no external request.
 
-The page carries its own policy, `default-src 'none'`, with the digest of its one style sheet. Where
-even that is blocked by the server, what is left is plain HTML in a sensible order, and
-pictures that bring their own colours. Everything that the report holds is escaped.
+The page has its own policy, `default-src 'none'`, with the digest of its style sheet. If a server
+blocks even that, plain HTML in a sensible order remains, with pictures that include their colors.
+All contents of the report are escaped.
 """
 
 import base64
@@ -30,21 +30,21 @@ Document = dict[str, Any]
 
 _MARKS = {"pass": "✓", "fail": "✕", "unknown": "?"}
 _ORDER = ("fail", "unknown", "pass")
-_PICTURED_CASES = 24  # of more, those that passed go without pictures, or the page gets too long
+_PICTURED_CASES = 24  # beyond, passing cases have no pictures, or the page gets too long
 _ELEMENTS = 5  # of one check; the JSON has more
-_FIRST_CAUSES = 3  # that the page begins with
-_FOLLOWS = "and may follow from that"  # in the reason of a failure that another one may explain
+_FIRST_CAUSES = 3  # at the top of the page
+_FOLLOWS = "and may follow from that"  # in the reason of a failure that may be a consequence
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
 )
 _OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]{1,30})(?![\w-])")
-_OPEN_CASES = 3  # a report of so few cases shows them all in full
+_OPEN_CASES = 3  # a report with at most so many cases shows them in full
 _BAR = 56
 
 
 def render(document: Document) -> str:
-    """A document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one with
-    parts missing.
+    """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one
+    with missing parts.
     """
     document = shown(document)
     read, cases = decoded(document), document["cases"]
@@ -81,7 +81,7 @@ def render(document: Document) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    """A template with the style sheet, and the digest that the page's policy allows it by."""
+    """Render a template with the style sheet, and its digest for the page's policy."""
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     given = {**values, "style": Markup(style), "style_digest": digest}
@@ -111,8 +111,8 @@ def _style() -> str:
 
 
 def breakable(text: object) -> Markup:
-    """Text whose long words may be broken, so that a path does not widen a phone's page; an option
-    is not, since browsers break between its hyphens.
+    """Return text with possible breaks in long words, so that paths fit a phone; options get none,
+    since browsers break at their hyphens.
     """
     found = []
     for number, part in enumerate(_OPTION.split(str(text))):
@@ -146,7 +146,7 @@ def _headline(cases: list[Document]) -> str:
 
 
 def _is_job(case: Document) -> bool:
-    """Whether it is a whole job, which has a script and none of a case's settings."""
+    """Return True for a whole job, which has a script and no settings of a case."""
     return bool(case["workload"] == "job")
 
 
@@ -202,7 +202,7 @@ def _case_view(
 
 
 def _causes(views: list[Document]) -> list[Document]:
-    """Each cause once, with the cases that it was found in, in the order of the page."""
+    """Return each cause once with its cases, in page order."""
     found: dict[str, Document] = {}
     for view in views:
         for one in view["case"]["diagnosis"]:
@@ -213,13 +213,13 @@ def _causes(views: list[Document]) -> list[Document]:
 
 
 def _first(failed: list[Document]) -> Document | None:
-    """The failed check that diverges first; ties go to the order of the checks."""
+    """Return the failed check that diverges first; ties go to the order of the checks."""
     found = [check for check in failed if check.get("first")]
     return min(found, key=lambda check: int(check["first"]["step"]), default=None)
 
 
 def _reasons(checks: list[Document]) -> list[tuple[str, str, str]]:
-    """Verdict, names and reason: one entry for all checks that say the same."""
+    """Return verdict, names and reason: one entry for all checks with equal reasons."""
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         if check["reason"]:
@@ -241,7 +241,7 @@ def _check_view(check: Document) -> Document:
 
 
 def _worst(check: Document) -> Document:
-    """The worst error against its bound: in words, and as a bar where it is within."""
+    """Return the worst error against its bound: as text, and as a bar if it is within."""
     worst = check["worst"]
     if worst is None:
         same = check["verdict"] == "pass" and check["compared"]["elements"]
@@ -282,7 +282,7 @@ def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
 
 
 def _scaled(cases: list[CaseEntry]) -> list[Picture]:
-    """Error against world: a picture for each order, those of one strategy on the same axes."""
+    """Return a picture of error against world size per order; those of a strategy share axes."""
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
     for curve in found:
@@ -308,7 +308,7 @@ def _differs(check: Document) -> bool:
 
 
 def _alike(checks: list[Document]) -> list[str]:
-    """Checks whose bits were all equal: said in words, not drawn."""
+    """Return checks whose bits were all equal: listed, not drawn."""
     return [
         named(check["check"], check["layer"])
         for check in checks
@@ -317,8 +317,8 @@ def _alike(checks: list[Document]) -> list[str]:
 
 
 def _of_the_cause(checks: list[Document]) -> list[Document]:
-    """Of a case that failed, the checks whose failure no other one explains, each with its elements
-    at the first step that is wrong: later ones may follow from those.
+    """Return the failed checks that no other explains, each with its elements at the first wrong
+    step: later ones may be consequences.
     """
     failed = [check for check in checks if check["verdict"] == "fail"]
     own = [check for check in failed if _FOLLOWS not in check["reason"]]
@@ -347,7 +347,7 @@ def _elements(checks: list[Document]) -> list[Document]:
 
 
 def _digits(value: float | str, bits: str) -> str:
-    """As many digits as tell numbers of the dtype apart: 17 of float64, 9 of others."""
+    """Format enough digits to distinguish numbers of the dtype: 17 for float64, 9 for others."""
     return value if isinstance(value, str) else f"{value:.{17 if len(bits) > 8 else 9}g}"
 
 

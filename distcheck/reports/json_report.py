@@ -1,4 +1,4 @@
-"""The report as `distcheck.report/1`: what a gate or a dashboard reads."""
+"""The report as `distcheck.report/1`, for gates and dashboards."""
 
 import math
 import re
@@ -36,16 +36,16 @@ from distcheck.reports.document import (
 )
 from distcheck.reports.wording import describe_place
 
-# Characters that a terminal acts on, or that turn the order of a text around. JSON escapes others.
+# Characters that control a terminal or reverse text; JSON escapes others.
 _MOVES = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a map; beyond, several tensors or steps share a cell
 _MOST_POINTS = 256  # of a series over steps
-# Other checks of bits have a map only where something differs: nothing is to be seen else.
+# Other bitwise checks have a map only if something differs: it would be empty otherwise.
 _ALWAYS_MAPPED = ("gradients", "parameters", "agreement")
 
 
 def as_entries(result: CheckResult) -> dict[str, Any]:
-    """The optional entries of a check, by key; those that have nothing to say are left out."""
+    """Return the optional entries of a check, by key, without empty ones."""
     sums = result.aggregates
     keys: dict[str, Any] = {}
     if sums.shares and _shows_something(result):
@@ -111,7 +111,7 @@ def _histogram(sums: Aggregates) -> HistogramEntry:
 
 
 def _losses(sums: Aggregates) -> LossesEntry:
-    """Of very many steps, the one of every stretch whose mean is furthest off."""
+    """Return losses; with very many steps, the worst of each interval."""
     every = sorted(sums.losses)
     stretch = -(-len(every) // _MOST_POINTS)
     steps = [
@@ -134,8 +134,8 @@ def _off(losses: Losses) -> float:
 
 
 def _digests(sums: Aggregates) -> DigestsEntry:
-    """Per kind and step, which ranks held which bits. Of very many steps, those are kept where
-    ranks disagree, and the first and the last.
+    """Return, per kind and step, groups of ranks with equal bits. With very many steps, only those
+    with disagreement, the first and the last.
     """
     steps = sorted(sums.digests)
     if len(steps) > _MOST_POINTS:
@@ -152,7 +152,7 @@ def _digests(sums: Aggregates) -> DigestsEntry:
 
 
 def _groups(digests: tuple[str, ...]) -> str:
-    """Who held which bits: "0-2,5=07306cef 3=9d1c44a0"; one entry where all agree."""
+    """Format groups of equal bits: "0-2,5=07306cef 3=9d1c44a0"; one entry if all agree."""
     ranks: dict[str, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest or "-", []).append(rank)
@@ -181,14 +181,14 @@ def render(document: dict[str, Any]) -> str:
     document = without_secrets(document)
     try:
         data = msgspec.json.encode(document)
-    except UnicodeEncodeError:  # a name of a file that is not UTF-8
+    except UnicodeEncodeError:  # a file name that is not UTF-8
         data = msgspec.json.encode(encodable(document))
     text = msgspec.json.format(data, indent=2).decode() + "\n"
     return _MOVES.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A document from its file. Raises UsageError for what is not one, is damaged, or is one of
+    """Read a document from its file. Raises UsageError if it is another file, damaged, or of
     another schema.
     """
     try:
@@ -215,8 +215,8 @@ def _is_deep(value: Any, most: int) -> bool:
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """The report as plain dictionaries and sequences, without secrets; docs/report.md explains
-    every key.
+    """Return the report as plain dictionaries and sequences, without secrets; docs/report.md
+    explains every key.
     """
     built: dict[str, Any] = without_secrets(msgspec.to_builtins(document_of(report)))
     return built
@@ -237,7 +237,7 @@ def document_of(report: Report) -> Document:
 
 
 def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, int]:
-    """How many cases there are with each verdict, and how many were left out."""
+    """Return the number of cases with each verdict, and of those left out."""
     counts = Counter(verdicts)
     return {
         "pass": counts["pass"],

@@ -1,8 +1,8 @@
 """The report as JUnit XML: a test suite for each strategy, a test case for each cell.
 
-A cell that failed is a <failure>; one whose ranks crashed or hung, or of which too little is known,
-an <error>; one that has nothing to show for its strategy is <skipped>. Services tell test cases
-apart by `classname` and `name`, and drop the second of a pair: no two here share both.
+A failed cell is a <failure>; one with crashed or hung ranks, or an unknown verdict, an <error>; one
+that does not apply to its strategy is <skipped>. Services identify test cases by `classname` and
+`name`, and drop duplicates: here, no two share both.
 """
 
 import re
@@ -20,7 +20,7 @@ from distcheck.records.searches import Explored
 from distcheck.reports.document import CaseEntry, Document, decoded
 from distcheck.reports.findings import finding_of, names_of
 
-# What XML 1.0 has no way to write, not even as a reference.
+# Characters that XML 1.0 cannot represent, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -48,7 +48,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
-    """Date, command and commit: an attribute and properties, which a suite begins with."""
+    """Add date, command and commit: an attribute and properties, which come first in a suite."""
     if not made:
         return
     suite.set("timestamp", _clean(made.date[: len("2026-01-31T12:00:00")]))
@@ -60,7 +60,7 @@ def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
 
 
 def _search(explored: Explored) -> ElementTree.Element:
-    """A search beside the cases. What it has found is a test case of its own as well."""
+    """Return a search in addition to the cases. Cases that it found are test cases, too."""
     about = {"classname": _clean(explored.strategy), "name": "explore"}
     element = ElementTree.Element("testcase", about)
     element.set("time", f"{explored.spent_s:.3f}")
@@ -113,7 +113,7 @@ def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
 
 
 def _wrong(case: CaseEntry) -> str:
-    """Every check that did not pass, a line each, and the remarks."""
+    """Return every check that did not pass, one line each, and the notes."""
     lines = [
         f"{check.verdict} {named(check.check, check.layer)}: {check.reason}"
         for check in case.checks

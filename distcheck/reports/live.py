@@ -1,5 +1,5 @@
-"""Progress while a verification runs: a line that changes on a terminal, and elsewhere a line for
-every case that is judged, so that a log of CI shows where a run is.
+"""Progress of a verification: a changing line on a terminal, and elsewhere one line per judged
+case, so that a CI log shows the position of a run.
 """
 
 import time
@@ -12,13 +12,12 @@ from rich.text import Text
 from distcheck.errors.shown_text import one_line, shown, without_commands
 from distcheck.records import Case
 
-_QUIET_S = 30.0  # elsewhere than on a terminal, a line is written at least this often
+_QUIET_S = 30.0  # maximum interval of lines outside a terminal
 
 
 class LiveProgress:
-    """Shows what is going on; a context manager. A console that is `quiet` shows nothing.
-
-    `cost` says how much work a case is, compared with the others.
+    """Context manager that displays progress; a `quiet` console shows nothing. `cost` returns the
+    relative work of a case.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class LiveProgress:
         self._before = 0  # cases that an earlier start of this run has judged
         self._planned_at = self._begun
         self._text = "starting"
-        self._parts = (0, 0)  # of work that is not made of cases: done, and in all
+        self._parts = (0, 0)  # of work without cases: done, and in all
 
     def __enter__(self) -> "LiveProgress":
         if self._console.is_terminal:
@@ -45,27 +44,27 @@ class LiveProgress:
             self._status.stop()
 
     def __rich__(self) -> Text:
-        """The line as it is now: its seconds go on while nothing else does."""
+        """Return the current line, whose seconds advance continuously."""
         return Text(self._line(self._text), overflow="ellipsis", no_wrap=True)
 
     def preparing(self, what: str) -> None:
-        """Before any case runs; in a search, at any time."""
+        """Show work before any case, or during a search."""
         self._show(what)
 
     def phase(self, what: str) -> None:
-        """Another part of the work begins: a line of its own, before the changing one is shown."""
+        """Start another phase with its own line."""
         self._text = what
         self._write(what)
 
     def counted(self, done: int, total: int, what: str) -> None:
-        """Work that is not made of cases has come so far."""
+        """Show the progress of work without cases."""
         if not self._parts[1]:
             self._planned_at = time.monotonic()
         self._parts = (done, total)
         self._show(what)
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
-        """Every case that will run; `before` others were judged by an earlier start of the run."""
+        """Set the cases to run; `before` others were judged by an earlier start of the run."""
         self._cases, self._before = list(cases), before
         self._planned_at = time.monotonic()
         judged = f"; {before} were judged before a restart" if before else ""
@@ -75,7 +74,7 @@ class LiveProgress:
         self._show(f"{case.id}: {what}")
 
     def finished(self, case: Case, verdict: str) -> None:
-        """A case has been judged; one that is run once more is counted once."""
+        """Record a judged case; a rerun case is counted once."""
         self._done.add(case.id)
         beside = self._cases and all(case.id != planned.id for planned in self._cases)
         text = f"{'a closer look at what failed, ' * bool(beside)}{case.id}: {verdict}"
@@ -83,7 +82,7 @@ class LiveProgress:
         self._write(text)
 
     def _line(self, text: str) -> str:
-        """A text, after how many cases are judged (where it is known of how many) and the times."""
+        """Return a text after the number of judged cases, if known, and the times."""
         done, total = self._parts
         count = f"{done} of {total}, " if total else ""
         if self._cases:
@@ -93,7 +92,7 @@ class LiveProgress:
         return f"[{count}{self._times()}] {without_commands(one_line(shown(text)))}"
 
     def _times(self) -> str:
-        """Seconds since the start and, once a case has shown how fast work is done, those left."""
+        """Return the elapsed time and, once the speed is known, an estimate of the rest."""
         now = time.monotonic()
         text = f"{_duration(now - self._begun)}"
         costs = {case.id: self._cost(case) for case in self._cases}
@@ -112,7 +111,7 @@ class LiveProgress:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        """A line for a log. On a terminal the changing line has it already."""
+        """Write a line for a log; on a terminal the changing line suffices."""
         self._written = time.monotonic()
         if self._status is None:
             line = Text(f"progress: {self._line(text)}")

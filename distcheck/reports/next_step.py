@@ -1,4 +1,4 @@
-"""The line `next:` of a screen: what to run after this, with the options that were given."""
+"""The `next:` line of a screen: the next command, with the given options."""
 
 import shlex
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from distcheck.records.mesh import MESH
 from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import most_telling_first
 
-_FILES = (*(f"--{name}" for name in FORMATS), "--save")  # of the run that was; they exist now
+_FILES = (*(f"--{name}" for name in FORMATS), "--save")  # of the finished run; they exist now
 _ONLY_THEN = ("--last-failed", "--failed-first", "--watch")
 _USUAL = Case(id="", strategy="", world=1)
 _LARGER_WORLDS = (3, 5)
 
 
 def next_step(report: Report) -> str:
-    """The command: a replay of what failed; of a run that was interrupted, the same command; else a
-    run that shows what this one has not.
+    """Return the next command: a replay of a failure; for an interrupted run the same command; else
+    a run that covers more.
     """
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and all(c.case.world == 1 and c.verdict == "unknown" for c in failed):
@@ -58,7 +58,7 @@ def next_step(report: Report) -> str:
 
 
 def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
-    """The command that exercises what no case has."""
+    """Return the command that exercises a missing feature."""
     option = option_of(gap).split()
     own = [word for word in option if word.startswith("--")]
     kept = words_without(words, (*own, "--workload", "--thorough", "--without", "--steps"))
@@ -66,13 +66,13 @@ def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
 
 
 def gaps_of(report: Report) -> list[Diagnosis]:
-    """What the code uses that no case has exercised, each once."""
+    """Return the features of the code that no case has exercised, each once."""
     remarks = dict.fromkeys(one for case in report.cases for one in case.remarks)
     return [one for one in remarks if one.cause == NOT_EXERCISED]
 
 
 def option_of(gap: Diagnosis) -> str:
-    """The options that exercise it; empty where none does."""
+    """Return the options that exercise a feature, or ""."""
     return gap.suggestion.partition("--")[1] and "--" + gap.suggestion.partition("--")[2]
 
 
@@ -83,7 +83,7 @@ def _is_recorded(report: Report) -> bool:
 
 
 def _typed(report: Report) -> list[str] | None:
-    """The words of `distcheck verify` as they were typed; None where the run was another one."""
+    """Return the typed words of `distcheck verify`; None for another command."""
     words = shlex.split(report.made.command) if report.made is not None else []
     if words[:2] == ["distcheck", "verify"]:
         return words
@@ -106,13 +106,13 @@ def _words_of(case: Case) -> list[str]:
     return words + case.adapter_words
 
 
-_FLAGS = ("--thorough", *_ONLY_THEN)  # among the options that are left out, those without a value
+_FLAGS = ("--thorough", *_ONLY_THEN)  # omitted options without a value
 
 
 def words_without(
     words: Sequence[str], options: Sequence[str], *, flags: Sequence[str] = _FLAGS
 ) -> list[str]:
-    """Words of a command line without some options and their values; `flags` have none."""
+    """Return a command line without some options and their values; `flags` have none."""
     kept: list[str] = []
     value_follows = False
     for word in words:

@@ -1,4 +1,4 @@
-"""The report where Python shows a value: its screen, its page in a cell, its JSON as a value."""
+"""Display of a report as a Python value: its screen, its page in a notebook cell, its JSON."""
 
 import shutil
 from typing import Any
@@ -10,11 +10,11 @@ from distcheck.records import Report
 from distcheck.reports import json_report, terminal
 
 _NARROWEST = 60  # columns
-_HEIGHT = 640  # pixels, until a reader drags the frame
+_HEIGHT = 640  # pixels, resizable
 
 
 def screen(report: Report) -> str:
-    """What the command line prints, as wide as the terminal."""
+    """Return the command line's output, in the terminal's width."""
     if not report.cases:
         return report.given_up or f"{report.verdict}: no case was judged"
     width = shutil.get_terminal_size((100, 24)).columns
@@ -22,16 +22,16 @@ def screen(report: Report) -> str:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """What a reader of `--json` gets."""
+    """Return the parsed `--json` document."""
     read: dict[str, Any] = msgspec.json.decode(json_report.render_json(report))
     return read
 
 
 def in_a_cell(report: Report) -> str:
-    """The HTML page in a frame of its own: its styles and the notebook's do not meet, and a
-    `sandbox` without any permission runs no script, whatever the report holds.
+    """Return the HTML page in a frame that separates its styles from the notebook's; `sandbox`
+    without permissions runs no script, whatever the report's contents.
     """
-    from distcheck.reports import html_report  # its templates take time at every start
+    from distcheck.reports import html_report  # slow import of templates
 
     page = escape(html_report.render(json_report.as_document(report)))
     style = f"width: 100%; height: {_HEIGHT}px; border: 0; resize: vertical"

@@ -1,8 +1,8 @@
-"""How the error of one strategy grows with the world: curves over the cases of a document.
+"""Growth of one strategy's error with the world size: curves over the cases of a document.
 
-A curve is of one strategy, workload, dtype and order of addition. Its error is that of the check
-`gradients`, in the first of the layers below that has one: where the error comes closest to its
-bound, or leaves it furthest behind.
+A curve has one strategy, workload, dtype and summation order. Its error is that of the check
+`gradients`, in the first of the layers below that has one: the place where the error is closest to
+its bound, or exceeds it most.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _BACKEND = "simulated"
 
 @dataclass(frozen=True)
 class Point:
-    """A world of a curve. `error` and `bound` are None where no rank came so far."""
+    """A world of a curve. `error` and `bound` are None if no rank got so far."""
 
     world: int
     verdict: VerdictName
@@ -26,7 +26,7 @@ class Point:
     bound: float | None = None
     where: str = ""
     cause: str = ""
-    reason: str = ""  # of what is unknown
+    reason: str = ""  # of an unknown verdict
 
     @property
     def share(self) -> float | None:
@@ -65,7 +65,7 @@ class Curve:
 
 
 def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
-    """Those of a document's cases; none where no simulated world has another size than the rest."""
+    """Return the curves of a document's cases; empty unless simulated worlds differ in size."""
     found: dict[tuple[str, str, str, str], list[CaseEntry]] = {}
     for case in cases:
         name, _, order = case.backend.partition(":")
@@ -85,7 +85,7 @@ def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
 
 
 def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
-    """The curves for `--json`: a row for each world and order."""
+    """Return the curves for `--json`: a row for each world and order."""
     return [
         made_from(
             ScaleEntry,
@@ -121,7 +121,7 @@ def _point(case: CaseEntry, layer: str) -> Point:
     cause = causes[0].cause if causes and case.verdict != "pass" else ""
     unknown = [check for check in case.checks if check.verdict == "unknown"]
     reason = next((check.reason for check in unknown if check.reason), "")
-    if not case.checks:  # it did not come to any
+    if not case.checks:  # no check was reached
         reason = next(iter(case.notes), "")
     point = Point(case.world, case.verdict, cause=cause, reason=reason)
     if worst is None:

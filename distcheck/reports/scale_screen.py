@@ -1,4 +1,4 @@
-"""What `distcheck scale` prints: a row for each world and order, and what each order comes to."""
+"""Output of `distcheck scale`: a row for each world and order, and a summary of each order."""
 
 import re
 
@@ -14,13 +14,12 @@ from distcheck.reports.failures import Said
 from distcheck.reports.json_report import document_of
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
-_RANKS = re.compile(r" \(rank [\d, ]+\)")  # of many ranks, a list of them hides what is said
+_RANKS = re.compile(r" \(rank [\d, ]+\)")  # a long list of ranks hides the message
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints the report: a line for each order, the table, and the first failure of each in full.
-
-    `quiet` leaves the lines of the orders alone; `verbose` adds the report of each world.
+    """Print the report: a line for each order, the table, and the first failure of each in full.
+    `quiet` prints only the orders' lines; `verbose` adds the report of each world.
     """
     report = shown(report)
     found = scale.curves(document_of(report).cases)
@@ -78,7 +77,7 @@ def _table(found: list[scale.Curve]) -> Table:
 
 
 def _unknown(found: list[scale.Curve]) -> list[str]:
-    """Why a world is unknown: one sentence for all orders that have the same reason."""
+    """Return the reasons of unknown worlds: one sentence for all orders with the same reason."""
     orders: dict[tuple[int, str], list[str]] = {}
     for curve in found:
         for point in curve.points:
@@ -91,7 +90,7 @@ def _unknown(found: list[scale.Curve]) -> list[str]:
 
 
 def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
-    """The first failure of each order, as `verify` shows it."""
+    """Print the first failure of each order, in the form of `verify`."""
     first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
     said = Said()
     for one in report.cases:

@@ -1,4 +1,4 @@
-"""The report for a person: one screen, the verdict first."""
+"""The report for people: one screen, the verdict first."""
 
 import io
 import os
@@ -42,7 +42,7 @@ _COLUMNS_FROM_WIDTH = (
 
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
-    """A console that keeps to NO_COLOR, to the terminal's width, and to 100 columns elsewhere."""
+    """Return a console that respects NO_COLOR and the terminal's width; 100 columns elsewhere."""
     filtered = cast("IO[str]", Filtered(stream))
     console = Console(file=filtered, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
@@ -52,7 +52,7 @@ def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> C
 
 
 def render_failure(report: Report) -> str:
-    """What `Report.raise_for_verdict` says of a report that did not pass."""
+    """Return the error text of `Report.raise_for_verdict`."""
     return f"{summarize(report)}\n\n{render_text(report, width=100)}"
 
 
@@ -64,7 +64,7 @@ def render_text(report: Report, *, width: int, verbose: bool = False) -> str:
 
 
 def summarize(report: Report) -> str:
-    """The verdict in one line: what did not pass first, and where; or could not be saved."""
+    """Return the verdict in one line: the first failure and its place, or a failed save."""
     report = shown(report)
     failed = most_telling_first([c for c in report.cases if c.verdict != "pass"])
     case = next(iter(failed), report.cases[0])
@@ -85,8 +85,8 @@ def summarize(report: Report) -> str:
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints the report: verdict, cause and what to do in some twelve lines for each strategy and
-    world; with `verbose` every table in full, and with `quiet` verdict lines alone.
+    """Print the report: verdict, cause and repair in about twelve lines for each strategy and
+    world; with `verbose` every table in full, with `quiet` only verdict lines.
     """
     report = shown(report)
     judged = [case for case in report.cases if not case.unfinished]
@@ -132,7 +132,7 @@ def _environment_line(report: Report) -> str:
 def _print_headline(
     cases: Sequence[CaseReport], verdict: VerdictName, report: Report, console: Console
 ) -> None:
-    """The verdict and what it is of: the first line can be searched for, at any width."""
+    """Print the verdict and its subject: the first line can be searched for, at any width."""
     case = cases[0].case
     dtypes: dict[tuple[str, int], dict[str, None]] = {}
     for c in cases:
@@ -183,7 +183,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
 
 
 def _columns(width: int) -> tuple[str, ...]:
-    """What was compared, as far as there is room; the verdict always has some."""
+    """Return the columns of coverage that fit; the verdict always fits."""
     for least, columns in _COLUMNS_FROM_WIDTH:
         if width >= least:
             return columns
@@ -191,7 +191,7 @@ def _columns(width: int) -> tuple[str, ...]:
 
 
 def _counts(compared: Compared, shown: Sequence[str]) -> list[str]:
-    """Numbers for the table; a dash where a check has nothing of a kind."""
+    """Format numbers for the table; a dash for none."""
     numbers = [getattr(compared, what) for what in shown]
     return [count(n) if n else "-" for n in numbers]
 
@@ -216,7 +216,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
 
 
 def _remarks(cases: Sequence[CaseReport]) -> list[str]:
-    """Notes on the cases, and what passing checks had to say; each sentence once."""
+    """Return notes on the cases, and messages of passing checks; each sentence once."""
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
     notes += [f"module: {of_modules(case.modules)}" for case in cases if case.modules is not None]
     notes += [f"note: {note}" for case in cases for note in case.notes]
@@ -232,7 +232,7 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _print_legend(report: Report, console: Console) -> None:
-    """What the layers of this report compare with, and their aliases in JSON."""
+    """Print this report's layers with their meaning, and their aliases in JSON."""
     used = {result.layer for case in report.cases for result in case.checks}
     shown = [f"{one.name} ({one.alias}), {one.about}" for a, one in LAYERS.items() if a in used]
     if shown:

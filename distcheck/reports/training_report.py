@@ -1,5 +1,5 @@
-"""The figures of `distcheck train`: on the screen, a line for each epoch, and how ranks failed;
-and as one page with a table of the runs, and their curves.
+"""The figures of `distcheck train`: on the screen a line per epoch, and how ranks failed; and as a
+page with a table of the runs and their curves.
 """
 
 import shlex
@@ -32,8 +32,8 @@ def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
 
 
 def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
-    """The figures of an epoch; `row` is what --json has of it."""
-    accuracy = "not known"  # some buffers of the model are on no rank as a whole
+    """Format the figures of an epoch; `row` is its --json entry."""
+    accuracy = "not known"  # some buffers of the model are complete on no rank
     if row["tested"]:
         accuracy = f"{100 * row['accuracy']:.2f} % of {row['tested']:,}"
     timed = max(row["steps"] - 1, 1)
@@ -47,7 +47,7 @@ def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
 
 
 def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> None:
-    """Whose ranks failed, how, and the command that names the cause."""
+    """Print the failed ranks, their errors, and the command that names the cause."""
     case = shown(case)
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     name = case.strategy or case.workload
@@ -66,7 +66,7 @@ _SHARED = ("workload", "data", "batch", "seed", "dtype")
 
 
 def render(runs: Sequence[TrainedRun], *, version: str) -> str:
-    """The runs, in their order, numbered from 1; `version` is that of distcheck."""
+    """Render the runs in order, numbered from 1; `version` is that of distcheck."""
     rows = [_row(number, run) for number, run in enumerate(runs, 1)]
     cases = [msgspec.to_builtins(run.case) for run in runs]
     apart = [name for name in _SHARED if len({case[name] for case in cases}) > 1]
@@ -86,7 +86,7 @@ def render(runs: Sequence[TrainedRun], *, version: str) -> str:
 
 
 def _name_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """How a run trained; with its number where several trained alike."""
+    """Return the name of a run; with its number if several trained in the same way."""
     alike = [one for one in rows if (one["how"], one["world"]) == (row["how"], row["world"])]
     ranks = f", {row['world']} ranks" if row["world"] > 1 else ""
     number = f" ({row['number']})" if len(alike) > 1 else ""
@@ -110,7 +110,7 @@ def _row(number: int, run: TrainedRun) -> dict[str, Any]:
 
 
 def _of_steps(run: TrainedRun) -> list[float | None]:
-    """The loss of every step; of a file without them, that of every epoch."""
+    """Return the loss of every step; without these, of every epoch."""
     return [loss for epoch in run.epochs for loss in epoch.step_losses or (epoch.loss,)]
 
 
@@ -119,6 +119,6 @@ def _accuracy(run: TrainedRun) -> list[float | None]:
 
 
 def _seconds(run: TrainedRun) -> list[float | None]:
-    """Without the first step of all, which builds what later ones use again."""
+    """Return seconds per step without the very first, which includes setup."""
     found = [spent for epoch in run.epochs for spent in epoch.step_s or (epoch.mean_step_s,)]
     return [None, *found[1:]] if len(found) > 1 else list(found)

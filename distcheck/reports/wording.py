@@ -1,4 +1,4 @@
-"""Phrases that every format uses."""
+"""Phrases shared by all formats."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
@@ -19,7 +19,7 @@ STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow",
 
 
 def describe_place(difference: Difference) -> str:
-    """Where and by how much: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
+    """Format place and size: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
     where = difference.place
     if difference.unit == "":
         if difference.actual == "" and difference.expected == "":
@@ -34,9 +34,7 @@ def describe_place(difference: Difference) -> str:
 
 
 def describe_site(site: CallSite | None, strategy_file: str) -> str:
-    """The line that a cause is about, with its text: its file as seen from the strategy's folder.
-    Empty where none is known.
-    """
+    """Format the line of a cause with its text, relative to the strategy's folder; else ""."""
     if site is None:
         return ""
     if not site.file:
@@ -48,7 +46,7 @@ def describe_site(site: CallSite | None, strategy_file: str) -> str:
 
 
 def describe_worst(result: CheckResult) -> str:
-    """The worst error against its bound, in one unit; "identical" where bits were compared."""
+    """Format the worst error against its bound, in one unit; "identical" for bits."""
     worst = result.worst
     if result.check == SENSITIVITY:
         return ""
@@ -65,14 +63,14 @@ def describe_worst(result: CheckResult) -> str:
 
 
 def describe_accepted(allowance: Allowance) -> str:
-    """What was accepted, what is expected instead, and what a pass no longer shows."""
+    """Format an accepted deviation, its new expectation, and the properties no longer checked."""
     lost = "; ".join(allowance.not_owed)
     return f"accepted: {allowance.kind} {allowance.widened}; not checked: {lost}"
 
 
 def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
-    """What cases that passed would have shown, all tensors of all cases together; each case by
-    itself is in the JSON. What an accepted deviation hides is said of each case.
+    """Yield the mistakes that passing cases would have revealed, over all tensors of all cases (the
+    JSON has each case). Limits by an accepted deviation are given per case.
     """
     together: dict[str, Shown] = {}
     ranks, factors = 0, dict[str, float]()
@@ -102,7 +100,7 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
 
 
 def count(number: int) -> str:
-    """A large number for the eye: 768, 3.6 M."""
+    """Format a large number: 768, 3.6 M."""
     for size, letter in ((10**9, "G"), (10**6, "M")):
         if number >= size:
             return f"{number / size:.1f} {letter}"
@@ -110,7 +108,7 @@ def count(number: int) -> str:
 
 
 def show(value: Number) -> str:
-    """A number to nine digits (float32 needs as many), or a word."""
+    """Format a number with nine digits (as float32 needs), or return a word."""
     return value if isinstance(value, str) else f"{value:.9g}"
 
 
@@ -118,8 +116,8 @@ _TELLS_LITTLE = {"crash": 1, "unexplained": 2}
 
 
 def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
-    """Cases whose cause has a name before those where a rank crashed, and those before cases that
-    nothing explains: one mistake shows in several cases, and not in all of them as what it is.
+    """Sort cases with a named cause before crashes, and those before unexplained ones: one mistake
+    may appear in several cases, and be recognizable only in some.
     """
 
     def little(case: CaseReport) -> int:

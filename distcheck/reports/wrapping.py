@@ -1,5 +1,5 @@
-"""Text for a screen of a given width: no number is broken or parted from its unit, and no line ends
-in blanks.
+"""Wraps text for a screen: no number is broken or separated from its unit, and no line ends in
+spaces.
 """
 
 import re
@@ -12,20 +12,20 @@ from rich.text import Text
 from distcheck.records import VerdictName
 from distcheck.reports.wording import STYLE
 
-VERDICT = 8  # columns of a verdict, with a blank
-CUT = "..."  # ends a text of which there is more elsewhere
-_GLUE = "\u00a0"  # a blank that `textwrap` does not break at; shown as an ordinary one
+VERDICT = 8  # columns of a verdict, with a space
+CUT = "..."  # ends a text that is complete elsewhere
+_GLUE = "\u00a0"  # a space without a line break in `textwrap`; printed as an ordinary one
 _NAMED = re.compile(
     r"\b(steps?|ranks?|error|bound|got|expected|norm|world|batch|seed|of|over) (?=-?[\d.])"
 )
 _COUNTED = re.compile(r"(?<=\d) (?=(?:ULP|[MG]|m?s|%|[KMG]i?B|steps|ranks|cases|of)\b)")
-# Where a word that is longer than a line may be broken: after these, and never within a number.
+# Possible breaks of a word longer than a line: after these, never within a number.
 _BREAK = re.compile(r"[/\\_.,;:=|)\]}\[(](?!(?<=\d.)\d)|(?<=[^\W\d])-(?=[^\W\d])")
 _LEAST = 20  # columns of text, however narrow the screen
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """The lines of a text, each at most `width` characters long and without blanks at its end."""
+    """Return the lines of a text, each at most `width` characters without trailing spaces."""
     lines: list[str] = []
     for line in text.splitlines() or [""]:
         glued = _COUNTED.sub(_GLUE, _NAMED.sub(rf"\1{_GLUE}", line))
@@ -42,7 +42,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _folded(word: str, width: int) -> str:
-    """A word with blanks where it has to be broken to fit."""
+    """Return a word with spaces at the necessary breaks."""
     if len(word) <= width:
         return word
     if _GLUE in word:  # too long together
@@ -57,15 +57,15 @@ def _folded(word: str, width: int) -> str:
 
 
 def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
-    """The same, in lines of which the first begins with `first` and all are indented alike."""
+    """Return the wrapped lines: the first begins with `first`, and all have the same indent."""
     head, *rest = wrap(text, max(width - indent, _LEAST))
     lines = [f"{first:<{indent}}{head}", *(f"{'':<{indent}}{line}" for line in rest)]
     return [line.rstrip() for line in lines]
 
 
 def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
-    """A text in at most so many lines: whole, or without its last clauses, or cut. One that is not
-    whole ends with `CUT`.
+    """Return a text in at most `most` lines: complete, without its last clauses, or cut. An
+    incomplete one ends with `CUT`.
     """
     lines = hanging(text, width, first=first, indent=indent)
     clauses = text.split("; ")
@@ -86,7 +86,7 @@ def print_hanging(
 
 
 def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: str) -> None:
-    """Prints a verdict, and what it is of, which begins with the `bold` part."""
+    """Print a verdict and its subject, which begins with the `bold` part."""
     head, *rest = hanging(text, console.width, first=verdict.upper(), indent=VERDICT)
     first = Text(head)
     first.stylize(STYLE[verdict], 0, VERDICT)
@@ -96,21 +96,21 @@ def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: st
 
 
 class Lines:
-    """Labelled lines, printed with the texts below each other."""
+    """Labeled lines, printed with aligned texts."""
 
     def __init__(self, console: Console, *, indent: int = 6) -> None:
         self._console, self._indent = console, indent
         self._found: list[tuple[str, str, int | None]] = []
 
     def add(self, label: str, text: str, *, most: int | None = 1) -> None:
-        """A text, if there is one, of at most so many lines: what does not fit is left out, by
-        clauses. None: all of it; 0: all of it on one line, so that it can be copied.
+        """Add a text, if nonempty, of at most `most` lines; excess clauses are omitted. None:
+        complete; 0: complete on one line, so that it can be copied.
         """
         if text:
             self._found.append((label, text, most))
 
     def print(self) -> bool:
-        """Prints them all; returns whether any of them was cut."""
+        """Print all lines; return True if any was cut."""
         cut = False
         width = max((len(label) for label, *_ in self._found), default=0)
         indent = self._indent + width + 2
@@ -130,7 +130,7 @@ class Lines:
 
 
 def print_trimmed(what: RenderableType, console: Console) -> None:
-    """Prints, without the blanks that fill lines up to the console's width."""
+    """Print without the spaces that fill lines up to the console's width."""
     for line in console.render_lines(what, pad=False):
         while line and not line[-1].text.rstrip():
             line.pop()

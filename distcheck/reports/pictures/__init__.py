@@ -1,8 +1,8 @@
-"""Pictures of a report in SVG: one file each, from what the JSON carries to a `Picture`.
+"""Pictures of a report in SVG: one file each, from JSON entries to a `Picture`.
 
-A picture needs neither script nor style sheet: every shape has a class for the page's style
-sheet, and attributes that show it without one, in the colour of the text around it. Nothing is said
-by colour alone. Sizes are in CSS pixels.
+A picture needs neither script nor style sheet: every shape has a class for the page's style sheet,
+and attributes that display it without one, in the color of the surrounding text. Color is never the
+only carrier of information. Sizes are in CSS pixels.
 """
 
 import math
@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 LEAST_APART = 12.0  # pixels between two numbers of an axis
 WIDTHS = (320, 700)  # the style sheet has a class for each
 
-# How a class looks where the style sheet is blocked.
+# Appearance of a class if the style sheet is blocked.
 _WITHOUT_STYLE = {
     "h0": 'fill="currentColor" fill-opacity=".04"',
     "h1": 'fill="currentColor" fill-opacity=".1"',
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with what it shows in words, and its numbers."""
+    """A picture with its description and its numbers."""
 
     title: str
     says: str
@@ -66,7 +66,7 @@ class Picture:
 
 
 class Drawing:
-    """An SVG that grows; `name` makes the ids of its title and description unique in the page."""
+    """An SVG under construction; `name` makes the ids of its title and description unique."""
 
     def __init__(self, name: str, width: int) -> None:
         self._name = name
@@ -78,7 +78,7 @@ class Drawing:
         return self._width
 
     def path(self, kind: str, d: str, *, title: str = "") -> None:
-        """A path of class `kind`; nothing for an empty one."""
+        """Add a path of class `kind`; nothing for an empty one."""
         if d:
             within = f"<title>{escape(title)}</title>" if title else ""
             self._parts.append(
@@ -86,7 +86,7 @@ class Drawing:
             )
 
     def text(self, x: float, y: float, words: str, *, kind: str = "label", end: str = "") -> None:
-        """Words at their baseline; `end` is SVG's text-anchor."""
+        """Add text at its baseline; `end` is SVG's text-anchor."""
         anchor = f' text-anchor="{end}"' if end else ""
         self._parts.append(
             f'<text class="{kind}" {_WITHOUT_STYLE[kind]} x="{short(x)}" y="{short(y)}"{anchor}>'
@@ -94,7 +94,7 @@ class Drawing:
         )
 
     def markup(self, height: float, *, title: str, says: str) -> Markup:
-        """The whole element. It shrinks where there is no room, and never grows."""
+        """Return the complete element. It shrinks if space is missing, and never grows."""
         name = self._name
         return Markup(
             f'<svg class="w{self._width}" role="img" aria-labelledby="{name}-t {name}-d" '
@@ -110,14 +110,14 @@ def cell(x: float, y: float, width: float, height: float) -> str:
 
 
 def cross(x: float, y: float, width: float, height: float) -> str:
-    """The path of a cross in the middle of a rectangle."""
+    """Return the path of a cross in the middle of a rectangle."""
     side = min(width, height) / 2
     x, y, arm = x + (width - side) / 2, y + (height - side) / 2, short(side)
     return f"M{short(x)} {short(y)}l{arm} {arm}m-{arm} 0l{arm}-{arm}"
 
 
 def line(points: Sequence[tuple[float, float] | None]) -> str:
-    """The path through points, broken where there is none; a lone point is a short dash."""
+    """Return the path through points, with gaps for None; an isolated point is a short dash."""
     d, before = [], False
     for at, point in enumerate(points):
         if point is None:
@@ -132,12 +132,12 @@ def line(points: Sequence[tuple[float, float] | None]) -> str:
 
 
 def short(value: float) -> str:
-    """A coordinate to a tenth of a pixel."""
+    """Format a coordinate to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def clip(words: str, most: int) -> str:
-    """Words cut in the middle to `most` characters: both ends of a parameter's name tell."""
+    """Shorten text in the middle to `most` characters: both ends of a parameter's name matter."""
     if len(words) <= most:
         return words
     left = (most - 1) // 2
@@ -145,7 +145,7 @@ def clip(words: str, most: int) -> str:
 
 
 def ticks(count: int, most: int = 8) -> range:
-    """Positions, evenly spaced from the first, at most about `most` of `count`."""
+    """Return evenly spaced positions from the first, about `most` of `count` at most."""
     if count <= most:
         return range(count)
     rough = count / most
@@ -154,22 +154,22 @@ def ticks(count: int, most: int = 8) -> range:
 
 
 def as_float(value: object) -> float:
-    """A number of the JSON, which writes nan and inf as words."""
+    """Convert a number of the JSON, in which nan and inf are strings."""
     return float(value)  # type: ignore[arg-type]
 
 
 def figure(value: float | None) -> str:
-    """A number for a table or an axis: three digits; a dash where there is none."""
+    """Format a number for a table or an axis: three digits; a dash for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def plural(number: int, what: str) -> str:
-    """ "1 step", "2 steps"."""
+    """Format "1 step", "2 steps"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def labels(ends: list[float | None]) -> list[tuple[int, float]]:
-    """The numbers of the lines that have room for a label at their end, each with its place."""
+    """Return the numbers of the lines with space for a label at their end, each with its place."""
     placed: list[tuple[int, float]] = []
     for place, number in sorted((y, number) for number, y in enumerate(ends) if y is not None):
         if not placed or place - placed[-1][1] >= LEAST_APART:
@@ -178,7 +178,7 @@ def labels(ends: list[float | None]) -> list[tuple[int, float]]:
 
 
 class NumberAxis:
-    """From numbers to pixels, upside up; None for what is not finite."""
+    """Maps numbers to pixels, upwards; None for numbers that are not finite."""
 
     def __init__(self, values: list[float], top: float, height: float) -> None:
         finite = [v for v in values if math.isfinite(v)] or [0.0]
@@ -193,7 +193,7 @@ class NumberAxis:
         self.marks: tuple[float, ...] = (between, *ends)
 
     def figure(self, value: float) -> str:
-        """A number of the axis, with as many digits as tell its ends apart."""
+        """Format a number of the axis, with enough digits to distinguish its ends."""
         largest = max(abs(self._low), abs(self._high))
         digits = 2 + math.ceil(math.log10(largest / (self._high - self._low) + 1))
         return f"{value:.{min(9, max(3, digits))}g}"
@@ -206,7 +206,7 @@ class NumberAxis:
 
 
 class RoundAxis(NumberAxis):
-    """The same with round numbers at its ends and marks."""
+    """A number axis with round ends and marks."""
 
     def __init__(self, values: list[float], top: float, height: float) -> None:
         super().__init__(values, top, height)
@@ -219,5 +219,5 @@ class RoundAxis(NumberAxis):
 
 
 def point(x: float, y: float | None) -> tuple[float, float] | None:
-    """A point of a line; None where there is none."""
+    """Return a point of a line, or None."""
     return None if y is None else (x, y)

@@ -1,4 +1,4 @@
-"""Which ranks hold the same bits: rank by rank, at the step where they first disagree."""
+"""Ranks with equal bits, rank by rank, at the step of their first disagreement."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Groups = dict[str, list[int]]  # digest: ranks
 
 
 def draw(name: str, check: dict[str, Any]) -> Picture:
-    """The first step at which ranks disagree, or the last if they never do."""
+    """Draw the first step at which ranks disagree, or the last if they never do."""
     found = check["digests"]
     steps, ranks = found["steps"], found["ranks"]
     kinds = {kind: [_groups(text) for text in row] for kind, row in found["kinds"].items()}
@@ -60,7 +60,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
 def _told(
     kinds: dict[str, list[Groups]], steps: int, apart: list[tuple[int, str]]
 ) -> list[tuple[int, str, Groups]]:
-    """What the table lists: disagreements, or the last step of all kinds."""
+    """Return the rows of the table: disagreements, or the last step of all kinds."""
     listed = apart[:_MOST_ROWS] or [(steps - 1, kind) for kind in kinds]
     return [(at, kind, kinds[kind][at]) for at, kind in listed]
 
@@ -82,7 +82,7 @@ def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bo
 
 
 def _groups(text: str) -> Groups:
-    """Reads "0-2,5=07306cef 3=9d1c44a0"."""
+    """Parse "0-2,5=07306cef 3=9d1c44a0"."""
     found: Groups = {}
     for part in text.split():
         ranks, _, digest = part.partition("=")

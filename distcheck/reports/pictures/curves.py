@@ -1,4 +1,4 @@
-"""One curve for each run, over steps or epochs."""
+"""One curve per run, over steps or epochs."""
 
 from collections.abc import Sequence
 
@@ -15,17 +15,17 @@ from distcheck.reports.pictures import (
 )
 
 _LEFT, _TOP, _HEIGHT = 64, 8, 220
-_LETTER, _MOST_NAME = 6.4, 24  # pixels of a letter; letters of a name at the end of a line
-_MOST_POINTS = 300  # Chosen: more than two to a pixel would not be seen
-_KINDS = 6  # of lines: solid, and five kinds of dashes
+_LETTER, _MOST_NAME = 6.4, 24  # pixels per letter; letters of a name at the end of a line
+_MOST_POINTS = 300  # Heuristic: more than two per pixel would be invisible
+_KINDS = 6  # line styles: solid, and five kinds of dashes
 Curve = Sequence[float | None]
 
 
 def draw(
     name: str, what: str, unit: str, curves: Sequence[Curve], *, runs: Sequence[str], shares: bool
 ) -> Picture | None:
-    """The curves of `what` over `unit`, with the names of their runs at their ends; None where all
-    are empty. `shares` are shown in per cent, of 0 to 100.
+    """Draw the curves of `what` over `unit`, with run names at their ends; None if all are empty.
+    `shares` are shown in percent, from 0 to 100.
     """
     longest = max(map(len, curves), default=0)
     if not longest:
@@ -72,9 +72,7 @@ def draw(
 
 
 def _labels(ends: Sequence[float | None], names: Sequence[str]) -> list[tuple[float, str]]:
-    """Places and texts; lines that end too near to each other share a line of text, as far as there
-    is room.
-    """
+    """Return places and texts; lines with close ends share a text, if it fits."""
     placed: list[tuple[float, str]] = []
     for place, name in sorted(
         (y, name) for y, name in zip(ends, names, strict=True) if y is not None
@@ -87,7 +85,7 @@ def _labels(ends: Sequence[float | None], names: Sequence[str]) -> list[tuple[fl
 
 
 def _means(curve: Curve, stretch: int) -> list[float | None]:
-    """The mean of every stretch; None where it has a gap."""
+    """Return the mean of every interval; None for one with a gap."""
     found: list[float | None] = []
     for first in range(0, len(curve), stretch):
         part = [v for v in curve[first : first + stretch] if v is not None]

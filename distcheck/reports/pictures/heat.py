@@ -1,4 +1,4 @@
-"""Error over bound by parameter and step; and apart from it, where bits differ."""
+"""Error over bound by parameter and step; separately, places with different bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from distcheck.reports.pictures import (
     ticks,
 )
 
-_LEVELS = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # upper ends, as shares of the bound
+_LEVELS = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # upper ends, as fractions of the bound
 _TOP = 4
-_ROW, _DENSE_ROW, _DENSE_FROM = 14, 11, 24  # heights of a row; from so many rows on, less
-_LETTER = 6.2  # width of a letter of a label
+_ROW, _DENSE_ROW, _DENSE_FROM = 14, 11, 24  # row heights; the smaller from so many rows on
+_LETTER = 6.2  # width of a label's letter
 _LABEL_LETTERS = 27
 
 
@@ -127,7 +127,7 @@ class _Grid:
 
 
 def layer_of(check: dict[str, Any]) -> str:
-    """The layer with a comma before it, where one applies."""
+    """Return the layer after a comma, if there is one."""
     name = layer_name(check["layer"])
     return f", {name}" if name else ""
 
@@ -140,7 +140,7 @@ def _level(share: float) -> int:
 
 
 def _legend(drawing: Drawing, y: float) -> float:
-    """Levels with their upper ends; returns the height of the picture."""
+    """Draw levels with their upper ends; return the height of the picture."""
     for level, end in enumerate(_LEVELS):
         x = 34.0 * level
         drawing.path(f"h{level}", cell(x, y, 33, 10))

@@ -1,4 +1,4 @@
-"""How many elements lie how many ULP above or below what is expected."""
+"""Histogram of the elements' distance in ULP from the expectation."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ _TOP, _HEIGHT, _LEFT = 18, 120, 52  # wide enough for "100,000"
 
 
 def shows_something(check: dict[str, Any]) -> bool:
-    """Whether anything else than equal bits was found; a lone bar tells less than a word."""
+    """Return True if there are other than equal bits; a single bar is no picture."""
     found = check.get("ulp")
     if not found:
         return False
@@ -19,7 +19,7 @@ def shows_something(check: dict[str, Any]) -> bool:
 
 
 def draw(name: str, check: dict[str, Any]) -> Picture:
-    """Bars on a logarithmic scale; bins of powers of two, on both sides of equal bits."""
+    """Draw bars on a logarithmic scale; bins of powers of two, on both sides of equal bits."""
     found = check["ulp"]
     bins = {int(b): int(n) for b, n in found["bins"].items()}
     nonfinite = int(found.get("nonfinite", 0))
@@ -74,18 +74,18 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
 
 
 def _height(number: int, most: float) -> float:
-    """Of a bar; a single element has one as well."""
+    """Return the height of a bar, nonzero for a single element."""
     return _HEIGHT * (0.04 + 0.96 * math.log10(max(number, 1)) / most)
 
 
 def _edge(place: int) -> str:
-    """The end of a bin that is nearer to 0; from 1,024 on as a power of two."""
+    """Format the end of a bin nearer to 0; from 1,024 on as a power of two."""
     sign, size = ("-" if place < 0 else ""), abs(place)
     return f"{sign}2^{size - 1}" if size > 10 else f"{sign}{2**size // 2}"
 
 
 def _bin_name(place: int) -> str:
-    """The ends of a bin, the lower first: "4 to 7", "-7 to -4"."""
+    """Format the ends of a bin, the lower first: "4 to 7", "-7 to -4"."""
     if abs(place) < 2:
         return _edge(place)
     if abs(place) > 10:

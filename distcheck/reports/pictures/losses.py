@@ -1,4 +1,4 @@
-"""The loss of every rank over the reference's, and how far their mean is from it."""
+"""The loss of every rank over the reference's, and the difference of their mean."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _MOST_NUMBERED_STEPS = 400
 
 
 def draw(name: str, check: dict[str, Any]) -> Picture:
-    """Ranks, mean and reference; below, mean less reference, with the bound."""
+    """Draw ranks, mean and reference; below, mean minus reference, with the bound."""
     found = check["loss"]
     steps = found["steps"]
     ranks = [[as_float(loss) for loss in rank] for rank in found["ranks"]]

@@ -1,4 +1,4 @@
-"""The error against the world, and its bound: both axes logarithmic."""
+"""The error against the world size, and its bound: both axes logarithmic."""
 
 import math
 
@@ -8,11 +8,11 @@ from distcheck.reports.scale import Curve, described
 
 _LEFT, _RIGHT, _TOP, _HEIGHT = 58, 14, 10, 170
 _SIDE = 8.0  # of a mark
-_MOST_DECADES = 6  # that are numbered
+_MOST_DECADES = 6  # numbered decades
 
 
 def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
-    """One order; its axes are those of all that stand `beside` it, itself included."""
+    """Draw one order; its axes are those of all curves `beside` it, itself included."""
     drawing = Drawing(name, 320)
     right, bottom = drawing.width - _RIGHT, _TOP + _HEIGHT
     worlds = sorted({point.world for one in beside for point in one.points})
@@ -78,7 +78,7 @@ def _drawn(value: float | None) -> bool:
 
 
 def _range(curves: list[Curve]) -> tuple[int, int]:
-    """The decades that hold every error and bound; two at the least."""
+    """Return the decades that include every error and bound; at least two."""
     values = [v for c in curves for p in c.points for v in (p.error, p.bound)]
     logs = [math.log10(v) for v in values if v is not None and _drawn(v)] or [0.0]
     low, high = math.floor(min(logs)), math.ceil(max(logs))

@@ -1,4 +1,4 @@
-"""The last collectives of every rank, side by side: who is missing, who called something else."""
+"""The last collectives of every rank in columns: missing ranks, deviating calls."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ Call = dict[str, Any]
 
 
 def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
-    """None where no rank could be asked what it had called."""
+    """Draw the calls; None if no rank reported any."""
     calls = {o["rank"]: {_key(c): c for c in o.get("collectives", [])} for o in outcomes}
     keys = _columns({key for of_rank in calls.values() for key in of_rank})
     if not keys:
@@ -56,7 +56,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
 
 
 class _Strips:
-    """The cells of all ranks, gathered by how they look."""
+    """The cells of all ranks, grouped by appearance."""
 
     def __init__(self, drawing: Drawing, width: float) -> None:
         self._drawing, self._width = drawing, width
@@ -92,7 +92,7 @@ def _number(drawing: Drawing, keys: list[Key], width: float) -> None:
 
 
 def _columns(keys: set[Key]) -> list[Key]:
-    """Calls side by side: those of one group together, by number, the last of each."""
+    """Return the columns of calls: grouped by process group, by number, the last of each."""
     groups: dict[tuple[str, bool], list[Key]] = {}
     for key in sorted(keys):
         groups.setdefault(key[:2], []).append(key)
@@ -101,7 +101,7 @@ def _columns(keys: set[Key]) -> list[Key]:
 
 
 def _lanes(keys: list[Key]) -> dict[int, str]:
-    """Where the calls of a group begin, and what to call them."""
+    """Return the first column of each group's calls, and its label."""
     found: dict[int, str] = {}
     for column, key in enumerate(keys):
         if column == 0 or keys[column - 1][:2] != key[:2]:
@@ -122,13 +122,13 @@ def _state(own: dict[Key, Call], key: Key, usual: str) -> str:
     if call is None:
         same = [k[2] for k in own if k[:2] == key[:2]]
         return "missing" if same and key[2] > max(same) and not key[1] else "not seen"
-    if not key[1] and _name(call) != usual:  # sends and receives differ by nature
+    if not key[1] and _name(call) != usual:  # sends and receives always differ
         return "differs"  # in a tie all of them do
     return "same" if call.get("finished", True) else "not finished"
 
 
 def _legend(drawing: Drawing, y: float) -> float:
-    """What the looks mean, in two rows, which fit the narrowest drawing."""
+    """Draw the legend in two rows, which fit the narrowest drawing."""
     lower, column = y + 18, 100
     for x, top, look, words in (
         (0, y, "same", "as most ranks"),
@@ -145,7 +145,7 @@ def _legend(drawing: Drawing, y: float) -> float:
 
 
 def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
-    """What the diagnosis says as well: who called something else, or had not come as far."""
+    """Describe deviating or missing calls with the diagnosis's sentence."""
     parts = []
     apart = calls_apart(calls)
     proven = [str(o["why"]) for o in outcomes if o.get("proven") == "mismatch"]
