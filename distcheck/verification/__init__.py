@@ -1,10 +1,10 @@
-"""The story of a verification, from planned cases to a report; `run` tells it in order.
+"""Runs a verification, from planned cases to a report; `run` is the main sequence.
 
-preparation, inspection   data, a look at the strategy, calibration
-case_run                  a case on its way: what was found out of it, and what is known by now
-session                   worlds one after the other, judges beside them
-book, verdicts            what becomes of each case, and the report
-followups                 what is run once more after a known failure
-given_objects             strategies that are objects, and those of a notebook
-merging                   the reports of several parts as one
+preparation, inspection   data, an inspection of the strategy, calibration
+case_run                  the state of a case: facts, results so far
+session                   runs worlds one after the other, with concurrent judges
+book, verdicts            the report of each case, and of the run
+followups                 reruns after a known kind of failure
+given_objects             strategies given as objects, and those of a notebook
+merging                   merges the reports of several parts
 """

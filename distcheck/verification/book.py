@@ -1,5 +1,5 @@
-"""The book of a verification: what becomes of each case as it finishes, and what is kept of it;
-and runs that end before every case is judged.
+"""Builds the report: adds each case result as it finishes, and saves it; also for runs that end
+before every case is judged.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distcheck.verification.gaps import with_remarks
 from distcheck.verification.progress import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
-# What a case that is kept and one on its way both have, as it is.
+# Fields that a saved case and a running one have in common.
 _SAVED = (
     "case", "facts", "planned", "layout", "outcomes", "rerun_outcomes", "rerun_in", "surroundings",
     "separation", "notes",
@@ -32,7 +32,7 @@ _SAVED = (
 
 
 class Book:
-    """Enters cases as they finish: their report, and what is kept of them."""
+    """Collects cases as they finish: builds their reports and saves them."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Book:
         return list(self._reports.values())
 
     def change(self, runs: Sequence[CaseRun]) -> None:
-        """Takes cases that are run in another way than was planned, in the places of their ids."""
+        """Replace cases, by id, that run differently than planned."""
         changed = {run.case.id: run for run in runs}
         self._runs = [changed.get(run.case.id, run) for run in self._runs]
         for run in runs:
@@ -72,41 +72,41 @@ class Book:
                 self._keep.write_case(run.case, self._made.get(run.case.id))
 
     def report_of(self, run: CaseRun) -> CaseReport | None:
-        """The report of a case that is done and not entered; None where it need not finish."""
+        """Return the report of a finished case before it is entered; None if it need not finish."""
         report = verdicts.report_of(run, replay="")
         return None if self.settles and followups.is_untrained(report) else report
 
     def replace(self, run: CaseRun) -> None:
-        """Takes a case that was changed and run again, in the place of the first of its id."""
+        """Enter a changed case that ran again, in place of the first with its id."""
         if self._keep is not None:
             self._keep.write_case(run.case, self._made.get(run.case.id))
         self.enter(run)
 
     def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
-        """Takes what follow-ups have shown into the reports."""
+        """Add the results of follow-ups to the reports."""
         for report in followups.take_in(self.finished, done):
             if report != self._reports[report.case.id]:
                 self._reports[report.case.id] = report
                 self._note_finished(report)
 
     def amend(self, report: CaseReport) -> None:
-        """Takes a report in the place of the one that it adds to."""
+        """Replace a report by one that extends it."""
         self._reports[report.case.id] = report
         self._note_finished(report)
 
     @property
     def not_counted(self) -> dict[str, str]:
-        """The ids of cases that ran and do not count, each with the reason."""
+        """The ids of cases that ran but do not count, with reasons."""
         return followups.leave_out(self.finished)[1] if self.settles else {}
 
     def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
-        """Takes how far a search went, and the cases that it adds."""
+        """Add the extent of a search, and its cases."""
         self.explored.append(explored)
         self._found += found
 
     def enter(self, run: CaseRun) -> str:
-        """Takes a finished case and returns what to say of it: its verdict, or NOT_FINISHED.
-        Afterwards its traces may go. Raises what a rank has refused.
+        """Enter a finished case; return its verdict, or NOT_FINISHED. Its traces may be freed
+        afterwards. Raises the error with which a rank refused to run.
         """
         if run.refused is not None:
             raise run.refused
@@ -119,7 +119,7 @@ class Book:
         return report.verdict
 
     def stands(self, case: Case) -> bool:
-        """Whether a finished case has failed, and stays failed whatever else is run."""
+        """Return True if a finished case has failed, whatever else is run."""
         return followups.stands(self._reports[case.id])
 
     def _save(self, run: CaseRun, report: CaseReport) -> None:
@@ -131,7 +131,7 @@ class Book:
                 self._keep.write_trace(self._pool, self._saved(run), fds)
         except (OSError, DistcheckError) as error:
             self._note_failure(error)
-        else:  # last: what counts as finished is not run again, nor saved
+        else:  # last: a finished case is neither run nor saved again
             self._note_finished(report)
 
     def _note_finished(self, report: CaseReport) -> None:
@@ -158,8 +158,8 @@ class Book:
         interrupted: bool = False,
         given_up: DistcheckError | None = None,
     ) -> Report:
-        """The report over all cases; those that never finished say what is known of them.
-        `given_up` is what ended the run before they did.
+        """Return the report over all cases, with partial results of unfinished ones. `given_up` is
+        the error that ended the run early.
         """
         cases = tuple(
             self._reports.get(run.case.id) or self._unfinished(run, given_up) for run in self._runs
@@ -191,7 +191,7 @@ class Book:
         if given_up is not None:
             run.notes += (str(given_up),)
         report = verdicts.report_of(run, replay=self._replay(run.case))
-        # What has failed is known, whatever was not judged any more.
+        # A failure is known, even if later parts were not judged.
         return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
 
     def _since_green(self) -> SinceGreen | None:
@@ -212,7 +212,7 @@ class Book:
         return report
 
     def _note_failure(self, error: Exception) -> None:
-        """What a person asked to save and is not saved is an error; our own keeping is not."""
+        """Record a failed save: an error if the user asked for it, else saving stops silently."""
         assert self._keep is not None
         if not self._keep.keep_everything:
             self._keep = None
@@ -227,14 +227,12 @@ class Book:
 
 
 def given_up_on(report: Report, error: DistcheckError) -> Report:
-    """A report that says why the run ended before every case was judged."""
+    """Return a report with the reason why the run ended before every case was judged."""
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
 def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
-    """A case that was saved, as it was when its last world had ended; `fds` are its traces, which
-    it closes.
-    """
+    """Restore a saved case as after its last world; `fds` are its traces, which it closes."""
     return CaseRun(
         **{name: getattr(saved, name) for name in _SAVED},
         traces=dict(zip(("world", "rerun"), fds, strict=False)),
@@ -243,7 +241,7 @@ def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a verification; carries the report on what had been judged by then."""
+    """Raised for Ctrl-C during a verification; carries the report so far."""
 
     def __init__(self, report: Report) -> None:
         super().__init__("interrupted")
@@ -251,7 +249,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class GivenUpError(HelperError):
-    """The run lost what it needs; carries the report on what had been judged by then."""
+    """Raised if the run lost a process that it needs; carries the report so far."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(report.given_up)
@@ -261,7 +259,7 @@ class GivenUpError(HelperError):
 
 @contextlib.contextmanager
 def reported(book: Book) -> Iterator[None]:
-    """Around the running of cases: whatever ends it takes along the report on what there is."""
+    """Attach the report so far to exceptions that end the running of cases."""
     try:
         yield
     except KeyboardInterrupt:
@@ -278,7 +276,7 @@ def nothing_judged(
     *,
     unfinished: bool = False,
 ) -> Report:
-    """The report of a run that was given up before any rank of it began."""
+    """Return the report of a run that was given up before any rank started."""
     unknown = [
         CaseReport(
             case=case,

@@ -1,4 +1,4 @@
-"""A case on its way from plan to report: what was found out of it, and what is known by now."""
+"""The state of a case from plan to report: facts, and results so far."""
 
 import os
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ from distcheck.verification.process_state import state_lines
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 
-WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; what takes it apart
+WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; bisection of a rerun
 
-_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
+_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's time
 _INTERRUPTED = "the run was interrupted before it; let it end, and the cause is looked for"
 _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further": "further run"}
 
 
 def is_separate(case: Case) -> bool:
-    """Whether a case's rerun is to be in separate interpreters: on the CPU, where LOCAL_RANK
-    chooses no device, and not within a job of MPI's, whose ranks are its own, or in one process.
+    """Return True if a case's rerun uses separate interpreters: on the CPU, where LOCAL_RANK
+    selects no device, and outside MPI jobs and single-process worlds.
     """
     own_ranks = name_of(case.backend) in ("mpi", "simulated")
     return case.separate and case.rerun and case.device == "cpu" and not own_ranks
@@ -40,16 +40,15 @@ def is_separate(case: Case) -> bool:
 
 @dataclass(eq=False, kw_only=True)
 class CaseRun:
-    """A case, what its checks must compare, how its ranks ended, and what judges found.
+    """A case, its required coverage, the exit status of its ranks, and the judges' results.
 
-    `surroundings` are those of the rerun; `rerun_in` says the same, or why they are not what was
-    asked for. `taking_apart` is how a rerun that differed is looked at, `of_rerun` what its own
-    steps were judged to be, `separation` what further worlds have shown of it. `seen` is what a
-    closer look at a failed case has measured, `like` the case that fails in the same way and was
-    looked at in its place. `not_run` says why no rank was started, or why
-    what ran does not count, `defect` which one of distcheck's own ended a rank, `refused` what a
-    rank refused to run. Only the session changes it while it runs; one that is `kept` is closed by
-    another.
+    `surroundings` are those of the rerun; `rerun_in` describes them, or why they differ from the
+    request. `taking_apart` bisects a rerun that differed, `of_rerun` are the results of its own
+    steps, `separation` is the outcome. `seen` are the measurements of a failed case, `like` a case
+    that fails in the same way and was measured instead. `not_run` is why no rank was started, or
+    why the run does not count, `defect` a defect of distcheck that ended a rank, `refused` the
+    error with which a rank refused to run. Only the session changes a case while it runs; the owner
+    closes a `kept` one.
     """
 
     case: Case
@@ -82,7 +81,7 @@ class CaseRun:
         return self.facts.contract
 
     def cut_short(self) -> None:
-        """Says, where a closer look was due, that the run ended before it."""
+        """Note that the run ended before pending measurements."""
         if self.seen is None and not self.finished and diagnosis.worth_a_look(self.results):
             self.seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
 
@@ -91,22 +90,21 @@ class CaseRun:
             os.close(self.traces.popitem()[1])
 
     def keep(self, fd: int, what: WorldName) -> None:
-        """Takes the trace of a world, in place of an earlier one of its kind."""
+        """Keep the trace of a world, in place of an earlier one of its kind."""
         if what in self.traces:
             os.close(self.traces[what])
         self.traces[what] = fd
 
     @property
     def rerun_differed(self) -> bool:
-        """Whether the rerun ended in another way than the first world, or left other bits."""
+        """True if the rerun ended differently from the first world, or with other bits."""
         if any(outcome.outcome != RankEnd.FINISHED for outcome in self.rerun_outcomes):
             return True
         return any(r.check == "rerun" and r.verdict == "fail" for r in self.results)
 
     def decide_surroundings(self, why_not: str) -> None:
-        """Those of the rerun; `why_not` says why there are no separate interpreters, if so. A
-        person's own delays are for the first world, and the rerun is there to show what they
-        change: it has none.
+        """Set the rerun's surroundings; `why_not` is why there are no separate interpreters. The
+        user's delays apply only to the first world; the rerun, which shows their effect, has none.
         """
         case = self.case
         in_one_process = name_of(case.backend) == "simulated"
@@ -125,8 +123,8 @@ class CaseRun:
         self.rerun_in = self.surroundings.describe(case.world)
 
     def conclude(self, found: Separation) -> None:
-        """Takes what further worlds have shown of a rerun that differed, with the lines that it
-        may come from, and whether what it did is right as well.
+        """Set the outcome of bisecting the rerun, with suspicious source lines, and if it was right
+        as well.
         """
         finished = all(outcome.outcome == RankEnd.FINISHED for outcome in self.rerun_outcomes)
         passed = bool(self.of_rerun) and all(r.verdict == "pass" for r in self.of_rerun or ())
@@ -135,8 +133,8 @@ class CaseRun:
         self.separation = msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
 
     def deadline_s(self, what: WorldName) -> float:
-        """Of a world: one that takes a rerun apart may be one of several that hang, and the first
-        world has shown how long one takes that does not.
+        """Return the deadline of a world: shorter for those that bisect a rerun, since several may
+        hang, and the first world shows the usual duration.
         """
         if what != "further":
             return self.case.deadline_s
@@ -155,7 +153,7 @@ class CaseRun:
 
 
 def new_trace(layout: TraceLayout) -> int:
-    """Shared memory for a trace; it takes up no more than what is written to it."""
+    """Allocate shared memory for a trace; unwritten parts use none."""
     try:
         return sealed_memory("distcheck-trace", layout.total_bytes)
     except OSError as error:

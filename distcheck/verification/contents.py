@@ -1,7 +1,7 @@
-"""What a run had in it, and so what its pass does not show. No torch.
+"""The features that a run's cases had, and so the limits of its pass. No torch.
 
-A pass says nothing of what no case had: a tensor that is larger, a step that comes later, a second
-parameter group. That is read off the cases themselves, so the sentence is as long as it must be.
+A pass shows nothing about features that no case had: a larger tensor, a later step, a second param
+group. These limits are derived from the cases.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 _MOST_KINDS = 12
 
-# What a case may have, and how a report names it.
+# Features of a case, by their name in a report.
 _FEATURES: Mapping[str, str] = {
     "groups": "several parameter groups",
     "schedule": "a learning-rate schedule",
@@ -54,7 +54,7 @@ _FEATURES: Mapping[str, str] = {
     "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
 }
 
-# Features that a case has if its workload declares an event, and it was seen to happen.
+# Features that a case has if its workload declares an event, and it happened.
 _EVENTS: Mapping[str, type[Happening]] = {
     "non_finite": happenings.NotFinite,
     "unfrozen": happenings.Unfrozen,
@@ -63,7 +63,7 @@ _EVENTS: Mapping[str, type[Happening]] = {
 }
 
 
-# What no workload has, whatever its features are.
+# Properties that no workload has, whatever its features.
 _IN_NO_CASE = ("parameter names; the time",)
 
 
@@ -74,7 +74,7 @@ def contents_of(
     *,
     surroundings: Surroundings = TOGETHER,
 ) -> Contents:
-    """What a case that was run had in it; `surroundings` are its rerun's."""
+    """Return the features of a case that ran; `surroundings` are its rerun's."""
     model, training = facts.model, facts.training
     with_data = len(case.with_data)
     sizes = shard_sizes(case.steps, size=facts.train_size, batch=case.batch, world=with_data)
@@ -130,13 +130,13 @@ def contents_of(
 
 
 def of_document(cases: Sequence[Mapping[str, Any]]) -> list[Contents]:
-    """What the cases of a JSON report had in them, as far as it says so."""
+    """Return the features of the cases of a JSON report, if recorded."""
     found = [case["contents"] for case in cases if case.get("contents")]
     return [msgspec.convert(contents, Contents) for contents in found]
 
 
 def not_shown(cases: Sequence[Contents]) -> tuple[str, ...]:
-    """What a pass of these cases shows nothing about; nothing where there is no case."""
+    """Return the properties that a pass of these cases does not cover; empty without cases."""
     return tuple(_not_shown(cases)) if cases else ()
 
 
@@ -185,7 +185,7 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
 
 
 def _bytes_of(dtype: str) -> int:
-    """How many an element has: 4 of "float32"."""
+    """Return the bytes of an element: 4 for "float32"."""
     digits = "".join(filter(str.isdigit, dtype))
     return int(digits) // 8 if digits else 0
 

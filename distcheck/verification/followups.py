@@ -1,27 +1,25 @@
-"""What is run once more, or not counted, when a strategy's cases have failed for a known reason.
+"""Reruns of failed cases, and cases that do not count, for known kinds of failure.
 
-What may come of a call that was not waited for is run once in a simulated world, which sees every
-use of a tensor in flight: processes see what happened to be in it. Where it stops at such a call,
-that is the cause, in place of what follows from it.
+A failure that may come from an unwaited call is run once in a simulated world, which sees every use
+of a tensor in flight; processes see only its accidental contents. If the simulated world stops at
+such a call, that is the cause, and replaces its consequences.
 
-Four kinds of right code fail in the default cases, and none of them in a usual training:
+Four kinds of correct code fail in the default cases, but not in typical trainings:
 
-- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`), which the lattice and the
-  composite have, or one of five (`channels_last`), which the composite has. They are run again with
-  another parameter in its place, and those reports take the first ones' places
-- code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
-  which is added for S64, with numbers of float32 or an exception that names a dtype. Where every
-  float32 case passed, that case is left out
-- code that takes no account of gradients that some ranks do not have: it raises or hangs in the
-  cell that the default run adds for them, which is left out then (`plan/cells_to_run.py`)
-- code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
-  equal shards is run to say what passes then; also where nothing explains the failure, since there
-  a cause that weights hide may have a name
+- code that cannot handle a scalar (0-d) parameter (`x[:]`, `len(x)`), which the lattice and the
+  composite have, or a 5-d one (`channels_last`), which the composite has. These cases rerun with
+  another parameter in its place, and replace the first reports
+- code that computes in float32 whatever the gradients' dtype: it fails in the float64 case added
+  for S64, with values representable in float32 or an exception that names a dtype. If every float32
+  case passed, that case is left out
+- code that ignores gradients missing on some ranks: it raises or hangs in the cell that the default
+  run adds for them, which is then left out (`plan/cells_to_run.py`)
+- code that weights ranks equally although shards are uneven: it is wrong there, and stays so. A
+  case with equal shards runs to report if it passes; also if the failure is unexplained, since
+  weights may hide a cause that has a name
 
-What is not judged for such a reason is said in a note, with the option that asks for it. A rank
-that is killed, leaves or is stopped excuses nothing.
-
-No torch here.
+A note lists the properties that are not judged for such a reason, with the option that tests them.
+A rank that is killed, exits or is stopped excuses nothing. No torch here.
 """
 
 import re
@@ -44,7 +42,7 @@ from distcheck.worlds.pool import Pool
 
 Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-# The parameter that code may be unable to take: what it is, what comes in its place, what has one.
+# Parameters that code may not handle: description, replacement, example.
 _ODD = {
     "no scalar": ("without dimensions", "a vector of one element", "a logit scale"),
     "no volume": ("of five dimensions", "one of four", "a 3-d convolution"),
@@ -53,34 +51,34 @@ _WITHOUT: dict[Kind, dict[str, str]] = {
     "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
     "no volume": {"composite": "composite:no-volume"},
 }
-# A dtype, in the words of torch, NumPy, Python and the backends.
+# A dtype, in the terms of torch, NumPy, Python and the backends.
 _DTYPE = re.compile(
     r"\b(?:dtypes?|(?:scalar|tensor|data) types?|b?float(?:16|32|64)|complex(?:64|128)|[Dd]ouble"
     r"|Float|Half|(?:Float|Double|Half)Tensor)\b"
 )
-# What gradients are called that were used before an exchange had ended.
+# Causes named for gradients that were used before a collective had completed.
 _RACES = {"nondeterministic", "partial-sync", "duplicated-rank", "one-rank-only", "unexplained"}
-_FOLLOW = {"no-sync", "replicas-differ", "wrong-update"}  # from one, though each has other causes
+_FOLLOW = {"no-sync", "replicas-differ", "wrong-update"}  # consequences, also with other causes
 _MOST_SHOWN = 160  # characters of an error
 
 
 class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to run because of another one's report."""
+    """A case to run because of another case's report."""
 
     case: Case
     kind: Kind
     of: CaseReport
 
     def replaces(self, done: CaseReport) -> bool:
-        """Whether its report takes the place of the first one: also where it shows that the code
-        fails for another reason, the dtype.
+        """Return True if its report replaces the first one, also if it shows another reason for the
+        failure, the dtype.
         """
         by_dtype = _is_companion(self.case) and _names_dtype(done)
         return self.kind in _ODD and (done.ranks_finished or by_dtype)
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
-    """The cases to run after these: of equal shards at most one for a strategy and world."""
+    """Return the cases to run after these; with equal shards at most one per strategy and world."""
     found: dict[tuple[object, ...], FollowUp] = {}
     for report in (report for report in reports if not is_untrained(report)):
         for kind in _KINDS:
@@ -97,7 +95,7 @@ def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
 
 
 def _without(kind: Kind, report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
-    """Ranks crashed on a workload that has such a parameter, and on another one they did not."""
+    """Return a case without such a parameter, if ranks crash with it and not on other workloads."""
     alike = _siblings(report, reports)
     finished = any(r.ranks_finished for r in alike)
     without = _WITHOUT[kind].get(report.case.workload)
@@ -138,7 +136,7 @@ def take_in(
 
 def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
     of, own = follow_up.of.case, report.case
-    # It may stand in the first one's place already; another follow-up's has no part in this one.
+    # It may already replace the first one; another follow-up's does not concern this one.
     here = own.id == of.id and own.workload in (of.workload, follow_up.case.workload)
     if not here or not follow_up.replaces(done):
         return report
@@ -163,7 +161,7 @@ def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> Cas
 
 
 def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
-    """What the simulated world has stopped at, in place of what processes made of it."""
+    """Replace the causes found with processes by the misuse that the simulated world found."""
     misuses = [one for one in done.diagnosis if one.cause in MISUSES]
     left = [one for one in report.diagnosis if one.cause not in _RACES | _FOLLOW]
     same = report.case.siblings == follow_up.of.case.siblings
@@ -180,7 +178,9 @@ _CHANGES = {"equal shards": _with_hint, "in flight": _with_misuse}
 
 
 def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
-    """Code without weights is right, or wrong in another way as well, where shards are equal."""
+    """Add the result with equal shards: code that weights ranks equally passes there, or has
+    another failure.
+    """
     if cause.cause != "unweighted-mean":
         return cause
     shards = len(case.with_data)
@@ -196,9 +196,8 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
 
 
 def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
-    """The reports that count, with notes on those that do not, and why they do not, by their id:
-    the float64 cases of code that computes in float32, and the cells of the default run that ranks
-    do not finish.
+    """Return the reports that count, with notes on the others, and by id why those do not: float64
+    cases of float32 code, and default cells that ranks do not finish.
     """
     out: dict[str, str] = {}
     untrained = [r for r in reports if is_untrained(r) and _siblings(r, reports)]
@@ -206,9 +205,9 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     for report in reports:
         alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
         why = _why_not_float64(report) if _is_companion(report.case) else ""
-        # One of the two may have been run again without its scalar.
+        # One of the two may have been rerun without its scalar.
         same = [r for r in alike if _base(r.case) == _base(report.case)]
-        # A crash that the same workload does not have in float32 comes of the dtype, also where
+        # A crash that the same workload does not have in float32 is caused by the dtype, even if
         # gradients are wrong.
         ran = bool(same) and all(r.ranks_finished for r in same)
         passed = ran and all(r.verdict == "pass" for r in alike)
@@ -218,7 +217,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     left = [(r, out[r.case.id]) for r in reports if r.case.id in out]
     for report in untrained:
         out[report.case.id] = _untrained_note(report)
-        # Beside a failure it says nothing: the code may have ended there for the same reason.
+        # Next to a failure it shows nothing: the code may have ended for the same reason.
         if all(r.verdict != "fail" for r in _siblings(report, kept)):
             left.append((report, out[report.case.id]))
     notes: Callable[[CaseReport], list[str]] = lambda report: [  # noqa: E731
@@ -232,7 +231,7 @@ def _base(case: Case) -> str:
 
 
 def _is_companion(case: Case) -> bool:
-    """Whether it is the float64 case that a float32 case is given, and was not asked for."""
+    """Return True for the float64 case that was added to a float32 case, not requested."""
     return case.dtype == "float64" and case.layers == (IN_FLOAT64,)
 
 
@@ -244,7 +243,7 @@ def _why_not_float64(report: CaseReport) -> str:
 
 
 def _names_dtype(report: CaseReport) -> bool:
-    """Whether ranks failed with an exception that names one: no other is a matter of dtypes."""
+    """Return True if ranks failed with an exception that names a dtype."""
     return _crashed(report) and _DTYPE.search(_error(report)) is not None
 
 
@@ -258,30 +257,30 @@ def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
 
 
 def stands(report: CaseReport) -> bool:
-    """Whether a report has failed for what no other case can excuse: known before these are run."""
+    """Return True if no other case can excuse this report's failure; known before these run."""
     excused = is_untrained(report) or _is_companion(report.case)
     odd = any(report.case.workload in names for names in _WITHOUT.values())
     return report.verdict == "fail" and not excused and not (odd and _crashed(report))
 
 
 def is_untrained(report: CaseReport) -> bool:
-    """Whether the code could not train a case that counts only if ranks finish it: it raised, or
-    waits for ever, or its calls do not match (which may make gloo kill a rank), or it exchanged
-    nothing, as buckets that wait for every parameter. A rank that ends in another way shows nothing
-    about it.
+    """Return True if the code could not train a case that only counts if ranks finish: it raised,
+    deadlocked, had mismatched calls (for which gloo may kill a rank), or did not synchronize, such
+    as buckets that wait for every parameter. Ranks that ended otherwise show nothing about the
+    code.
     """
     ended = report.ranks_failed and not any(map(_is_gone, report.outcomes))
     return (ended or _exchanged_nothing(report)) and counts_if_finished(report.case)
 
 
 def _exchanged_nothing(report: CaseReport) -> bool:
-    """Whether every rank holds its own gradients; one rank's, in a world of two, are the same."""
+    """Return True if every rank holds local gradients; with two ranks, one rank's look the same."""
     causes = {one.cause for one in report.diagnosis}
     return "no-sync" in causes and causes <= {"no-sync", "one-rank-only"}
 
 
 def _is_gone(outcome: Outcome) -> bool:
-    """Whether a rank ended, or was stopped, by something else than what its calls came to."""
+    """Return True if a rank was ended by something other than its calls."""
     if outcome.outcome not in (RankEnd.KILLED, RankEnd.EXITED, RankEnd.LOST):
         return outcome.silence == "stopped"
     return not (outcome.proven or outcome.sizes_differ)
@@ -305,7 +304,7 @@ def _untrained_note(report: CaseReport) -> str:
 
 
 def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseReport]:
-    """The other cases of the same code, called in the same way, in the same world."""
+    """Return the other cases of the same code, called in the same way, in the same world."""
     case = report.case
     return [
         r
@@ -316,13 +315,13 @@ def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseRep
 
 
 def _crashed(report: CaseReport) -> bool:
-    """Whether ranks raised, and none ended in another way: killed, gone, or waiting."""
+    """Return True if ranks raised, and none was killed, exited or hung."""
     ends = {o.outcome for o in report.outcomes} - {RankEnd.FINISHED, RankEnd.ENDED}
     return report.ranks_failed and ends == {RankEnd.RAISED}
 
 
 def _error(report: CaseReport) -> str:
-    """The error of the first rank that ended by itself, in one line."""
+    """Return the error of the first rank that failed by itself, in one line."""
     first: Outcome = min(report.outcomes, key=lambda o: (RankEnd(o.outcome).place, o.rank))
     return _shortened(first.error or first.reason or first.last_call or first.outcome)
 
@@ -337,8 +336,8 @@ _OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
 
 
 def schedules_are_due(report: CaseReport) -> bool:
-    """Whether schedules of a case are to be searched: where it passed, a failure is theirs; where
-    its ranks did not finish, it may be that only buffers would save it.
+    """Return True if schedules of a case must be searched: after a pass, a failure is due to them;
+    if ranks did not finish, buffered sends may be what saves it.
     """
     passed = report.verdict != "fail"
     return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)
@@ -352,14 +351,14 @@ def with_schedules(
     data_fd: int | None,
     show: Callable[[str], None],
 ) -> CaseReport:
-    """The report with the check `schedules`. Raises CannotRunError where they cannot be run."""
+    """Return the report with the check `schedules`. Raises CannotRunError if they cannot run."""
     case = report.case
     found = _search(pool, case, description, data_fd, show)
     replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
     result, causes = schedules.judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
     checks = (*report.checks, result)
-    if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
+    if report.verdict == "fail":  # its failure is the ranks' exit, whose cause may be refined
         named = [c for c in report.diagnosis if not causes or c.cause not in _OF_ENDS]
         return msgspec.structs.replace(report, checks=checks, diagnosis=(*causes, *named))
     return msgspec.structs.replace(

@@ -1,7 +1,7 @@
-"""What a strategy's code uses that no case of a run has exercised, and the option that does.
+"""Features that a strategy's code uses without any case exercising them, and the options that do.
 
-A pass shows nothing of it, and of all that a pass does not show it matters most. What is read off
-the code is a hint (`training/adapters/uses.py`): it fails nothing. No torch.
+A pass shows nothing about them, and among all uncovered properties they matter most. Features are
+derived from the code as hints (`training/adapters/uses.py`): they fail nothing. No torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from distcheck.records import CaseReport, Contents, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.run_facts import Use
 
-# Of each feature: what a pass does not show, and what would. Those of `contents._FEATURES` are
-# exercised where a case has them, the others as `_EXERCISED` says.
+# By feature: the uncovered property, and the option that covers it. Features in
+# `contents._FEATURES` are exercised if a case has them, the others as in `_EXERCISED`.
 _GAPS: Mapping[str, tuple[str, str]] = {
     "late": ("what begins at step {number}", "--workload twelve_steps --steps {after}"),
     "size": ("tensors or buckets of {number:,} elements or bytes", "--workload over_25_mib"),
@@ -65,7 +65,7 @@ _EXERCISED: Mapping[str, Callable[[Use, Sequence[Contents]], bool]] = {
 
 
 def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
-    """The reports, the first of each strategy that passed with a remark for each of its gaps."""
+    """Return the reports, with a warning per gap in the first report of each passing strategy."""
     found = list(reports)
     for strategy in dict.fromkeys(report.case.strategy for report in reports):
         own = [n for n, report in enumerate(reports) if report.case.strategy == strategy]
@@ -78,7 +78,7 @@ def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
 
 
 def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
-    """A remark for each gap of one strategy, the most specific ones first."""
+    """Yield a warning for each gap of one strategy, the most specific ones first."""
     seen = set[str]()
     for use in sorted(_open(cases), key=lambda use: (_ORDER.index(use.feature), use.line)):
         what, option = _GAPS[use.feature]

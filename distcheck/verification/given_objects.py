@@ -1,10 +1,10 @@
-"""Strategies that are given as objects: the names that ranks import them by.
+"""Strategies given as objects: the names by which ranks import them.
 
-Ranks import what they judge. No module holds a notebook, and a script that calls `distcheck.verify`
-outside of `if __name__ == "__main__":` would call it again in every rank. So a definition there is
-copied into a file by its source, and with it what its code names: imports, constants, and other
-definitions of `__main__`. What has another kind of value cannot be written into a file, and is
-refused.
+Ranks import the code that they judge. No module holds a notebook, and a script that calls
+`distcheck.verify` outside `if __name__ == "__main__":` would call it again in every rank. So a
+definition there is copied into a file from its source, together with the names that it uses:
+imports, constants, and other definitions of `__main__`. Other values cannot be written into a file,
+and are refused.
 """
 
 import __future__
@@ -33,14 +33,15 @@ _PLAIN = (int, str, bytes, bool, type(None))
 
 
 def copied(name: str) -> str:
-    """The path of a file with the definition of `name` in `__main__`. Raises UsageError where the
-    source is not known or names what cannot be copied, CannotRunError where it cannot be written.
+    """Return the path of a file with the definition of `name` in `__main__`. Raises UsageError if
+    the source is unknown or uses values that cannot be copied, CannotRunError if it cannot be
+    written.
     """
     text = _Copy(vars(sys.modules["__main__"]), name).text()
     digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
     path = own_folder("cells") / f"{name}-{digest}.py"
     try:
-        private.write(path, text)  # also over one that was edited since
+        private.write(path, text)  # even over an edited one
     except OSError as error:
         raise CannotRunError(
             f"{path} cannot be written: {error.strerror}; work in a writable folder"
@@ -49,7 +50,7 @@ def copied(name: str) -> str:
 
 
 def is_running_unguarded(script: ModuleType) -> bool:
-    """Whether the code of a script runs now, outside of an `if` that asks for `__name__`."""
+    """Return True if the code of a script runs now, outside an `if` that tests `__name__`."""
     frame = inspect.currentframe()
     while frame is not None and not (
         frame.f_globals is vars(script) and frame.f_code.co_name == "<module>"
@@ -64,7 +65,7 @@ def is_running_unguarded(script: ModuleType) -> bool:
 
 
 class _Copy:
-    """What is put together; dependencies come before what needs them where a module begins."""
+    """Assembles a copy; dependencies come before the code that needs them at import."""
 
     def __init__(self, names: dict[str, Any], name: str) -> None:
         self._names, self._root = names, name
@@ -80,7 +81,7 @@ class _Copy:
 
     def _add(self, name: str) -> None:
         if name in self._seen or name not in self._names or name.startswith("__"):
-            return  # a builtin, or what would be missing in the notebook as well
+            return  # a builtin, or missing in the notebook as well
         self._seen.add(name)
         value = self._names[name]
         if isinstance(value, ModuleType):
@@ -118,7 +119,7 @@ class _Copy:
         self._definitions[name] = source
 
     def _place(self, value: Any, code: CodeType) -> "tuple[ast.AST, str, bool] | None":
-        """The definition around a line of code, its source, and whether annotations are texts."""
+        """Return the definition around a line, its source, and if annotations are strings."""
         lines = linecache.getlines(code.co_filename, self._names)
         for node in ast.walk(_tree(code.co_filename, self._names)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == value.__name__:
@@ -132,7 +133,7 @@ class _Copy:
 
 
 def _tree(filename: str, names: dict[str, Any]) -> ast.Module:
-    """A cell or file, as it was run; empty where it is not known."""
+    """Return the tree of a cell or file, as it was run; empty if unknown."""
     try:
         return ast.parse("".join(linecache.getlines(filename, names)))
     except (SyntaxError, ValueError):
@@ -140,7 +141,7 @@ def _tree(filename: str, names: dict[str, Any]) -> ast.Module:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """The code of a function; of a class, of its own methods."""
+    """Yield the code of a function, or of a class's own methods."""
     members = vars(value).values() if isinstance(value, type) else (value,)
     for member in members:
         member = member.fget if isinstance(member, property) else member
@@ -151,14 +152,14 @@ def _codes(value: Any) -> Iterator[CodeType]:
 
 
 def _globals(table: symtable.SymbolTable, *, top: bool = True) -> set[str]:
-    """Names that the code takes from its module, while it is defined and when it runs."""
+    """Return the global names that the code uses, when it is defined and when it runs."""
     symbols = [one for one in table.get_symbols() if one.is_referenced()]
     own = {one.get_name() for one in symbols if top or one.is_global()}
     return own.union(*(_globals(inner, top=False) for inner in table.get_children()))
 
 
 def _submodules(node: ast.AST, names: dict[str, Any]) -> Iterator[str]:
-    """Imports of `a.b` for code that says `a.b.c`, which another cell may have imported."""
+    """Yield imports of `a.b` for code with `a.b.c`, which another cell may have imported."""
     for one in ast.walk(node):
         parts: list[str] = []
         while isinstance(one, ast.Attribute):
@@ -176,7 +177,7 @@ def _import(module: str, name: str) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `repr` writes a value that Python reads again as it is."""
+    """Return True if `repr` of a value evaluates to the same value."""
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     if type(value) is dict:
@@ -185,7 +186,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _importing(name: str, value: Any) -> str:
-    """The import by which a module that is loaded gives this very object; empty where none does."""
+    """Return the import that yields this very object from a loaded module, or ""."""
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "layout"):
         return f"import torch\n{name} = {value!r}"
     loaded = {
@@ -203,10 +204,10 @@ def _importing(name: str, value: Any) -> str:
 def names_of(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
 ) -> tuple[str, ...]:
-    """Names as they are, and the one name of an object.
+    """Return names unchanged, and the one name of an object.
 
-    Raises UsageError for an object that ranks would not find under its name: they import its
-    module afresh, and would judge what stands there. Of a notebook its source is copied.
+    Raises UsageError for an object that ranks would not find under its name: they import its module
+    again, and would judge another object. For a notebook, its source is copied.
     """
     if isinstance(strategy, str | os.PathLike):
         return (os.fspath(strategy),)
@@ -233,13 +234,13 @@ def names_of(
     if module == "__main__":
         script = sys.modules[module]
         module = getattr(script, "__file__", None) or ""
-        if not module or is_running_unguarded(script):  # a notebook, or what would run once more
+        if not module or is_running_unguarded(script):  # a notebook, or code that would run again
             module = copied(name.partition(".")[0])
     return (f"{module}:{name}",)
 
 
 def _found(module: str, name: str) -> object:
-    """What has that name in a module that has been imported; None if nothing has."""
+    """Return the object of that name in an imported module, or None."""
     try:
         return functools.reduce(getattr, name.split("."), sys.modules[module])
     except (KeyError, AttributeError):
@@ -247,7 +248,7 @@ def _found(module: str, name: str) -> object:
 
 
 def _is(one: object, other: object) -> bool:
-    """A class's own method is another object each time that it is asked for."""
+    """Return True for the same object, or two accesses of one bound method."""
     return one is other or (
         getattr(one, "__self__", None) is getattr(other, "__self__", one)
         and getattr(one, "__func__", None) is getattr(other, "__func__", other)

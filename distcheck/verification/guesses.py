@@ -1,10 +1,10 @@
-"""A guess about how code is called is a hypothesis: if it fails, the others are tried first.
+"""Treats the guess about how code is called as a hypothesis: if it fails, alternatives are tried.
 
 The form of code, and the methods that are called, may be guesses. If a case fails under the first
-guess, the strategy's other cases wait, and the smallest case is run with that guess and with every
-other way that the code admits (`training/adapters/hypotheses.py`). `decide` then chooses: the guess
-stands, another way takes its place, or the person is asked. A guess that has passed a case is not
-doubted again. Only code that fails costs extra time.
+guess, the strategy's other cases wait, and the smallest case runs with that guess and with every
+other way that the code admits (`training/adapters/hypotheses.py`). `decide` then keeps the guess,
+takes another way, or asks the user. A guess that has passed a case is no longer in question. Only
+failing code takes extra time.
 """
 
 import re
@@ -30,12 +30,12 @@ from distcheck.verification.session import OnFinished, Session
 from distcheck.workloads import about, datasets
 from distcheck.worlds.pool import Pool
 
-# Causes that say what was seen, and do not explain numbers by an exchange.
+# Causes that describe observations without explaining values by a synchronization.
 _NOT_EXPLAINED = {
     "unexplained", "crash", "hang", "unreachable", "wrong-update", "wrong-local-gradient",
     "optimizer-not-stepped",
 }  # fmt: skip
-# What code says that finds nothing where its script has put something.
+# Errors of code that lacks something its script would have set up.
 _LACKS = re.compile(
     r"NoneType|has no attribute|is not defined|KeyError|"
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
@@ -44,13 +44,13 @@ _NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs ar
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
-_SMALL_SHARD = 12  # samples of each rank; chosen
+_SMALL_SHARD = 12  # Heuristic: samples of each rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A way to call code, and what came of it: `seen` in words; whether an exchange was observed,
-    and whether a cause explains the numbers that it left.
+    """A way to call code, and its result: `seen` as text, if communication was observed, and if a
+    cause explains the resulting values.
     """
 
     way: Adaptation
@@ -62,7 +62,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decision:
-    """The guess stands, a way takes its place, or one of `ways` is to be chosen by the person."""
+    """The guess stands, a way replaces it, or the user must choose one of `ways`."""
 
     what: Literal["stands", "take", "ask"]
     ways: tuple[Trial, ...] = ()
@@ -70,11 +70,11 @@ class Decision:
 
 
 def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
-    """What follows from trials on the smallest case.
+    """Decide, given trials on the smallest case.
 
-    A guess that passes there is right, and what failed elsewhere is a failure. If one other way
-    alone passes, it is the form. If several pass, or none, the person is asked, unless a cause
-    explains what the code exchanged: under the guess, or else in one way alone.
+    A guess that passes there is right, and failures elsewhere are failures. If only one other way
+    passes, it is the form. If several pass, or none, the user is asked, unless a cause explains the
+    synchronized values: under the guess, or in exactly one way.
     """
     if guess.passed:
         return Decision("stands")
@@ -90,7 +90,7 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
 
 
 def trial_of(run: CaseRun) -> Trial:
-    """A trial from how its run ended."""
+    """Return a trial with the result of its run."""
     way = run.case.adaptation
     if run.refused is not None:
         why = str(run.refused).partition(". ")[0].partition("\n")[0]
@@ -104,7 +104,7 @@ def trial_of(run: CaseRun) -> Trial:
     proven = any(outcome.proven for outcome in report.outcomes)
     raised = next((o.error for o in report.outcomes if o.error and not o.lost_peer), "")
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
-    # Code that calls no collective exchanges in no form.
+    # Code without collectives communicates in no form.
     sure = used or not run.facts.exchanges
     explained = _is_of_update(report) or bool(named - {"no-sync"}) or ("no-sync" in named and sure)
     return Trial(
@@ -117,15 +117,15 @@ def trial_of(run: CaseRun) -> Trial:
 
 
 def _is_of_update(report: CaseReport) -> bool:
-    """Whether a case failed although all of its gradients are right."""
+    """Return True if a case failed although all of its gradients are right."""
     gradients = {result.verdict for result in report.checks if result.check == "gradients"}
     return report.verdict == "fail" and gradients == {"pass"}
 
 
 @dataclass(eq=False)
 class Guess:
-    """The guess about one strategy: whether it is `right`, as it has passed a case, whether it has
-    `failed` one, and whether it was decided about; the cases that are done, and those that wait.
+    """The guess about one strategy: if it is `right` (has passed a case), has `failed` one, and is
+    `settled`; finished cases, and waiting ones.
     """
 
     strategy: str
@@ -138,8 +138,8 @@ class Guess:
     def settle(
         self, pool: Pool, book: Book, data: preparation.Data, session: Session, enter: OnFinished
     ) -> Sequence[CaseRun]:
-        """Decides, and returns the cases that are left to run. Raises UsageError where the person
-        has to say how the code is called.
+        """Decide, and return the remaining cases to run. Raises UsageError if the user must specify
+        how the code is called.
         """
         self.settled = True
         case = self.done[0].case
@@ -162,8 +162,8 @@ class Guess:
         return runs
 
     def _ask(self, case: Case, decision: Decision) -> None:
-        """Raises UsageError where the person is to say how the code is called, or to set up what it
-        needs. What a person has said, or a rank has refused, is reported as it is.
+        """Raise UsageError if the user must specify how the code is called, or set up its
+        requirements. Specified forms and refusals are reported unchanged.
         """
         passed = any(trial.passed for trial in decision.ways)
         known = case.adaptation.form or any(run.refused is not None for run in self.done)
@@ -182,7 +182,7 @@ class Guess:
         data: preparation.Data,
         session: Session,
     ) -> Decision:
-        """Tries the guess, then each tier of other ways until one has a way that passes."""
+        """Try the guess, then each tier of other ways until one has a way that passes."""
         if not any(ways):
             return Decision("stands")
         small = _smallest(self.done[0].case)
@@ -207,13 +207,13 @@ class Guess:
         return decide(first, [one for one in tried if one is not first])
 
     def close(self) -> None:
-        """Frees what its cases keep."""
+        """Free the traces of its cases."""
         for run in self.done:
             run.close()
 
 
 class Guesses:
-    """Those of a verification, one for each strategy."""
+    """The guesses of a verification, one per strategy."""
 
     def __init__(self) -> None:
         self._of: dict[str, Guess] = {}
@@ -224,21 +224,21 @@ class Guesses:
         report_of: Callable[[CaseRun], CaseReport | None],
         set_aside: Callable[[str], list[CaseRun]],
     ) -> bool:
-        """Whether a case that is done is kept until its guess is decided about, with those of its
-        strategy that have not begun; one that passes shows that the guess is right.
+        """Return True if a finished case is kept until its guess is decided, together with its
+        strategy's unstarted cases; a pass confirms the guess.
         """
         guess = self._of.setdefault(run.case.strategy, Guess(run.case.strategy))
         if guess.settled or run.case.world == 1 or not run.facts.guessed or run.not_run:
             return False
         is_lost = any(o.outcome in (RankEnd.LOST, RankEnd.KILLED) for o in run.outcomes)
-        if is_lost or isinstance(run.refused, CannotRunError):  # however the code is called
+        if is_lost or isinstance(run.refused, CannotRunError):  # independent of the calling form
             return False
         report = None if run.refused is not None else report_of(run)
         if report is None and run.refused is None:
             return False
         verdict = "fail" if report is None else report.verdict
         guess.right |= verdict == "pass"
-        # The gradients of a step are the same, whichever rank keeps the optimizer's state.
+        # The gradients of a step are the same, whichever rank keeps the optimizer state.
         known = guess.right and not (report is not None and _is_of_update(report))
         if not guess.failed and (known or verdict == "pass"):
             return False
@@ -249,17 +249,17 @@ class Guesses:
         return True
 
     def open(self) -> list[Guess]:
-        """Those with cases that are kept."""
+        """Return the guesses with kept cases."""
         return [guess for guess in self._of.values() if guess.done and not guess.settled]
 
     def close(self) -> None:
-        """Frees what is kept."""
+        """Free all kept cases."""
         for guess in self._of.values():
             guess.close()
 
 
 def _planned(pool: Pool, cases: Sequence[Case], data: preparation.Data) -> list[CaseRun]:
-    """Cases as they are to run; of several those that are refused are left out."""
+    """Return the planned runs of cases; of several, refused ones are omitted."""
     try:
         facts = preparation.inspect(pool, cases, data)
         return preparation.plan_runs(pool, cases, facts.cases, data)[0]
@@ -270,9 +270,9 @@ def _planned(pool: Pool, cases: Sequence[Case], data: preparation.Data) -> list[
 
 
 def _smallest(case: Case) -> Case:
-    """The smallest case that shows whether code is called in the right way: a plain model with
-    equal shards, or the case's own workload where that is a person's, or what is accepted or
-    trained goes with it.
+    """Return the smallest case that shows if code is called correctly: a plain model with equal
+    shards, or the case's own workload if it is the user's, or belongs to an accepted deviation or
+    form.
     """
     shards = len(case.with_data)
     batch = max(1, min(case.batch, _SMALL_SHARD * shards) // shards) * shards
@@ -290,7 +290,7 @@ def _smallest(case: Case) -> Case:
 
 
 def note_on(taken: Trial) -> str:
-    """What a report says of a way that took the guess's place."""
+    """Return the report's note on a way that replaced the guess."""
     report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
     return (
         f"{FOUND_AS}the first guess failed, and of the code's other forms only "
@@ -299,7 +299,7 @@ def note_on(taken: Trial) -> str:
 
 
 def question(case: Case, decision: Decision) -> UsageError:
-    """What the person is asked."""
+    """Return the question to the user."""
     passed = [trial for trial in decision.ways if trial.passed]
     how = (
         f"passes in {len(passed)} ways"
@@ -318,11 +318,9 @@ def question(case: Case, decision: Decision) -> UsageError:
 
 
 def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
-    """The error for code that, whenever it was called, lacked what its own script sets up, before
-    it had exchanged anything; None for any other.
-    """
+    """Return the error for code that lacks its script's setup before communicating, or None."""
     ends = [outcome for run in runs for outcome in run.outcomes if not outcome.lost_peer]
-    # A collective without a place is torch's own, as of a DistributedDataParallel that is made.
+    # A collective without a place is torch's own, as in the constructor of DistributedDataParallel.
     silent = [one for one in ends if one.call is None or not one.call.place]
     raised = [one for one in silent if one.outcome == RankEnd.RAISED]
     if not raised or len(raised) < len([o for o in ends if o.outcome != RankEnd.ENDED]):
@@ -344,8 +342,8 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
 
 
 def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
-    """The error for code that ended and exchanged nothing, and that looks for attributes which only
-    its own script sets; None for any other.
+    """Return the error for code that did not communicate, and that tests attributes which only its
+    script sets, or None.
     """
     marks = runs[0].facts.marks
     raised = any(one.outcome == RankEnd.RAISED for run in runs for one in run.outcomes)

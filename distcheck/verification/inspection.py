@@ -1,4 +1,4 @@
-"""The first job of a run: look at strategy, workload, data and machine before any rank starts."""
+"""The first job of a run: inspects strategy, workload, data and machine before any rank starts."""
 
 import ast
 import platform
@@ -45,7 +45,7 @@ from distcheck.worlds.reporter import Reporter
 
 
 def check_loss(case: Case, strategy: LoadedStrategy) -> None:
-    """Raises UsageError for a loss contract beside a strategy that has its own."""
+    """Raise UsageError for a loss contract in addition to a strategy's own."""
     promised = strategy.contract.loss
     if promised and strategy.backward is not None:
         raise UsageError(
@@ -67,7 +67,7 @@ def check_loss(case: Case, strategy: LoadedStrategy) -> None:
 
 
 def check_global_sum(case: Case, facts: CaseFacts) -> None:
-    """Raises UsageError for a loss that needs the tokens of all ranks before backward."""
+    """Raise UsageError for a loss that needs the tokens of all ranks before backward."""
     if case.loss == "sum/global" and facts.by_tokens:
         raise UsageError(
             f"--loss sum/global counts samples, and workload {case.workload} counts tokens; give "
@@ -76,7 +76,7 @@ def check_global_sum(case: Case, facts: CaseFacts) -> None:
 
 
 def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
-    """Raises UsageError for ranks without data beside a promise of what every rank gives."""
+    """Raise UsageError for ranks without data if the strategy makes promises about every rank."""
     if not case.adaptation.without_data:
         return
     if strategy.backward is not None or not strategy.contract.is_bare:
@@ -88,7 +88,7 @@ def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
 
 
 def check_mesh(case: Case, contract: Contract) -> None:
-    """Raises UsageError for a mesh that does not fit the world, and what does not go with one."""
+    """Raise UsageError for a mesh that does not fit the world, or incompatible options."""
     try:
         mesh = contract.mesh(case.world)
     except ValueError as error:
@@ -110,17 +110,17 @@ def check_mesh(case: Case, contract: Contract) -> None:
 
 
 def takes_loss(strategy: LoadedStrategy) -> bool:
-    """Whether `--loss` says what backward gets: it promises nothing of that."""
+    """Return True if `--loss` applies: the strategy promises nothing about its loss."""
     return strategy.backward is None and strategy.contract.observes_loss
 
 
-_SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
-_SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
+_SAMPLES = 8  # samples whose rows are counted: rows selected by value are no multiple
+_SAME_ROWS = 1e-2  # Heuristic, relative to their norm: far above rounding; other rows differ more
 
 
 @INSPECT.does
 def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> Facts:
-    """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
+    """Load everything once. Raises UsageError or CannotRunError with the problem."""
     if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
         raise CannotRunError(why)
     seeds.pin_determinism()
@@ -131,7 +131,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     facts, looked_at = [], dict[str, Look]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
-        with seeds.under(seeds.settings()):  # puts back what their file sets
+        with seeds.under(seeds.settings()):  # restores settings changed by their file
             strategy = load_strategy(case.strategy, case.adaptation)
             if case.strategy not in looked_at:
                 looked_at[case.strategy] = look_at_code(case.strategy, case.adaptation)
@@ -166,7 +166,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         )
     first = job.cases[0]
     devices.enter(first.device, 0)
-    seeds.pin_determinism()  # files of theirs have been loaded
+    seeds.pin_determinism()  # their files have been loaded
     return Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
 
 
@@ -174,7 +174,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
 def list_ways(
     job: InspectionRequest, fds: Descriptors, reporter: Reporter
 ) -> tuple[tuple[Adaptation, ...], ...]:
-    """The ways in which the only case's strategy may be called besides the first."""
+    """Return the alternative ways to call the single case's strategy."""
     seeds.pin_determinism()
     enter_world_of_one()
     (case,) = job.cases
@@ -184,7 +184,7 @@ def list_ways(
 
 
 def _syncs_statistics(file: str) -> bool:
-    """Whether the code in a file makes SyncBatchNorm of a model's BatchNorm."""
+    """Return True if a file's code converts a model's BatchNorm to SyncBatchNorm."""
     try:
         nodes = list(ast.walk(parse_source(Path(file))))
     except (OSError, SyntaxError):
@@ -195,7 +195,7 @@ def _syncs_statistics(file: str) -> bool:
 
 
 def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
-    """Versions, machine and settings, as a report records them."""
+    """Return versions, machine and settings, as recorded in a report."""
     return {
         "distcheck": __version__,
         "torch": str(torch.__version__),
@@ -215,7 +215,7 @@ def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
 
 @EXAMINE.does
 def examine(nothing: bytes, fds: Descriptors, reporter: Reporter) -> dict[str, Any]:
-    """What `distcheck doctor` asks of a process with torch in it."""
+    """Return the facts for `distcheck doctor` that need torch."""
     import torch.distributed as dist
 
     seeds.pin_determinism()
@@ -253,7 +253,7 @@ def _cpu_model() -> str:
 
 
 def look_at(ingredients: Ingredients) -> CaseFacts:
-    """What there is to know of a workload, from a forward pass over two samples."""
+    """Return the facts about a workload, from a forward pass over two samples."""
     saved_bytes = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     model = ingredients.model()
     _check_statistics(ingredients.case, model)
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-    # What a workload does before its first step may put them into another mode.
+    # A workload may change their mode before its first step.
     changes = hasattr(ingredients.loaded.workload, "before_step")
     normalises = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
@@ -275,11 +275,11 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     try:
         with saved, roundings, calls_of(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
-    except Exception:  # theirs, or of something compiled that bears no such mode
+    except Exception:  # theirs, or compiled code that rejects the mode
         with saved, calls_of(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
-    # NumPy may have been loaded within; then there is nothing to hold its state against.
+    # NumPy may have been imported inside; then its earlier state is unknown.
     draws = draws or not seeds.library_states().startswith(libraries_before)
     frozen = sum(not parameter.requires_grad for parameter in model.parameters())
     layout = describe_model(ingredients, model)
@@ -328,7 +328,7 @@ def _output(calls: Calls) -> TensorSpec | None:
 
 
 def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
-    """The classes of the modules that hold a parameter or a buffer themselves."""
+    """Return the classes of the modules that directly hold parameters or buffers."""
     found = {
         type(module).__name__
         for module in model.modules()
@@ -338,13 +338,13 @@ def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _groups(ingredients: Ingredients, model: torch.nn.Module) -> int:
-    """How many groups of parameters the workload's optimizer has; people's own may have none."""
+    """Return the number of param groups of the workload's optimizer; custom ones may have none."""
     optimizer = ingredients.optimizer(model.parameters())
     return len(getattr(optimizer, "param_groups", ())) or 1
 
 
 def _check_statistics(case: Case, model: torch.nn.Module) -> None:
-    """Raises UsageError for a forward pass that needs the other ranks'."""
+    """Raise UsageError for a forward pass that needs other ranks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
             raise UsageError(
@@ -355,8 +355,8 @@ def _check_statistics(case: Case, model: torch.nn.Module) -> None:
 
 
 class _Roundings(TorchDispatchMode):
-    """Notes the floating-point dtypes of a model's parameters, and those that operations round
-    longer ones to. An autocast that is for a GPU rounds nothing here, and is noted as well.
+    """Records the floating-point dtypes of parameters, and those that operations round to. An
+    autocast for a GPU rounds nothing here, but is recorded.
     """
 
     supports_higher_order_operators = True
@@ -379,7 +379,7 @@ class _Roundings(TorchDispatchMode):
 
 
 def _eps(tensor: torch.Tensor) -> float:
-    """What its dtype rounds by, relatively; 0 where that is not a floating-point one."""
+    """Return the relative spacing of a dtype; 0 if it is not floating-point."""
     floating = tensor.is_floating_point() or tensor.is_complex()
     return spacing(tensor.dtype) if floating else 0.0
 
@@ -391,7 +391,7 @@ def _name(dtype: torch.dtype) -> str:
 def _rows_seen(
     ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[BatchNorm], samples: int
 ) -> list[torch.Tensor]:
-    """What each call of a BatchNorm is given in a forward pass over the first samples."""
+    """Return the inputs of each BatchNorm call in a forward pass over the first samples."""
     seen: list[torch.Tensor] = []
 
     def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -410,11 +410,11 @@ def _rows_seen(
 def _rows_apart(
     ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[BatchNorm]
 ) -> bool:
-    """Whether BatchNorm sees rows whose samples are not known.
+    """Return True if BatchNorm receives rows whose samples are unknown.
 
-    There may be several for a sample: then all samples have as many, and the first sample's come
-    first, and are what they are where it is alone. (In eval mode, in which they do not depend on
-    one another.)
+    There may be several per sample: then all samples have the same number, the first sample's come
+    first, and equal those of a batch with only that sample (in eval mode, in which rows are
+    independent).
     """
     samples = min(_SAMPLES, ingredients.samples.size(train=True))
     if all(len(rows) == samples for rows in _rows_seen(ingredients, model, norms, samples)):
@@ -422,7 +422,7 @@ def _rows_apart(
     model.eval()
     try:
         several, alone = (_rows_seen(ingredients, model, norms, count) for count in (samples, 1))
-    except Exception:  # theirs: it may be no model for one sample, or for another mode
+    except Exception:  # theirs: it may not support one sample, or another mode
         return True
     if [len(rows) for rows in several] != [samples * len(rows) for rows in alone]:
         return True

@@ -1,4 +1,4 @@
-"""Whether a case fits on this machine, known before anything is started."""
+"""Estimates if a case fits on this machine, before anything is started."""
 
 import math
 import resource
@@ -11,16 +11,15 @@ from distcheck.recordings.traces.layout import TraceLayout, spec_bytes
 from distcheck.records import Case
 from distcheck.training.jobs import CaseFacts
 
-_PER_RANK_BYTES = 25 << 20  # what a forked rank with gloo adds to the helper that it came from
-_PER_THREAD_BYTES = 1 << 20  # of a rank that is a thread: its stack, its model's objects
+_PER_RANK_BYTES = 25 << 20  # added by a forked gloo rank to its helper process
+_PER_THREAD_BYTES = 1 << 20  # of a rank that is a thread: its stack and model objects
 _FDS_PER_RANK = 4
 _FDS_SPARE = 64
 
 
 def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> int:
-    """An estimate of the peak: ranks that train here, the trace of all, one reference at work.
-
-    Local gradients are stored once per rank, everything else once where the ranks agree.
+    """Estimate the peak in bytes: ranks training here, the trace of all, one active reference.
+    Local gradients are stored once per rank, everything else once if the ranks agree.
     """
     model = sum(
         _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
@@ -32,16 +31,16 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_her
 
 
 def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
-    """An estimate of what one judge needs: the whole batch, and every rank's gradients."""
+    """Estimate the bytes of one judge: the full batch, and every rank's gradients."""
     model = _size(layout, Kind.PARAMETER) + _size(layout, Kind.OPTIMIZER)
     gradients = (case.world + 5) * _size(layout, Kind.GRADIENT)  # 5: mean and bound in float64
-    if facts.training.accumulate > 1:  # what the passes' absolute values add up to, in float64
+    if facts.training.accumulate > 1:  # summed absolute values of the passes, in float64
         gradients += case.world * 8 * sum(spec.elements for spec in layout.specs(Kind.GRADIENT))
     return _PER_RANK_BYTES + 2 * model + gradients + facts.saved_bytes_per_sample * case.batch
 
 
 def trace_bytes(case: Case, layout: TraceLayout) -> int:
-    """What the traces of a correct case take up: the rerun's tensors are those of the first run."""
+    """Return the bytes of a correct case's traces: the rerun shares the first run's tensors."""
     runs = 2 if case.rerun else 1
     shared = _size(layout, Kind.GRADIENT) + _size(layout, Kind.PARAMETER)
     shared += _size(layout, Kind.BUFFER) * case.world + _size(layout, Kind.OPTIMIZER)
@@ -50,8 +49,8 @@ def trace_bytes(case: Case, layout: TraceLayout) -> int:
 
 
 def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
-    """Raises CannotRunError when memory or file descriptors cannot suffice for the ranks that are
-    on this machine, and for the traces of all.
+    """Raise CannotRunError if memory or file descriptors cannot suffice for this machine's ranks
+    and the traces of all.
     """
     _raise_descriptor_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

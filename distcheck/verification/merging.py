@@ -1,8 +1,7 @@
-"""`distcheck merge`: the reports of a plan's parts, put together again, and of jobs beside them.
+"""Merges the reports of a plan's parts, and those of jobs: `distcheck merge`.
 
-It works on documents, as they were written, and adds nothing to them but what is missing: a cell
-that was planned, and that no report holds, is unknown. The report of a job, and of a replay, has no
-plan: what it holds is all that was asked for.
+It works on documents as written, and only adds missing items: a planned cell in no report is
+unknown. Reports of jobs and replays have no plan: they contain everything that was requested.
 """
 
 from collections import Counter
@@ -26,21 +25,21 @@ from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
-# Of these, two runs of the same case may have different ones.
+# Fields that may differ between two runs of the same case.
 _OF_THE_MOMENT = ("timings_s", "replay", "strategy_file")
 _VERSIONS = ("distcheck", "torch", "python", "cpu")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A report, and the file that it came from."""
+    """A report, and its file."""
 
     file: str
     document: dict[str, Any]
 
 
 def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: bool) -> int:
-    """Reads, joins, writes and shows; returns the exit code of the whole."""
+    """Read, merge, write and show reports; return the exit code of the whole."""
     check_outputs(files)
     parts = [read_part(file) for file in dict.fromkeys(files_in)]
     with damage_said(*(part.file for part in parts)):
@@ -54,7 +53,7 @@ def read_part(file: str) -> Part:
 def show_whole(
     whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Shows what was joined of parts, and writes its files; returns its exit code."""
+    """Show the merged report and write its files; return its exit code."""
     lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
@@ -66,8 +65,8 @@ def show_whole(
 
 
 def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """One document of all; `lost` says by a part's number why it is not there. Raises UsageError
-    for parts of different plans, or at odds.
+    """Merge documents; `lost` gives, by a part's number, why it is missing. Raises UsageError for
+    parts of different or conflicting plans.
     """
     for part in parts:
         check_document(part.document, part.file)
@@ -136,8 +135,8 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
 
 
 def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
-    """The cases of reports that have no plan. Every job calls its case alike, so a name that is
-    taken gets a number.
+    """Return the cases of reports without a plan. All jobs use the same case name, so a duplicate
+    gets a number.
     """
     found: list[dict[str, Any]] = []
     names = set(taken)
@@ -152,7 +151,7 @@ def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[st
 
 
 def _made(parts: Sequence[Part]) -> dict[str, Any]:
-    """Where the whole comes from: put together here and now; the commit is that of all parts."""
+    """Return the origin of the whole: merged here and now; the commit, if common to all parts."""
     commits = {
         (made["commit"], made["clean"])
         for part in parts
@@ -165,7 +164,7 @@ def _made(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """How far every planned search went; one that no report holds is unknown."""
+    """Return the extent of every planned search; one in no report is unknown."""
     found = [one for part in parts for one in part.document.get("explored") or []]
     there = Counter(one["strategy"] for one in found)
     for search in plan.get("searches") or []:
@@ -215,7 +214,7 @@ def _check_alike(
 
 
 def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> dict[str, Any]:
-    """Placeholder for a planned case that is in no part, with the keys that every case has."""
+    """Return a placeholder for a planned case in no part, with the keys of every case."""
     where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
     why = f": {lost[entry['shard']]}" if entry["shard"] in lost else ""
     missing = CaseEntry(
@@ -228,7 +227,7 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
 
 
 def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
-    """As for one run; it could not be saved where a part could not."""
+    """Return the exit code of one run; CANNOT_RUN if a part could not be saved."""
     code = code_of(whole)
     unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
     stands = code in (ExitCode.MISMATCH, ExitCode.RANK_FAILED)
@@ -236,7 +235,7 @@ def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
 
 
 def _differences(parts: Sequence[Part]) -> list[str]:
-    """What the machines of the parts did not have in common: no verdict changes by it."""
+    """Return differences between the parts' machines: no verdict depends on them."""
     found = []
     for name in _VERSIONS:
         values = {str(part.document["environment"].get(name)): part.file for part in parts}

@@ -1,15 +1,16 @@
-"""The code that a process was started for, and distcheck's own.
+"""Limits the code that a process lends its ranks to, and tells defects of distcheck from those of
+others.
 
-A process that lends its ranks runs the code that its own command line named, no other. The front
-says which case a rank trains. It may choose another built-in workload, batch or delay, as
-follow-ups do; strategies, and whatever a case names by module or file, must be among those that
-this process was started with.
+A process that lends its ranks runs only code of its own command line. The front-end process selects
+the case of a rank: it may choose another built-in workload, batch or delay, as follow-ups do;
+strategies, and modules or files that a case names, must be among those that this process was
+started with.
 
-A traceback alone does not say that what ended a rank is a defect of distcheck's own: a strategy,
-workload or value of others may leave behind what distcheck falls over, in frames of distcheck
-alone. So an exception is called a defect where it is one by its traceback and its class
-(`blame.own_defect`), and no code or data of others had been loaded: the rank had not come so far,
-or the case names none. Otherwise the rank has crashed, and its outcome says where.
+A traceback alone does not prove a defect of distcheck: objects of a strategy or workload may make
+code of distcheck fail, with only its own frames in the traceback. An exception is a defect if its
+traceback and class indicate one (`blame.own_defect`) and no foreign code or data were loaded: the
+rank had not got that far, or the case names none. Otherwise the rank has crashed, and its outcome
+names the place.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import internal_error
 from distcheck.worlds.local.children import Child
 
-_TARGETS = (CALIBRATE.target, RECORD.target, TRAIN.target)  # what a front may have done here
+_TARGETS = (CALIBRATE.target, RECORD.target, TRAIN.target)  # functions that rank 0 may start here
 
 
 class _Meeting(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class _Training(msgspec.Struct, frozen=True):
 
 
 class Allowed:
-    """The code of `cases`, and what is built in."""
+    """Set of the code of `cases`; built-in code is always allowed."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._named = {one for case in cases for one in named(case)}
@@ -56,11 +57,11 @@ class Allowed:
     def prepare(
         self, name: str, data_dir: str, *, download: bool
     ) -> tuple[Job[Any, bytes], PrepareRequest]:
-        """The job that reads a data set, and what it is asked."""
+        """Return the job that reads a data set, and its request."""
         return PREPARE, PrepareRequest(name=name, data_dir=data_dir, download=download)
 
     def check(self, target: str, payload: bytes) -> None:
-        """Raises CannotRunError for a rank's job that would run other code."""
+        """Raise CannotRunError if a rank's job would run code that is not allowed."""
         if target not in _TARGETS:
             raise CannotRunError(f"rank 0 asks for {target}; that is not a job of a rank")
         try:
@@ -81,7 +82,7 @@ class Allowed:
 
 
 def is_built_in(what: str, spec: str) -> bool:
-    """Whether a case's workload or backend is distcheck's own; nothing else of it is."""
+    """Return True if a case's workload or backend is distcheck's own; False for all other parts."""
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
         return place in loading.workload_names() or spec != place_of(spec)
@@ -89,7 +90,7 @@ def is_built_in(what: str, spec: str) -> bool:
 
 
 _STRATEGIES = "distcheck_strategies"  # other installed strategies are a user's
-_BEFORE = "rendezvous"  # the phase in which ranks meet; what they train is loaded after it
+_BEFORE = "rendezvous"  # the phase in which ranks meet; the code under test is loaded after it
 
 
 def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> InternalError | None:
@@ -102,7 +103,7 @@ def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> Inte
 
 
 def is_own_alone(case: Case) -> bool:
-    """Whether a case runs distcheck's own code on data that distcheck makes, and no other."""
+    """Return True if a case runs only distcheck's own code, on generated data."""
     if case.data in FILE_DATASETS or case.adaptation != Adaptation():
         return False
     return all(_is_own(what, spec) for what, spec in named(case))

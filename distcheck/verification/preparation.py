@@ -1,4 +1,4 @@
-"""What happens before ranks start: data into memory, a look at everything, calibration."""
+"""Prepares a run before ranks start: data into memory, inspection of the code, calibration."""
 
 import contextlib
 import os
@@ -59,8 +59,8 @@ _BY_THE_KERNEL = "the kernel does that where memory is short, and so does kill -
 
 
 def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
-    """Why a world of one process that is over has neither an answer nor an error; None where it
-    has one of these.
+    """Return the error for a finished world of one process that gave neither a result nor an error;
+    None if it gave one.
     """
     child = world.children[0]
     if child.done is not None or child.raised is not None or child.spawn_error or child.lost:
@@ -82,28 +82,28 @@ def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
 
 
 def _where(child: Child) -> str:
-    """The innermost place that it was at, as far as it could say."""
+    """Return " at FILE:LINE" for the innermost known place of a process; "" if unknown."""
     text = child.stacks.text if child.stacks is not None else ""
     crashed = child.low_level_stacks.rpartition("Current thread")[2]
     low = [one for one in _PLACE.findall(crashed) if not one[0].startswith(OWN_CODE)]
-    places = _PLACE.findall(text)[-1:] or low[:1]  # innermost last, and first
+    places = _PLACE.findall(text)[-1:] or low[:1]  # last in the one, first in the other
     return f" at {places[0][0]}:{places[0][1]}" if places else ""
 
 
 _DEFAULT_DATA_DIR = "data"
-_WITH_TORCH = ("gloo", "simulated")  # backends that are there wherever torch and distcheck are
-_MOST_SIMULATED = 8  # ranks with which a simulated order is tried; chosen
-_LEAST_LOADING_S = 30.0  # idle seconds: a file may wait for something when it is imported
-# Orders that are facts about a library; the others are of the strategy's own making.
+_WITH_TORCH = ("gloo", "simulated")  # backends that exist with every torch and distcheck
+_MOST_SIMULATED = 8  # Heuristic: ranks that try a simulated order
+_LEAST_LOADING_S = 30.0  # Heuristic: idle seconds; a file may wait while it is imported
+# Orders that are properties of a library; others are defined by the strategy.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
-# What a pool has confirmed: facts about its torch, in an environment. Of gloo's only: what other
-# backends add up with may be another library, or no longer work, the next time.
+# Confirmed calibrations of a pool's torch, by environment; only of gloo and simulated worlds: the
+# library of another backend may change or break between runs.
 _confirmed: WeakKeyDictionary[Pool, dict[str, Calibration]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Data:
-    """A file data set in shared memory; `fd` is None where samples are computed."""
+    """A file data set in shared memory; `fd` is None if samples are computed."""
 
     fd: int | None = None
     description: bytes = b""
@@ -112,7 +112,7 @@ class Data:
 
 @contextlib.contextmanager
 def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
-    """Reads a data set of files once, in a process of its own. Raises CannotRunError."""
+    """Read a file data set once, in its own process. Raises CannotRunError."""
     if name not in FILE_DATASETS:
         yield Data()
         return
@@ -135,7 +135,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
-    """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
+    """Load every strategy and workload once; return facts. Raises UsageError, CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
         description=data.description,
@@ -154,7 +154,7 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
 
 
 def ways_to_call(pool: Pool, case: Case) -> tuple[tuple[Adaptation, ...], ...]:
-    """The ways in which a case's strategy may be called besides the first, in tiers."""
+    """Return the alternative ways to call a case's strategy, in tiers."""
     request = InspectionRequest(cases=(case,), description=b"")
     world = start_job(pool, WAYS, request, {}, deadline_s=max(_LEAST_LOADING_S, case.deadline_s))
     run_until_over(pool, world)
@@ -171,11 +171,11 @@ def plan_runs(
     data: Data,
     spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
-    """Layouts and planned checks of every case, and the cases that are left out, with the reason;
-    calibrates what X relies on, once per world.
+    """Return the layout and planned checks of every case, and the reason for each case left out;
+    calibrate the orders that X relies on, once per world.
 
-    Leaves a case out, with a note beside its siblings as well, where its strategy's wire could not
-    carry its numbers, or where it does not fit on this machine and its world is `spare`. Raises
+    A case is left out, with a note on its sibling cases, if its strategy's wire dtype cannot carry
+    its numbers, or if it does not fit on this machine and its world is in `spare`. Raises
     CannotRunError for any other case that does not fit on this machine, or on its backend.
     """
     for case, about in zip(cases, facts, strict=True):
@@ -231,14 +231,14 @@ def plan_runs(
 
 
 def _outputs(about: CaseFacts, most: int) -> tuple[TensorSpec, ...]:
-    """The table of what the model returns for each of at most so many samples, in a layout."""
+    """Return the specification of the model's outputs for up to `most` samples, in a layout."""
     if not about.contract.parallel or about.output is None:
         return ()
     return (msgspec.structs.replace(about.output, shape=(most, *about.output.shape)),)
 
 
 def sizes_in(case: Case, about: CaseFacts) -> list[list[int]]:
-    """Per step, how many samples each rank with data reads."""
+    """Return the number of samples that each rank with data reads, per step: [steps][ranks]."""
     mesh = about.contract.mesh(case.world)
     world = len(case.with_data) if mesh is None else mesh.data
     sizes = shard_sizes(case.steps, size=about.train_size, batch=case.batch, world=world)
@@ -248,7 +248,7 @@ def sizes_in(case: Case, about: CaseFacts) -> list[list[int]]:
 def _notes(
     case: Case, about: CaseFacts, sizes: Sequence[Sequence[int]], data: Data
 ) -> Iterator[str]:
-    """What a person should know about a case before reading its verdict."""
+    """Yield remarks that a reader needs before the verdict of a case."""
     if data.note and case.data in FILE_DATASETS:
         yield data.note
     if about.note:
@@ -265,12 +265,12 @@ def _notes(
 
 
 def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
-    """Notes it on the cases of its strategy and world; where there is none, and it may be noted
-    `elsewhere`, on those of other worlds.
+    """Note a case left out on cases of the same strategy and world or, if there are none and
+    `elsewhere`, of other worlds. Raises LeftOutError if there are none at all.
     """
     siblings = [run for run in runs if run.case.siblings == case.siblings]
     if counts_if_finished(case) and siblings:
-        return  # it was not asked for, and what a pass does not show names what it has
+        return  # it was not requested; the limits of a pass name it
     if not siblings and elsewhere:
         reason = f"world {case.world}: {reason}"
         siblings = [run for run in runs if run.case.strategy == case.strategy]
@@ -286,7 +286,7 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
 def _calibrate_for(
     pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
 ) -> Calibration:
-    """Tries the orders that any case on this world relies on, in a world of this size."""
+    """Try the orders that any case in this world relies on, in a world of this size."""
     orders: dict[Order, None] = {}
     dtypes: set[str] = set()
     for other, about in zip(cases, facts, strict=True):
@@ -294,17 +294,17 @@ def _calibrate_for(
         if alike and isinstance(about.contract.order, TO_CONFIRM):
             orders[about.contract.order] = None
             dtypes |= {about.contract.wire or dtype for dtype in _exchanged(other, about)}
-    # A backend that is a library of its own is tried in any case: with it, more can be amiss than
-    # `backends.missing` is able to tell.
+    # A backend with its own library is tried in any case: it can fail in ways that
+    # `backends.missing` does not detect.
     name = name_of(case.backend)
     if case.world == 1 or (not orders and name in _WITH_TORCH):
         return Calibration()
-    # What a simulated world adds in which order does not change with its size, DDP's buckets
-    # neither: a thousand ranks need not fill memory with vectors to show it.
+    # The order of a simulated world and of DDP's buckets does not depend on the world size: a
+    # thousand ranks need not fill memory with vectors.
     world = min(case.world, _MOST_SIMULATED) if name == "simulated" else case.world
     what = (case.backend, world, tuple(orders), sorted(dtypes), case.device, case.deadline_s)
     surroundings = child_environment()
-    surroundings.pop("PYTEST_CURRENT_TEST", None)  # another one in every test
+    surroundings.pop("PYTEST_CURRENT_TEST", None)  # differs in every test
     key = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((what, sorted(surroundings.items()))))
     known = _confirmed.setdefault(pool, {})
     if key in known:
@@ -324,7 +324,7 @@ def _calibrate_for(
 
 
 def _exchanged(case: Case, facts: CaseFacts) -> set[str]:
-    """The dtypes that gradients are added up in; complex numbers are added up as pairs."""
+    """Return the dtypes in which gradients are summed; complex numbers are summed as pairs."""
     parts = {"complex64": "float32", "complex128": "float64"}
     found = {parts.get(spec.dtype, spec.dtype) for spec in facts.model.parameters}
     return found or {case.dtype}
@@ -340,7 +340,7 @@ def calibrate(
     deadline_s: float,
     device: str = "cpu",
 ) -> Calibration:
-    """Runs a calibrating world. Raises CannotRunError where not even that works."""
+    """Run a calibrating world; return its result. Raises CannotRunError if that fails."""
 
     def request(rendezvous: Rendezvous) -> CalibrationRequest:
         return CalibrationRequest(

@@ -1,15 +1,15 @@
-"""Lines of the code under test that read state which differs from process to process.
+"""Finds lines of the code under test that read state which differs between processes.
 
-Found in the syntax tree of the strategy's file and of the modules beside it; nothing is imported.
-Which line is at fault cannot be read off a file, so all that may be are listed: of the strategy's
-own file those that it leads to by name, and by the factor that made a difference:
+The lines come from the syntax tree of the strategy's file and the modules next to it; nothing is
+imported. A file cannot show which line is at fault, so all candidates are listed: in the strategy's
+file, those reachable by name from its definition, by the factor that made a difference:
 
     interpreters, memory   iterates over a set; hash(), id(), data_ptr()
     nodes                  LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, get_node_local_rank()
     environment            iterates over os.environ
 
-Where two worlds with the same process state differed, sets, hashes, addresses, clocks, process ids
-and the system's random numbers are listed.
+If two worlds with the same process state differed, the list has sets, hashes, addresses, clocks,
+process ids and the system's random numbers.
 """
 
 import ast
@@ -23,11 +23,11 @@ from distcheck.plan.source_files import sources_of
 from distcheck.records import CallSite
 from distcheck.records.sources import parse_source
 
-_MOST_BYTES = 1 << 20  # of a file that is read
-_MOST_LINES, _MOST_TEXT = 4, 80  # that are shown
+_MOST_BYTES = 1 << 20  # bytes of a file that is read
+_MOST_LINES, _MOST_TEXT = 4, 80  # lines shown, and characters of each
 _SETS = ("set", "frozenset")
 _OF_SETS = ("union", "intersection", "difference", "symmetric_difference", "copy")
-# What takes an iterable and keeps its order, or adds up in it.
+# Calls that take an iterable and keep its order, or sum in it.
 _IN_ORDER = (
     "list", "tuple", "enumerate", "iter", "zip", "map", "filter", "sum", "reversed", "fromkeys",
     "join", "stack", "cat", "chain", "extend",
@@ -50,7 +50,7 @@ _FACTORS_OF = {
 
 
 class StateLine(msgspec.Struct, frozen=True):
-    """A line that reads process state, and how."""
+    """A line that reads process state; `what` says how."""
 
     file: str
     line: int
@@ -62,8 +62,8 @@ class StateLine(msgspec.Struct, frozen=True):
 
 
 def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
-    """Those lines of the strategy's code that read what made the difference, as text; at most
-    four. `line` is where the strategy is defined, 0 where that is not known.
+    """Return the lines, as text and at most four, of the strategy's code that read the state which
+    made the difference. `line` is the strategy's definition, 0 if unknown.
     """
     wanted = set(found.factors if found.depends else (_BY_CHANCE,))
     lines = [
@@ -74,8 +74,8 @@ def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
 
 
 def lines_of(path: Path, line: int = 0) -> list[StateLine]:
-    """All such lines of a file and of the modules beside it, the file's own first: those that the
-    definition at `line` leads to, or all of them. None where it cannot be read.
+    """Return all such lines of a file and the modules next to it, the file's own first: those
+    reachable from the definition at `line`, or all. Empty if the file cannot be read.
     """
     try:
         contents = {name: file.data for name, file in sources_of(path).items()}
@@ -88,8 +88,8 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
 
 
 def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
-    """The same with the text of its line, where it is in the strategy's file or in one of the
-    modules beside it: a rank says which file it is, and no other is read.
+    """Return a call site with the text of its line, if that is in the strategy's file or a module
+    next to it: a rank sends the file name, and no other file is read.
     """
     if site is None or not site.file or not site.line:
         return site
@@ -119,8 +119,9 @@ def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
 
 
 def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
-    """The statements of a module that the definition at `line` comes to: itself, those whose names
-    it and they mention, and what runs when the module is loaded. All, where there is none.
+    """Return the statements of a module that are reachable from the definition at `line`: itself,
+    those of the names mentioned in it, transitively, and those that run on import. All, if there is
+    none.
     """
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
@@ -144,22 +145,22 @@ def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
 
 
 def shown_line(text: list[str], line: int) -> str:
-    """A line of a user's file, fit for a terminal."""
+    """Return a line of a user's file, printable and shortened for a terminal."""
     raw = text[line - 1].strip() if line <= len(text) else ""
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in raw)
     return safe if len(safe) <= _MOST_TEXT else f"{safe[: _MOST_TEXT - 3]}..."
 
 
 class _Finder:
-    """Looks through some statements of a file. A name or an attribute holds a set where one is
-    assigned to it anywhere in the file.
+    """Searches statements of a file. A name or attribute holds a set if one is assigned to it
+    anywhere in the file.
     """
 
     def __init__(self, tree: ast.Module, statements: list[ast.stmt]) -> None:
         self.found: list[tuple[int, str]] = []
         self._sets: set[str] = set()
         nodes = list(ast.walk(tree))
-        for _ in range(2):  # b = a, where a is assigned further down
+        for _ in range(2):  # b = a, with a assigned further down
             self._sets.update([name for node in nodes for name in self._assigned_sets(node)])
         for statement in statements:
             for node in ast.walk(statement):
@@ -230,14 +231,14 @@ class _Finder:
 
 
 def _name_of(node: ast.AST) -> str:
-    """The name of a variable, or the last one of an attribute; empty for anything else."""
+    """Return the name of a variable, or the last one of an attribute; "" otherwise."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _is_environment(node: ast.expr) -> bool:
-    """`os.environ`, or its items(), keys() or values()."""
+    """Return True for `os.environ`, or its items(), keys() or values()."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr in ("items", "keys", "values") and _is_environment(node.func.value)
     return _name_of(node) in ("environ", "environb")

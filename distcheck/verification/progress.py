@@ -1,4 +1,4 @@
-"""What a run says of its progress: the listener that hears it, and where it is, in words."""
+"""The interface for listeners to a run's progress, and positions in a run as text."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,20 +9,20 @@ NOT_FINISHED = "skipped: this code does not handle missing gradients, which is o
 
 
 class Listener(Protocol):
-    """Hears of progress as it happens; a subclass overrides what it cares for."""
+    """Interface for progress as it happens; a subclass overrides the methods that it needs."""
 
     def preparing(self, what: str) -> None:
         return
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
-        """Every case that will run; `before` others were judged by an earlier start of the run."""
+        """Receive every case to run; `before` others were judged in an earlier start of the run."""
         return
 
     def progress(self, case: Case, what: str) -> None:
         return
 
     def finished(self, case: Case, verdict: str) -> None:
-        """A case has been judged, with this verdict; or NOT_FINISHED."""
+        """Receive the verdict of a judged case, or NOT_FINISHED."""
         return
 
 
@@ -31,12 +31,12 @@ class Silent(Listener):
 
 
 def step_in_words(step: int, steps: int, phase: str) -> str:
-    """Where a rank is: "step 2 of 3, sync". After the last step there are phases as well."""
+    """Return a rank's position: "step 2 of 3, sync". There are phases after the last step, too."""
     return f"step {step + 1} of {steps}, {phase}" if step < steps else f"all steps done, {phase}"
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Steps as the screen counts them, from 1: "step 3", "steps 1 to 4"; none: the whole run."""
+    """Return steps counted from 1: "step 3", "steps 1 to 4"; for none: "the whole run"."""
     numbers = [step + 1 for step in sorted(steps)]
     if not numbers:
         return "the whole run"

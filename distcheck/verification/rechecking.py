@@ -1,4 +1,4 @@
-"""`distcheck recheck`: the traces of a saved run, judged again; no rank is started."""
+"""`distcheck recheck`: judges the traces of a saved run again; starts no rank."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -24,11 +24,11 @@ from distcheck.worlds.pool import Pool
 def recheck(
     folder: Path, traces: Sequence[SavedTrace], *, pool: Pool, listener: Listener | None = None
 ) -> Report:
-    """Judges the traces of a saved run again; no rank is started. Raises UsageError for a damaged
-    folder, or a report in it that contradicts itself, as one does that cases were taken out of.
+    """Judge the traces of a saved run again; start no rank.
 
-    On another machine, or with another torch, recorded bits are not the bits that are computed
-    now: what fails there only against those becomes unknown.
+    On another machine, or with another torch, recorded bits differ from those computed now: a
+    failure against computed bits becomes unknown. Raises UsageError for a damaged folder, or one
+    whose report contradicts it, as after cases were removed.
     """
     listener, origin = listener or Silent(), origin_here()
     lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
@@ -65,12 +65,10 @@ def recheck(
 
 
 def _check_planned(trace: SavedTrace) -> None:
-    """Raises UsageError for a saved case that is to be judged by less than it needs: checks were
-    taken out, or what they must compare.
-    """
+    """Raise UsageError if a saved case lacks checks that it needs, or their data."""
     saved = trace.saved
     there = {(p.check, p.layer, p.scope, p.required) for p in saved.planned}
-    fallen = "; ".join(p.note for p in saved.planned if FALLS_BACK in p.note)  # which is shown
+    fallen = "; ".join(p.note for p in saved.planned if FALLS_BACK in p.note)  # shown to the user
     try:
         sizes = preparation.sizes_in(saved.case, saved.facts)
         needed = plan_checks(saved.case, saved.facts, sizes=sizes, calibration_failure=fallen)
@@ -86,8 +84,8 @@ def _check_planned(trace: SavedTrace) -> None:
 
 
 def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
-    """The planned cases that failed by the report in a run's folder, and whose traces are not
-    `there`: too large to keep, or taken out. Raises UsageError for a damaged report or case.
+    """Return the planned cases that failed according to a run's report, but have no trace in
+    `there`: it was too large to keep, or removed. Raises UsageError for a damaged report or case.
     """
     written = folder / "report.json"
     said = read_report(written) if written.exists() else {"cases": []}

@@ -1,11 +1,11 @@
-"""The numbered story of a verification: plan, look, calibrate, run, judge, report.
+"""The steps of a verification:
 
-1  plan       what was asked for becomes cases                     plan/cases.py
-2  prepare    data files are read once, into shared memory         preparation.py
-3  inspect    strategies, workloads and the machine are looked at  inspection.py
-4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
-5  run        worlds train and record; judges compare              session.py
-6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
+1  plan       the request becomes cases                          plan/cases.py
+2  prepare    data files are read once, into shared memory       preparation.py
+3  inspect    strategies, workloads and the machine              inspection.py
+4  calibrate  reduction orders are confirmed on this machine     oracles/calibration.py
+5  run        worlds train and record; judges compare            session.py
+6  report     checks become verdicts, verdicts a report          verdicts.py, reports/
 """
 
 import atexit
@@ -53,8 +53,8 @@ from distcheck.worlds.local import late_compiler
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
 
-# What imports torch's compiler in every rank, unless it is there. A mention too few or too many
-# costs time alone: what a rank has imported, the next ones are given.
+# Source text that needs torch's compiler in every rank. A wrong match costs only time: later ranks
+# are forked with the modules that earlier ones imported.
 _USES_COMPILER = (
     r"DistributedDataParallel|DDP\(|\bfsdp|FSDP|fully_shard|DTensor|distributed\.tensor"
     r"|torch\.compile|utils\.checkpoint|distributed\.optim"
@@ -70,16 +70,15 @@ show_reports_as(
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How cases are run, and what is done with them.
+    """Options of a run.
 
-    keep       where cases, traces and the report are kept; `listener` hears how far it is
-    download   whether missing files of a data set are fetched
-    made       where the cases with an id were run before
-    whole      the plan that the cases are, or a part of it
-    follow_up  whether what fails for a reason that `followups` knows is run again, or does not
-               count
-    left_out   cases of that plan that are not run, each with the reason
-    beside     searches, and what may be left out
+    keep       store of cases, traces and the report; `listener` receives progress
+    download   True to fetch missing files of a data set
+    made       provenance of earlier runs, by case id
+    whole      the plan that the cases are part of
+    follow_up  True to run failures again that `followups` may explain
+    left_out   reasons for cases of the plan that are not run
+    `beside`   searches, and worlds that may be left out
     explore    runs the searches last, as `distcheck.explore.beside.explore_beside` does
     """
 
@@ -98,8 +97,8 @@ _USUAL = RunOptions()
 
 
 def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
-    """Runs and judges cases on this process's own pool, as `verify` does, with what follows up; in
-    a turn of its own where many processes run tests.
+    """Run and judge cases on this process's own pool, as `verify` does, with follow-ups; in turn
+    with other test processes.
     """
     with _pool_lock, turns.turn():
         pool = shared_pool()
@@ -108,13 +107,13 @@ def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
         except DistcheckError:
             raise
         except BaseException:
-            pool.close()  # it may have been interrupted in the middle of a message
+            pool.close()  # it may be interrupted within a message
             raise
 
 
 def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -> Report:
-    """Runs and judges cases. Raises Interrupted, with what there is, on Ctrl-C and SIGTERM;
-    GivenUpError where the helper or another process with ranks is gone.
+    """Run and judge cases; return the report. Raises Interrupted, with a partial report, on Ctrl-C
+    and SIGTERM, and GivenUpError if the helper or a process that lends ranks has ended.
     """
     origin, whole = origin_here(), options.whole
     try:
@@ -149,7 +148,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
     with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
-        # PYTHONHASHSEED of the first world, and of the interpreters of the rerun.
+        # PYTHONHASHSEED of the first world, and of the rerun's interpreters
         hash_seeds = [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
         environment = {"hash_seeds": hash_seeds, **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
@@ -201,9 +200,9 @@ def _run_all(
     session: Session,
     options: RunOptions,
 ) -> None:
-    """Runs planned cases to their end, those whose form was guessed wrong in the right one."""
+    """Run planned cases to their end; those with a wrongly guessed form again, in the right one."""
     guesses = Guesses()
-    # With --fail-fast, a guess is decided before other strategies go on, and before the run ends.
+    # With --fail-fast, a guess is decided before other strategies run, and before the run ends.
     later: list[CaseRun] = []
     failed: list[Case] = []
 
@@ -248,7 +247,7 @@ def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> l
 
 
 def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:
-    """Raises CannotRunError where a person asked to keep the run, and it cannot be written."""
+    """Write the cases of a run. Raises CannotRunError if that fails for a run to be kept."""
     try:
         for case in cases if keep is not None else ():
             assert keep is not None
@@ -269,7 +268,7 @@ def _follow_up(
             facts = preparation.inspect(pool, [each.case], data)
             (run,), _ = preparation.plan_runs(pool, [each.case], facts.cases, data)
         except (LeftOutError, UsageError, CannotRunError):
-            continue  # nothing of it could be judged
+            continue  # such a case cannot be judged
 
         def enter(run: CaseRun, each: FollowUp = each) -> str:
             report = verdicts.report_of(run, replay=each.case.command_line)
@@ -293,7 +292,7 @@ _pool_lock = threading.Lock()
 
 
 def shared_pool() -> Pool:
-    """The process's own pool; a forked child makes another."""
+    """Return this process's pool; a forked child makes its own."""
     global _pool
     if _pool is None or not _pool.usable:
         _pool = Pool()

@@ -1,9 +1,45 @@
-"""Runs planned cases on a pool: worlds one after the other, judges beside them.
+"""Schedules planned cases on a pool: one world of ranks at a time, and judges concurrently.
 
-A case goes through: first world -> its steps judged, while the second world reruns it -> what
-spans the whole run judged -> its report. Worlds are never run two at a time, because their ranks
-fill the cores; judges run beside them. A rerun in separate interpreters waits until these are
-ready, and first worlds of other cases go before it; where it differs, further worlds take it apart.
+A case is a sequence of worlds (processes that train and record) and judges (processes that compare
+a trace with references):
+
+1. Its first world records a trace in memory.
+2. Judges for its steps are queued: each group of checks (`groups_of_checks`) for each block of
+   steps (`steps_of_judges`). If the world succeeded, the rerun goes to the front of the queue of
+   worlds; otherwise no further world of the case runs.
+3. After its last world, the whole-run checks are queued as one more judge; if there is no rerun to
+   compare, and the case's last judge still waits, that one takes them, too.
+4. When none of its worlds and judges are left, a rerun in separate interpreters that differed is
+   bisected by further worlds (`TakingApart`), each compared with the first trace; then a failure is
+   measured in detail (`ObserveRequest`, the closer look); then `on_finished` takes the case.
+
+Invariants:
+- Only one world runs at a time, since its ranks fill the cores. Judges share the cores with it.
+- No world starts while `_most_judges` judges wait: this bounds the traces in memory.
+- A further judge starts only if twice its memory is available; the first always starts.
+- A rerun in separate interpreters waits until these are ready or known not to come; first worlds of
+  other cases run in the meantime.
+- After a hang, other cases of the same strategy and world are not run: each could cost a deadline.
+  After `end_after` nothing is judged any more.
+- An exception ends all processes. Traces are closed, except of cases that `on_finished` keeps by
+  returning None.
+
+A worked example: case A, a strategy with 2 ranks and 3 steps, and case B, the same with another
+workload, on 4 cores. A's first world takes 0.6 s, that is 1.2 s of two cores, so two judges share
+its steps:
+
+    time   world                  judges
+    0.0 s  A first, ranks 0 and 1
+    0.6 s  A rerun, ranks 0 and 1 A step 0; A steps 1 and 2
+    1.2 s  B first, ranks 0 and 1 A steps 1 and 2; A whole run (data, rerun)
+    1.5 s  B first, ranks 0 and 1 none: A is finished, its traces are closed
+
+If the strategy iterates over a set, the rerun's hash seed changes the order of a sum, and A fails
+`rerun` at 1.5 s. Further worlds of A follow: a repeat of the first world finds no difference, one
+with only the factor `interpreters` differs, and both are repeated twice with the same result. The
+conclusion is that the bits depend on process state. If A fails `gradients` instead, it gets a
+closer look; B, if it fails first in the same check and step, then takes over A's causes, if these
+were found.
 """
 
 import mmap
@@ -42,15 +78,15 @@ from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
 
-_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
-_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
-_JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
+_LONG_WORLD_S = 2.0  # Heuristic: beyond this, another judging process costs nothing
+_JUDGE_PER_RANK_S = 1.0  # Heuristic: seconds of a core, which the world can have used
+_JUDGE_DEADLINE_S = 600.0  # Heuristic: without any progress; a judge reports what it begins
 
 
 @dataclass(frozen=True)
 class Judging:
-    """`what` is judged: the first world; the rerun, in its place; a further world's bits. `of_run`
-    is what is judged of the whole run beside some of its steps.
+    """A judge's task: of `what`, the first world, the rerun in its place, or the bits of a further
+    world. `of_run` are whole-run checks that a judge of some steps makes, too.
     """
 
     run: CaseRun
@@ -63,10 +99,11 @@ class Judging:
 
 
 def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
-    """The steps of each judge, of at most so many. The lattice trains on from its own beginning,
-    and what must happen in a run may take several steps, so these are not shared; nor are those
-    that a GPU judges, on which a step takes less than a process takes to begin. A short world is
-    judged beside its rerun, in time, by fewer: to start one takes the cores from those ranks.
+    """Return the steps of each judge, for at most `most` judges.
+
+    Steps are not shared if the lattice, which trains from its own start, or events of a run need
+    all of them, or a GPU judges, where a step takes less time than the start of a process. A short
+    world gets fewer judges: starting one takes the cores from the rerun's ranks.
     """
     if steps == 0:
         return []
@@ -82,9 +119,9 @@ def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tup
 
 
 def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
-    """The checks of its steps that each judge makes. After a long world the two references, of like
-    cost, are apart, the longer part (it also runs the batch without ghosts) first, so that the
-    cores finish together.
+    """Return the checks of each judge of a block of steps. After a long world the two references,
+    of similar cost, are separated, the longer one (which also runs the batch without ghosts) first,
+    so that the cores finish together.
     """
     planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
     if run.timings_s.get("world", 0.0) <= _LONG_WORLD_S:
@@ -94,7 +131,7 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
 
 
 def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
-    """Starts the process that judges; `description` and `data_fd` are of the data set."""
+    """Start the process that judges; `description` and `data_fd` belong to the data set."""
     run = judging.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
@@ -128,7 +165,7 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
 
 
 def what_was_seen(world: World, run: CaseRun) -> Facts:
-    """What a closer look has measured; why it could not, where it failed."""
+    """Return the measurements of a closer look, or the reason for its failure as `trouble`."""
     try:
         return OBSERVE.decode(job_result(world))
     except DistcheckError as error:
@@ -136,7 +173,7 @@ def what_was_seen(world: World, run: CaseRun) -> Facts:
 
 
 def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
-    """A judge's results; unknown, where it failed."""
+    """Return a judge's results; unknown for each planned check if it failed."""
     try:
         return JUDGE.decode(job_result(world))
     except DistcheckError as raised:
@@ -150,11 +187,11 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
 
 
 class CloserLooks:
-    """Which failed cases are looked at: one of those that fail in the same way.
+    """Selects the failed cases that get a closer look: one of those that fail in the same way.
 
-    A closer look costs as much as a case. Once one case of a strategy is explained, another in
-    which the same check fails first, at the same step, is taken for the same failure, and its
-    report says so. While one is looked at, the others wait for what that shows.
+    A closer look costs as much as a case. Once a case is explained, another one of the same code in
+    which the same check fails first, at the same step, counts as the same failure, and its report
+    says so. During a closer look, other failed cases of its code wait for the result.
     """
 
     def __init__(self) -> None:
@@ -163,20 +200,20 @@ class CloserLooks:
         self._explained: list[CaseRun] = []
 
     def explained(self, run: CaseRun) -> bool:
-        """Whether a case fails as one that is explained, which becomes its `like`."""
+        """Return True if a case fails like an explained one, which becomes its `like`."""
         alike = (r for r in self._explained if (_code(r), _way(r)) == (_code(run), _way(run)))
         run.like = next(alike, None)
         return run.like is not None
 
     def waits(self, run: CaseRun) -> bool:
-        """Whether a case waits, as another of its code is looked at; if not, it is looked at."""
+        """Return True if a case waits for another of its code; False if it gets the closer look."""
         if self._looking.setdefault(_code(run), run) is run:
             return False
         self._waiting.append(run)
         return True
 
     def taken_up(self, run: CaseRun) -> Iterator[CaseRun]:
-        """Takes a case that was looked at; the cases that waited for it."""
+        """Take in an observed case; yield the cases that waited for it."""
         self._looking.pop(_code(run), None)
         found = diagnosis.diagnose((), run.results, run.seen, accept=run.case.accept)
         if all(one.cause != "unexplained" for one in found):
@@ -187,16 +224,14 @@ class CloserLooks:
 
 
 def _code(run: CaseRun) -> object:
-    """What cases share that may fail for one reason: the code, how it is called, its world, and
-    whether its shards are equal.
-    """
+    """Return a key of cases that may share a cause: code, call, world, and equal shards."""
     case = run.case
     unequal = bool(case.batch % len(case.with_data))
     return case.siblings, case.adaptation, case.loss, case.accept, unequal
 
 
 def _way(run: CaseRun) -> object:
-    """How a case fails: which check first, at which step, and whether replicas differ."""
+    """Return how a case fails: the first failing check, its step, and if replicas differ."""
     failed = [r for r in run.results if r.verdict == "fail" and r.check not in ("rerun", "outcome")]
     first = earliest_failure(failed)
     at = None if first is None or first.first is None else (first.check, first.first.step)
@@ -204,15 +239,15 @@ def _way(run: CaseRun) -> object:
 
 
 _MOST_JUDGES = 16
-_MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
+_MOST_JUDGES_ON_GPU = 2  # Heuristic: each holds a CUDA context and a model there
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-# Takes a case that is done, and returns its verdict; of None it keeps the traces, and closes them.
+# Takes a finished case, and returns its verdict; after None its traces stay open.
 OnFinished = Callable[[CaseRun], str | None]
-_Awaited = tuple[CaseRun, WorldName]  # a world that is to run
+_Awaited = tuple[CaseRun, WorldName]  # a world that is queued
 
 
 class Session:
-    """Runs cases to their end. `on_finished` is called with each as it is done."""
+    """Runs cases to their end; `on_finished` is called with each when it is done."""
 
     def __init__(
         self,
@@ -229,8 +264,8 @@ class Session:
         self._world: tuple[World, _Awaited] | None = None
         self._judges: list[tuple[World, Judging]] = []
         self._looks = CloserLooks()
-        self.after_hang = False  # whether other cases of a strategy that has hung are run
-        self._last: Case | None = None  # after which nothing is judged any more
+        self.after_hang = False  # True to run other cases of a strategy that hung
+        self._last: Case | None = None  # the last case that is judged
         self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
         # Twice the cores, so that the last few share them instead of leaving one idle.
@@ -238,7 +273,7 @@ class Session:
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
     def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
-        """Blocks until every case is finished; ends everything it started if interrupted."""
+        """Block until every case is finished; end everything it started if interrupted."""
         self._on_finished = on_finished
         for run in runs:
             run.worlds_left, run.finished = (2 if run.case.rerun else 1), False
@@ -246,7 +281,7 @@ class Session:
         self._until_finished(runs)
 
     def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
-        """Judges a case whose traces are there already, and closes them; starts no rank."""
+        """Judge a case whose traces exist, and close them; start no rank."""
         self._on_finished = on_finished
         self._judges_only = True
         with closing(run):
@@ -271,7 +306,7 @@ class Session:
                 run.close()
 
     def set_aside(self, strategy: str | None = None) -> list[CaseRun]:
-        """Take back the cases of a strategy, or all, that have not begun; they may be run later."""
+        """Remove and return cases, of a strategy or all, that have not begun and may run later."""
         found = [
             one
             for one in self._worlds
@@ -294,15 +329,13 @@ class Session:
             self._judges.append((world, judging))
 
     def _may_start(self, run: CaseRun, what: WorldName) -> bool:
-        """Whether the interpreters are ready that a rerun's ranks are to be forked from, or it is
-        known that there will be none.
-        """
+        """Return True if the interpreters for a rerun are ready, or known not to come."""
         if what != "rerun" or not is_separate(run.case):
             return True
         return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
     def _has_room_for(self, judging: Judging) -> bool:
-        """Whether another judge may start: there are processes and, as far as known, memory."""
+        """Return True if another judge may start: there are enough processes and memory."""
         if not self._judges:
             return True
         if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
@@ -373,7 +406,7 @@ class Session:
                 f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
             )
         run.refused = refusal_of(world)
-        if run.refused is not None:  # what cannot be adapted may show only when it is called
+        if run.refused is not None:  # an unsupported call may only show at run time
             run.worlds_left, run.finished = 0, True
             self._finish(run)
             return
@@ -408,7 +441,7 @@ class Session:
             self._worlds.appendleft((run, "rerun"))
 
     def _leave_out_others(self, hung: CaseRun) -> None:
-        """Ends the strategy's other cases of this world, each of which could cost a deadline."""
+        """End the strategy's other cases in this world: each could cost a deadline."""
         case = hung.case
         if self.after_hang or counts_if_finished(case):
             return
@@ -422,11 +455,11 @@ class Session:
             self._finish(run)
 
     def end_after(self, case: Case) -> None:
-        """Nothing is judged any more after this case, which has failed."""
+        """End judging after this case, which failed."""
         self._last = self._last or case
 
     def _leave_out_rest(self, runs: Sequence[CaseRun], why: str) -> None:
-        """Ends every case that is not finished, with what runs for it."""
+        """End every unfinished case, with its processes."""
         self._end_everything()
         self._worlds.clear()
         self._judgings.clear()
@@ -453,7 +486,7 @@ class Session:
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
         last = self._judgings[-1] if self._judgings else None
         if last is not None and last.run is run and "rerun" not in run.traces:
-            # A process of its own costs more than what is left to compare.
+            # A process of its own costs more than the comparison.
             self._judgings[-1] = replace(last, of_run=planned)
             return
         self._judgings.append(Judging(run, (), planned, whole_run=True))
@@ -493,7 +526,7 @@ class Session:
             run.taking_apart.note(any(result.verdict == "fail" for result in results))
 
     def _go_on(self, run: CaseRun) -> None:
-        """The next thing to do with a case that waits for nothing, or its end."""
+        """Start the next stage of a case that waits for nothing, or finish it."""
         if run.judges_left or run.worlds_left:
             return
         if self._takes_apart(run) or self._looks_closer(run):
@@ -509,8 +542,8 @@ class Session:
             self._listener.finished(run.case, verdict)
 
     def _takes_apart(self, run: CaseRun) -> bool:
-        """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
-        only if that was in separate interpreters, and differed.
+        """Start the next world, or judge, that bisects the case's rerun; return True if there is
+        one. Only a rerun in separate interpreters that differed is bisected.
         """
         done = run.separation is not None or self._judges_only
         if done or not run.surroundings.factors or not run.rerun_differed:
@@ -543,8 +576,8 @@ class Session:
         run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
-        """Whether a case that is judged goes on to be diagnosed: once, and only if it failed in
-        another way than one that is explained.
+        """Queue a closer look at a failed case, once; return True if the case waits for one, False
+        if it is explained by another case or needs none.
         """
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False

@@ -1,4 +1,4 @@
-"""From what a case's ranks and judges left behind to its report."""
+"""Turns the results of a case's ranks and judges into its report."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from distcheck.verification.case_run import CaseRun
 from distcheck.verification.process_state import with_code
 from distcheck.workloads.cells import CELLS
 
-# Settings and versions that the bits of a float computation depend on.
+# settings and versions that the bits of a floating-point computation depend on
 _BIT_SETTINGS = (
     "torch", "cpu", "cpu_capability", "machine", "threads", "mkldnn", "float32_matmul_precision",
     "tf32", "gpu", "cuda", "cudnn",
@@ -45,8 +45,8 @@ _BIT_SETTINGS = (
 
 
 def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
-    """The report of a case that is finished, or that was interrupted; `elsewhere` is what
-    `recorded_elsewhere` says of its traces.
+    """Return the report of a finished or interrupted case; `elsewhere` is the result of
+    `recorded_elsewhere` for its traces.
     """
     outcomes = _decisive(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
@@ -93,7 +93,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
 
 
 def _taken_from(run: CaseRun) -> list[str]:
-    """Where the causes come from, of a case that was not looked at itself."""
+    """Return a note on the case that the causes come from, if it is of another workload."""
     if run.like is None or run.like.case.workload == run.case.workload:
         return []
     return [
@@ -103,8 +103,8 @@ def _taken_from(run: CaseRun) -> list[str]:
 
 
 def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
-    """The results without an `agreement` that could not have failed, and what is said in its place:
-    where ranks put everything together, there are no replicas to compare.
+    """Return the results without an `agreement` that could not have failed, and its reason: if
+    ranks unshard everything collectively, there are no replicas to compare.
     """
     for result in results:
         empty = not result.compared.elements and result.insensitive.elements
@@ -114,9 +114,7 @@ def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[Check
 
 
 def _without_outputs(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
-    """The results without those of `outputs` where no rank gave any at any step, and what is said
-    in their place.
-    """
+    """Return the results without those of `outputs` if no rank gave any at any step, and a note."""
     empty = [
         result
         for result in results
@@ -129,8 +127,8 @@ def _without_outputs(results: Sequence[CheckResult]) -> tuple[list[CheckResult],
 
 
 def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
-    """What a cell is about, where it did not pass; where only its purpose is missing, how many
-    steps it takes.
+    """Return the purpose of a cell that did not pass; if only its events are missing, the number of
+    steps that it takes.
     """
     workload = case.workload
     wrong = {result.check for result in results if result.verdict != "pass"}
@@ -147,8 +145,8 @@ def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
 
 
 def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """How the place where traces were recorded differs from the one that judges them, as far as
-    the bits of a computation depend on it; "" where it does not.
+    """Return the differences between the machine that recorded traces and this one that bits may
+    depend on; "" if there are none.
     """
     other = [
         f"{name} {recorded.get(name)} there, {here.get(name)} here"
@@ -161,12 +159,12 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
 
 
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Failures against bits that were computed here become unknown where others recorded them.
+    """Turn failures against bits computed here into unknown for traces of another machine.
 
-    So is every X, the first model, and R: its bound is that of adding up and dividing the ranks'
-    own gradients, and the reference has those as this machine's kernels compute them. What ranks
-    are compared with each other, the lattice's exact sums, and the full batch, whose bound is that
-    of a computation in another order, stand.
+    This concerns every X, the initial state, and R, whose bound covers summing and dividing the
+    ranks' own gradients, while the reference has those of this machine's kernels. Comparisons
+    between ranks, the lattice's exact sums, and the full batch, whose bound covers another order of
+    computation, stand.
     """
     return [
         _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)
@@ -179,7 +177,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
 
 
 def _decisive(run: CaseRun) -> Sequence[Outcome]:
-    """The outcomes of the run that failed, the first of the two if none did."""
+    """Return the outcomes of the run that failed, the first of two if none did."""
     if any(o.outcome != RankEnd.FINISHED for o in run.rerun_outcomes):
         where = (
             "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"
@@ -230,7 +228,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
 
 
 def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
-    """Where the rerun was, and whether what it did differently is right as well."""
+    """Add to a result of the rerun its surroundings, and that a harmless difference passes."""
     note = run.rerun_in
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":
         result = msgspec.structs.replace(result, verdict="pass")
@@ -240,7 +238,7 @@ def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
 
 
 def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
-    """A pass of gradients that never were what is accepted shows nothing of it."""
+    """Turn a pass for an accepted deviation that never occurred into unknown."""
     if (result.check, result.layer, result.verdict) != ("gradients", ROUNDING, "pass"):
         return result
     why = acceptance.why_nothing_was_accepted(case, result.kinds)
@@ -248,10 +246,10 @@ def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
 
 
 def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Says of failures that begin after the first one that they may follow from it.
+    """Note on failures that begin after the first one that they may follow from it.
 
-    Every step is judged from the state that the ranks had, but ranks that have drifted apart
-    have no common loss; and the lattice trains on from its own beginning.
+    Every step is judged from the ranks' own state, but ranks that have diverged have no common
+    loss; and the lattice trains from its own start.
     """
     cause = earliest_failure(results)
     if cause is None or cause.first is None:
@@ -286,7 +284,7 @@ def _outcome_check(
         compared=Compared(ranks=len(outcomes)),
         reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
     )
-    if defect is not None:  # which says nothing of the strategy
+    if defect is not None:  # says nothing about the strategy
         rank = f"rank {failed[0].rank}" if failed else "a rank"
         result = msgspec.structs.replace(
             result,
