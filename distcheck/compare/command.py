@@ -1,10 +1,10 @@
-"""`distcheck compare`: did an upgrade, or a change of the code, change bits, and by how much?
+"""`distcheck compare`: reports if an upgrade, or a change of the code, changed bits, and how far.
 
 1  read     the saved cases of both runs, and their verdicts
-2  run      without a second run, the cases of the first are run here and now
-3  pair     cases go together by their id; the rest of them must be alike
-4  compare  traces, in a process with torch in it
-5  judge    bits that are the same pass; changed ones must be within bounds, and both runs correct
+2  run      without a second run, the cases of the first run here and now
+3  pair     cases are paired by id; their other fields must be equal
+4  compare  traces, in a process with torch
+5  judge    identical bits pass; changed ones must be within bounds, and both runs correct
 """
 
 import os
@@ -46,15 +46,13 @@ from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 
 SCHEMA = "distcheck.comparison/1"
-# Fields that have no part in what is computed.
+# fields that do not affect the computation
 _MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate", "initial")
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory: by the ids of its cases, the traces of those that have some, and the
-    verdicts of all.
-    """
+    """Contents of a run directory: traces of its cases, if any, and all verdicts, by case id."""
 
     folder: Path
     cases: dict[str, SavedTrace]
@@ -70,7 +68,7 @@ def compare_command(
     trusted: bool,
     quiet: bool,
 ) -> int:
-    """Compares, shows and writes; returns the exit code."""
+    """Compare, show and write; return the exit code."""
     check_outputs(files)
     origin = origin_here()
     if _is_job(then) or (now is not None and _is_job(now)):
@@ -102,13 +100,13 @@ def _is_job(folder: str) -> bool:
 
 
 def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
-    """Two jobs: nothing runs again, since a job's command is not distcheck's to run."""
+    """Compare two jobs, without running any: a job's command is not distcheck's to run."""
     if now is None:
         raise UsageError(
             f"{then} is the recording of a job, which compare does not run again; give the folder "
             "of the second one: distcheck compare A B"
         )
-    from distcheck.compare.jobs import compare_jobs  # which imports torch
+    from distcheck.compare.jobs import compare_jobs  # imports torch
 
     compared, known = compare_jobs(Path(then), Path(now), bits=bits)
     return RunsComparison(then=then, now=now, cases=(compared,)), {compared.id: known}
@@ -117,7 +115,7 @@ def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
 def _compare_runs(
     then: str, now: str | None, *, bits: bool, trusted: bool, quiet: bool
 ) -> Compared:
-    """Two runs of cases, or one and what the same cases give here and now."""
+    """Compare two runs of cases, or one with the results of the same cases here and now."""
     earlier = saved_run(Path(then))
     if now is None:
         cases = _checked_cases(earlier)
@@ -158,7 +156,7 @@ def _compare_runs(
 
 
 def _checked_cases(earlier: SavedRun) -> list[Case]:
-    """The cases. Raises UsageError for one that cannot run, or was edited into one."""
+    """Return the cases of a run. Raises UsageError for an invalid one, perhaps after an edit."""
     try:
         return [check_case(trace.saved.case) for trace in earlier.cases.values()]
     except UsageError as error:
@@ -180,15 +178,15 @@ def _run_again(
 
 
 def _initial_state(trace: Path) -> str:
-    """What a recorded case started from: both runs start there, so that an initialisation that
-    rounds differently does not end their comparison.
+    """Return the file of a trace's initial state, "" if there is none. Both runs start from it, so
+    that a different rounding of the initialization does not end their comparison.
     """
     file = trace / "run-1" / "slot-000.safetensors"
     return str(file.absolute()) if file.is_file() else ""
 
 
 def saved_run(folder: Path) -> SavedRun:
-    """What a run directory holds besides its tensors. Raises UsageError."""
+    """Return the contents of a run directory, without tensors. Raises UsageError if it is none."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; give a folder that distcheck record or verify --save has "
@@ -200,7 +198,7 @@ def saved_run(folder: Path) -> SavedRun:
 
 
 def render_json(comparison: RunsComparison) -> str:
-    """The comparison as JSON; docs/goldens.md explains every key."""
+    """Format the comparison as JSON; docs/goldens.md explains every key."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "verdict": comparison.verdict,
@@ -232,7 +230,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
 
 
 def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
-    """What to do about a distance that digests do not show."""
+    """Return the remedy for a distance that digests do not give."""
     lacking = [name for name, run in (("earlier", one), ("later", two)) if not run.tensors]
     which = f"the {lacking[0]} run" if len(lacking) == 1 else "both runs"
     where = "on its machine" if len(lacking) == 1 else "each on its machine"

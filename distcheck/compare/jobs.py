@@ -1,4 +1,4 @@
-"""Two recordings of training jobs, as `distcheck job --save` keeps them, side by side."""
+"""Compares two recordings of training jobs, made by `distcheck job --save`."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from distcheck.records.parting import TraceComparison
 from distcheck.reports.documents import read_report
 
 _NAME = "job"
-_LEFT = 1e-3  # chosen: as `job/causes` names a factor
+_LEFT = 1e-3  # Heuristic: as `job/causes` names a factor
 _OF_GRADIENTS = ("loss", "local gradients", "exchanged gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
-    """What two recordings have in common. Raises UsageError for a folder that is damaged, and for
-    recordings of other models.
+    """Compare two recordings; return the comparison and the later job's case. Raises UsageError for
+    a damaged folder, and for recordings of different models.
     """
     earlier, later = (read_kept(folder) for folder in (then, now))
     yards = [(yardstick.read(folder), 0) for folder in (then, now)]
@@ -74,7 +74,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
 
 
 def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:
-    """Raises UsageError for recordings that no two runs of one training leave."""
+    """Raise UsageError for recordings that cannot be two runs of one training."""
     for folder, job in ((then, earlier), (now, later)):
         if job.divided_by:
             raise UsageError(
@@ -96,7 +96,9 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
 
 
 def _own_verdict(report: dict[str, Any]) -> VerdictName:
-    """Of a job with one rank, which is never more than unknown, what its other checks say."""
+    """Return a job's verdict; for one rank, whose verdict is never more than unknown, "pass" if no
+    other check failed.
+    """
     case = report["cases"][0]
     checks = [one["verdict"] for one in case["checks"] if one["check"] != "outcome"]
     only_one = case["world"] == 1 and case["verdict"] == "unknown" and "fail" not in checks
@@ -143,7 +145,7 @@ def _causes(
     later: JobRecording,
     changed: list[Change],
 ) -> list[Diagnosis]:
-    """What makes the second one another training."""
+    """Return the causes: differing settings, changed bits, or the difference beyond its bound."""
     pair = walk.parted
     if pair is not None and pair.what == "optimizer's settings":
         first = found.first
@@ -172,7 +174,7 @@ def _causes(
 
 
 def _allowed(job: JobRecording, step: int) -> list[float]:
-    """The norms and values that rank 0 clips gradients to."""
+    """Return the maximum norms and values to which rank 0 clips gradients."""
     return [one.most for one in job.records[0, job.steps[step]].clips if one.most is not None]
 
 
@@ -183,7 +185,7 @@ def _of_bits(
     later: JobRecording,
     changed: list[Change],
 ) -> list[Diagnosis]:
-    """The same command here twice, with other bits."""
+    """Return the cause for changed bits of the same command, run twice with the same settings."""
     alike = earlier.ranks[0].arguments == later.ranks[0].arguments and not changed
     computed = found.first is not None and walk.parted is None and found.kind not in CHOSEN
     if not alike or not computed or earlier.world != later.world or found.first is None:

@@ -1,4 +1,4 @@
-"""What the parts of a comparison hand to each other, and the verdict over it. No torch."""
+"""Records of a comparison, and its verdict. Does not import torch."""
 
 import msgspec
 
@@ -12,13 +12,13 @@ from distcheck.worlds.jobs import Job
 
 
 class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Compare two traces of a case, then and now."""
+    """Request to compare two traces of a case, then and now."""
 
     case: Case
     contracts: tuple[Contract, Contract]
     training: Training
     layouts: tuple[TraceLayout, TraceLayout]
-    tensors: bool = True  # whether both traces hold tensors, or one of them digests alone
+    tensors: bool = True  # False if one of the traces holds only digests
 
 
 COMPARE = Job(
@@ -27,8 +27,8 @@ COMPARE = Job(
 
 
 class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over one case; of two jobs, with the first module that parts, and what is to be
-    said of the first operator.
+    """The verdict over one case; for two jobs, with the first module that differs, and a text on
+    the first operator.
     """
 
     id: str
@@ -43,8 +43,8 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over all cases of two runs; `saved_to` is where the second one is kept if it was
-    made for this.
+    """The verdict over all cases of two runs; `saved_to` is the folder of a second run that was
+    made for the comparison.
     """
 
     then: str
@@ -66,8 +66,8 @@ def judge(
     bits: bool,
     needs_bound: bool = False,
 ) -> tuple[VerdictName, str]:
-    """The verdict, and the sentence that goes with it. With `needs_bound`, changed bits pass only
-    within a bound: the two need not be one computation.
+    """Return the verdict and its reason. With `needs_bound`, changed bits pass only within a bound:
+    the two need not be one computation.
     """
     then, now = said
     if found.why_not:
@@ -95,7 +95,7 @@ def judge(
 
 
 def _held(found: TraceComparison) -> str:
-    """What differs, next to its bound."""
+    """Describe a difference in relation to its bound."""
     if found.not_judged:
         return "it is not known whether the first step that differs is within the bound"
     if found.judged and found.yardstick:
@@ -115,7 +115,7 @@ def judged(
     needs_bound: bool = False,
     remark: str = "",
 ) -> CaseComparison:
-    """The same over one case, with a `remark` behind the sentence."""
+    """Return the verdict over one case, with a `remark` appended to its reason."""
     verdict, reason = judge(found, changed, said, bits=bits, needs_bound=needs_bound)
     same = "same" if found.first is None else "changed"
     return CaseComparison(

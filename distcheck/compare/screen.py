@@ -1,5 +1,5 @@
-"""A comparison for a person, on a screen and as one page with old and new side by side; and in the
-formats of a report, in which each case has one check, `compare`.
+"""Formats a comparison for the screen, as a page with old and new values in columns, and as a
+report with one check per case, `compare`.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
-    """How many cases have changed, and what has around them; then every case, those that changed
-    first, in full where bits differ.
+    """Print the number of changed cases and the changes of their environment; then every case,
+    changed ones first, in full if bits differ.
     """
     comparison = shown(comparison)
     common = common_changes(comparison)
@@ -55,7 +55,7 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
 
 
 def headline(comparison: RunsComparison) -> str:
-    """How many of the cases have changed, by how much, and with which versions."""
+    """Return the number of changed cases, the size of the change, and changed versions."""
     cases = comparison.cases
     versions = [change for change in common_changes(comparison) if change.kind == "software"]
     said = ", ".join(f"{one.name} {one.then} -> {one.now}" for one in versions)
@@ -82,7 +82,7 @@ def headline(comparison: RunsComparison) -> str:
 
 
 def _of_jobs(case: CaseComparison) -> str:
-    """Where two jobs part first, and whether that is more than rounding."""
+    """Describe the first difference between two jobs, and if it is within rounding."""
     found = case.found
     if found.first is None:
         return f"no bit changed in {len(found.drift)} steps"
@@ -122,7 +122,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
-    """What is known of two jobs beside that: their yardstick, and causes."""
+    """Return further lines on two jobs: first module and operator, noise floor, and causes."""
     lines = [("module", of_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
     if case.found.yardstick:
@@ -134,13 +134,13 @@ def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def counted(found: TraceComparison) -> str:
-    """How many tensors of each kind changed."""
+    """Return the number of changed tensors of each kind, as text."""
     moments = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
     return ", ".join(moments)
 
 
 def old_and_new(place: Difference) -> tuple[str, str]:
-    """Both numbers, with as many digits as tell them apart."""
+    """Format both numbers, with enough digits to distinguish them."""
     old, new = show(place.expected), show(place.actual)
     if old == new and place.expected != place.actual:
         return f"{place.expected:.17g}", f"{place.actual:.17g}"
@@ -148,7 +148,7 @@ def old_and_new(place: Difference) -> tuple[str, str]:
 
 
 def render_page(comparison: RunsComparison, *, command: str) -> str:
-    """The page; `command` makes the comparison again."""
+    """Return the HTML page; `command` repeats the comparison."""
     comparison = shown(comparison)
     common = common_changes(comparison)
     made = comparison.made
@@ -196,7 +196,7 @@ def _row(case: CaseComparison) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KnownCase:
-    """What a report says of a case beside what was compared."""
+    """Fields of a case that its report needs, other than the comparison."""
 
     case: Case
     environment: dict[str, Any]
@@ -207,8 +207,8 @@ class KnownCase:
 def as_report(
     comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
-    """The document that JUnit and GitHub are written from; `cases` are those of either run,
-    `command` makes the comparison again.
+    """Return the document for JUnit and GitHub; `cases` are those of either run, `command` repeats
+    the comparison.
     """
     environment = next((saved.environment for saved in cases.values()), {})
     reports = tuple(

@@ -1,4 +1,7 @@
-"""Compares two traces of one case, in the order in which their ranks computed them."""
+"""Compares two traces of one case, in the order of their computation.
+
+Only the first step that differs has bounds (`StepBounds`): later ones start from different states.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +30,7 @@ _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 
 
 class StepBounds:
-    """The bounds of one step, the first at which `then` and `now` differ."""
+    """Bounds for the difference of two correct results at one step, the first that differs."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, step: int) -> None:
         self._case, self._contracts, self._step = job.case, job.contracts, step
@@ -37,7 +40,7 @@ class StepBounds:
         self._headers = [then.header(rank, step) for rank in range(self._world)]
         self._sizes = [len(header.ids) for header in self._headers]
         self._loss_over = [header.loss_over for header in self._headers]
-        mesh = job.contracts[0].mesh(self._world)  # whose ranks may share samples
+        mesh = job.contracts[0].mesh(self._world)  # its ranks may share samples
         self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
         self._layer = _LAYERS.get(job.case.dtype, "")
         self._names = [spec.name for spec in then.layout.model.parameters]
@@ -49,12 +52,12 @@ class StepBounds:
         return 2 * loss_tolerance(self._layer, header.loss)
 
     def has_local(self, rank: int) -> bool:
-        """Whether `local` is derived; needs no tensors."""
+        """Return True if `local` has a bound; needs no tensors."""
         return bool(self._layer) and rank in self._case.with_data
 
     def has_synced(self, index: int, *, same_inputs: bool) -> bool:
-        """Whether `synced` is derived; needs no tensors. True also where only the values of the
-        tensors could show that rounding is not bounded.
+        """Return True if `synced` has a bound; needs no tensors. Also True if only the values of
+        the tensors could show that rounding is not bounded.
         """
         entries = [
             self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
@@ -65,7 +68,7 @@ class StepBounds:
         return self._bounds_exchange() and (same_inputs or bool(self._layer))
 
     def local(self, rank: int, index: int) -> float | None:
-        """Of a rank's gradient before the exchange, as an L2 norm."""
+        """Return the bound for a rank's gradient before communication, as an L2 norm."""
         if not self.has_local(rank):
             return None
         position = self._case.with_data.index(rank)
@@ -73,8 +76,8 @@ class StepBounds:
         return 2 * self._scale(recorded, index, self._sizes[position])
 
     def synced(self, index: int, *, same_inputs: bool) -> torch.Tensor | float | None:
-        """Of the gradient after the exchange: elementwise where inputs were the same bits,
-        otherwise as an L2 norm; None where none is known.
+        """Return the bound for the gradient after synchronization: elementwise if inputs were
+        bitwise equal, otherwise as an L2 norm; None if none is known.
         """
         shards = [
             self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, index)
@@ -106,7 +109,7 @@ class StepBounds:
         return self._training.loss_scale is None and self._training.accumulate <= 1
 
     def _unseen(self, index: int) -> float | None:
-        """Where the exchange is out of sight, a gradient is one of the whole batch."""
+        """Return the bound for a gradient whose communication is not recorded: the full batch's."""
         if not self._layer:
             return None
         recorded = self._trace.tensors(0, Kind.GRADIENT, self._step)
@@ -131,7 +134,7 @@ class StepBounds:
         ]
 
     def _shares(self, contract: Contract) -> list[float]:
-        """What each rank's gradient counts for in the mean over all samples."""
+        """Return each rank's weight in the mean over all samples."""
         if contract.weighting == "loss":
             return [1.0 / self._world] * self._world
         total = max(1, sum(self._loss_over))
@@ -140,7 +143,7 @@ class StepBounds:
 
 
 class TraceWalk(Walk):
-    """Both traces; the first step at which they differ is compared with its bounds."""
+    """Compares both traces; the first step that differs is compared with its bounds."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
         super().__init__(then, now, tensors=job.tensors, drifts_on=job.case.with_data[0])
@@ -192,7 +195,9 @@ class TraceWalk(Walk):
         self._keep_worst(self._place(pair, compare))
 
     def _leave_unjudged(self, pair: Pair) -> None:
-        """What has a bound and differs, by digest: a tensor that only one run has is beyond it."""
+        """Count a difference that has a bound, but is known only by digest; a tensor that only one
+        run has is beyond its bound.
+        """
         if all(entry.state is EntryState.STORED for entry in (pair.one, pair.two)):
             self._not_judged += 1
         else:
@@ -230,8 +235,8 @@ def compare_job(job: CompareRequest, fds: Descriptors, reporter: Reporter) -> Tr
 def compare_traces(
     job: CompareRequest, then: TraceReader, now: TraceReader, reporter: Reporter | None = None
 ) -> TraceComparison:
-    """Everything that both recorded, by digest; values are looked at where digests differ, if the
-    job has tensors.
+    """Compare all entries of both traces by digest, and by value if digests differ and the job has
+    tensors.
     """
     if then.layout.model != now.layout.model:
         return TraceComparison(why_not="the model has other parameters, buffers or optimizer state")
