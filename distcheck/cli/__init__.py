@@ -1,4 +1,4 @@
-"""The command line: find the command, call it, exit. Commands are files in `commands/`."""
+"""The command line: selects the command, runs it, and exits. Commands are files in `commands/`."""
 
 import contextlib
 import errno
@@ -17,12 +17,12 @@ from distcheck.errors.defects import place_of, save_traceback
 from distcheck.errors.spelling import did_you_mean
 from distcheck.worlds import interrupts
 
-# Errors that are about this machine's disks, and no defect of a program.
+# Errors of this machine's disks, not defects of a program.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 def main() -> NoReturn:
-    """The console script. Every way out is one of `ExitCode`."""
+    """Run the console script. Every exit code is one of `ExitCode`."""
     output = streams.settle()
     interrupts.listen()
     try:
@@ -50,7 +50,7 @@ def main() -> NoReturn:
 
 
 class _Commands(click.Group):
-    """A command's file is imported when the command is named."""
+    """A group that imports a command's file when the command is named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -68,8 +68,8 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as click does; an option that is not distcheck's own belongs to a command. Reports
-        are UTF-8, and names stand in them.
+        """Parse as click does; the error for an option unknown here says to put it after a command.
+        Arguments and the working directory must be UTF-8, since reports contain them.
         """
         names = [*args]
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def root_command(context: click.Context) -> ExitCode | None:
         return ExitCode.USAGE
     try:
         os.getcwd()
-    except OSError as error:  # torch cannot be imported there either
+    except OSError as error:  # torch cannot be imported there, either
         raise CannotRunError(
             "the working directory does not exist any more; change to one that does"
         ) from error
@@ -131,7 +131,7 @@ def root_command(context: click.Context) -> ExitCode | None:
 
 
 def _unexpected(error: Exception) -> ExitCode:
-    """Says what no command has: that the machine failed, or that distcheck did."""
+    """Print an error that no command handles: of the machine, or a defect of distcheck."""
     if isinstance(error, MemoryError):
         _complain(
             "there is not enough memory; free some, raise its limit (ulimit -v), or give a smaller "
@@ -160,7 +160,7 @@ def _unexpected(error: Exception) -> ExitCode:
 
 
 def _of_defect(what: str, traceback: str) -> str:
-    """One line on a defect, and where its traceback is."""
+    """Return a line on a defect, with the file of its traceback."""
     saved = save_traceback(traceback)
     kept = f"the traceback is in {saved}" if saved else "its traceback could not be saved"
     return (

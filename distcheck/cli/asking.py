@@ -1,4 +1,4 @@
-"""What `verify` and `plan` ask for: their options, and what a launcher has to say."""
+"""The options of `verify` and `plan` as a request, including those that a launcher sets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from distcheck.errors import UsageError
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.worlds.launchers import OPTIONS, Launch, launch_of
 
-# Options of which each is another way to run cases: what does not go with it, and why not.
+# Options that each run cases in another way: the options that exclude them, and the reason.
 _ALONE = {
     "watch": (
         ("on", "save", "shard", "last_failed", "failed_first"),
@@ -21,7 +21,7 @@ _ALONE = {
 
 
 def check_alone(given: frozenset[str], *, launched: bool) -> None:
-    """Raises UsageError for an option that does not go with another one, or with a launcher."""
+    """Raise UsageError for an option that excludes another one, or a launcher."""
     for name, (others, why) in _ALONE.items():
         if name not in given:
             continue
@@ -36,9 +36,10 @@ def check_alone(given: frozenset[str], *, launched: bool) -> None:
 def plan_asked(
     asked: dict[str, Any], given: frozenset[str]
 ) -> tuple[Launch | None, Callable[..., Planned]]:
-    """The launch, and how to come to the cases, or to a part of them, as in "2/4": a process that
-    lends its ranks must be able to tell the front why it cannot. `asked` has a value for every
-    option, `given` names the typed ones.
+    """Return the launch, and a function that plans the cases, or a part of them, as "2/4": planning
+    is separate so that a process that lends its ranks can report to rank 0 why it cannot.
+
+    `asked` has a value for every option, `given` names those on the command line.
     """
     machines = {name: asked.pop(name) for name in OPTIONS}
     config, shard = asked.pop("config"), asked.pop("shard")

@@ -1,4 +1,4 @@
-"""What there is to choose from, read from source files: nothing is imported."""
+"""Lists strategies, workloads, data sets and checks from their source files; imports nothing."""
 
 import ast
 import importlib.util
@@ -23,9 +23,8 @@ def catalogue() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def summary_of(module: str, name: str = "") -> str:
-    """The first line of a module's docstring, or of a function's or class's in it.
-
-    Read from its source, without importing it.
+    """Return the first line of the docstring of a module, or of a function or class in it, read
+    from its source without importing it.
     """
     try:
         spec = importlib.util.find_spec(module)
@@ -41,7 +40,9 @@ def summary_of(module: str, name: str = "") -> str:
 
 
 def _of_entry_points(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
-    """A file that holds one strategy describes it; one that holds several leaves it to them."""
+    """Return (name, summary) of strategies. The module's docstring describes a file's only
+    strategy; of several, each has its own.
+    """
     files = [point.module for point in points.values()]
     return [
         (name, summary_of(p.module, p.attr if files.count(p.module) > 1 else ""))

@@ -1,4 +1,4 @@
-"""`distcheck doctor`: what is installed, what the machine is, what can run here."""
+"""`distcheck doctor`: reports packages, the machine, and the backends that can run here."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "torchvision", "numpy", "msgspec", "safetensors", "xxhash"
 
 
 def doctor_command() -> int:
-    """Prints the examination; exits 3 where nothing can run."""
+    """Print the examination; return exit code 3 if nothing can run."""
     pool = Pool()
     code = ExitCode.PASS
     try:

@@ -1,4 +1,4 @@
-"""`distcheck plan`: what would run, in which part, and about how long it would take."""
+"""`distcheck plan`: the cases that would run, their part of the plan, and an estimated duration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from distcheck.verification.case_run import is_separate
 from distcheck.workloads.cells import CELLS
 
 SCHEMA = "distcheck.plan/1"
-# Needed by every case, whatever its strategy turns out to promise.
+# required for every case, whatever its strategy promises
 _ALWAYS = ("outcome", "data", "initial state", "gradients", "loss", "agreement")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a case, and whether an earlier run of it took them or a rough model says so."""
+    """The duration of a case in seconds; `recorded` if an earlier run took it, else of a model."""
 
     case: Case
     seconds: float
@@ -33,8 +33,8 @@ class Estimate:
 
 
 def say_plan(planned: Planned, *, costs: bool) -> None:
-    """Says on standard error, before ranks start, what a file adds to what was typed, and what the
-    run is about to cost.
+    """Print on standard error, before ranks start, the settings from a file and the estimated cost
+    of the run.
     """
     if planned.from_file:
         say(f"distcheck: {planned.file} says: {planned.from_file}", err=True)
@@ -62,7 +62,7 @@ def _of_search(search: SearchBeside) -> str:
 
 
 def plan_command(planned: Planned, *, json_file: str | None) -> int:
-    """Shows a plan; returns the exit code."""
+    """Print a plan; return the exit code."""
     check_writable(json_file)
     recorded = recorded_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]
@@ -80,7 +80,9 @@ def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
 
 
 def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
-    """Seconds in all. A failure that a search finds takes up to a minute more to shrink."""
+    """Return the total duration in seconds; without up to a minute for shrinking each failure that
+    a search finds.
+    """
     searches_s = sum(each.budget_s for each in planned.beside.searches if not each.why_not)
     start_s = START_S
     if any(is_separate(estimate.case) for estimate in estimates):

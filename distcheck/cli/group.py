@@ -1,4 +1,4 @@
-"""What every command of the command line has: options in groups, and a word on what was meant."""
+"""The command class of all commands: options in groups, and errors with suggestions."""
 
 import re
 import shlex
@@ -12,8 +12,8 @@ from distcheck.errors.spelling import nearest
 from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 from distcheck.worlds.launchers import is_elsewhere
 
-# Parameters by the heading of their group in `--help`, beside those of `plan/settings.py`; a short
-# list of options has one group.
+# Parameters by the heading of their group in `--help`, in addition to those of `plan/settings.py`;
+# a short list of options has a single group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
         "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh", "continues",
@@ -36,10 +36,10 @@ _FEW = 12
 
 
 class Command(click.Command):
-    """A command whose help has its options in groups."""
+    """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, each group under its heading, and defaults in one form."""
+        """Write the options, each group under its heading, and defaults in one format."""
         records: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -67,7 +67,7 @@ class Command(click.Command):
                 formatter.write_dl(list(records.values()))
 
     def _say_that_words_follow(self, ctx: click.Context, given: Sequence[str]) -> None:
-        """Where a command's own command begins before its `--`, that is what is missing."""
+        """Raise UsageError for a missing `--` if a job's command seems to begin before it."""
         takes = [p for p in self.get_params(ctx) if isinstance(p, click.Argument) and p.nargs == -1]
         program = next((word for word in given if not word.startswith("-")), "")
         if "--" in given or not takes or shutil.which(program) is None:
@@ -76,8 +76,8 @@ class Command(click.Command):
         raise click.UsageError(f"put -- before the command: {ctx.command_path} -- {words}", ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as click does; for an extra word, the error names the option that takes it."""
-        given = list(args)  # which click takes words out of
+        """Parse as click does; for an extra word, the error names the option that takes it."""
+        given = list(args)  # click removes words from it
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -96,7 +96,7 @@ class Command(click.Command):
             raise
 
     def _explain(self, ctx: click.Context, given: list[str]) -> None:
-        """Raises a clearer error for words that belong to no option."""
+        """Raise a clearer error for words that belong to no option."""
         try:
             _, extra, _ = self.make_parser(ctx).parse_args(list(given))
         except click.UsageError:
@@ -120,8 +120,8 @@ class Command(click.Command):
 
 
 class OnceCommand(Command):
-    """A command that makes no world: where a launcher has started several processes, rank 0 runs
-    it, and the others do nothing.
+    """A command without ranks: under a launcher that started several processes, rank 0 runs it, and
+    the others return at once.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -137,8 +137,8 @@ _TAKE_NAMES = (
 
 
 def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
-    """The option that takes a word, and the word as it was probably meant: a strategy's name or
-    file where nothing tells.
+    """Return the option that takes a word, and the intended word; a strategy's name or file if
+    there is no indication.
     """
     from distcheck import backends
     from distcheck.training import loading

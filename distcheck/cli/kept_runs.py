@@ -1,4 +1,4 @@
-"""The commands `distcheck report`, `runs` and `open` on kept runs and reports."""
+"""The commands `distcheck report`, `runs` and `open` for kept runs and reports."""
 
 import time
 import webbrowser
@@ -23,7 +23,7 @@ from distcheck.store.run_folder import DEFAULT_FOLDER, KEPT_RUNS, kept_runs
 
 
 def runs_command() -> int:
-    """Lists the runs, the latest last; returns the exit code."""
+    """List the kept runs, the latest last; return the exit code."""
     runs = kept_runs()
     if not runs:
         say(f"{DEFAULT_FOLDER} here holds no runs")
@@ -36,7 +36,7 @@ def runs_command() -> int:
 
 
 def open_command(run: str | None) -> int:
-    """Shows the page of a run; returns the exit code. Raises UsageError where there is none."""
+    """Show the page of a run; return the exit code. Raises UsageError if there is none."""
     folder = Path(run) if run is not None else _last_finished()
     page = (folder if folder.is_dir() else folder.parent) / "report.html"
     if page.is_symlink() or (page.exists() and not page.is_file()):
@@ -54,8 +54,8 @@ def open_command(run: str | None) -> int:
 
 
 def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
-    """The cases, those first that failed when they were last run here; and with `only` those that
-    are left out, each with the reason. Where none failed, all are run.
+    """Return the cases, those that failed in their last run here first; with `only`, just these,
+    and the reason for each case left out. If none failed, return all.
     """
     failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", cases)
     if not failed:
@@ -99,16 +99,16 @@ def _about(folder: Path) -> tuple[str, str, str]:
 
 
 def schema_command() -> int:
-    """Prints the JSON Schema of a report, which is made from what writes and reads it."""
+    """Print the JSON Schema of a report, derived from the structs that encode and decode it."""
     click.echo(render(json_schema()), nl=False)
     return int(ExitCode.PASS)
 
 
 def report_command(run: str, *, files: Mapping[str, str]) -> int:
-    """Renders a report again, or prints its gist where no file is asked for; returns the exit code,
-    which says nothing of the verdict. `run` is a JSON, or a run's folder.
+    """Write a report in other formats, or print a summary if there are no `files`; return the exit
+    code, which is independent of the verdict. `run` is a JSON file, or a run's folder.
 
-    Raises UsageError for what is not a report, CannotRunError where nothing can be written.
+    Raises UsageError for an invalid report, CannotRunError if writing fails.
     """
     path = Path(run)
     if path.is_dir():

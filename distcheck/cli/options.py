@@ -1,5 +1,5 @@
-"""Options that several commands share, and values that a shell can complete. Imports nothing heavy:
-`--help` reads them, and a shell asks at every press of a key.
+"""Options that several commands share, and completion of values by a shell. Imports nothing heavy:
+`--help` reads them, and a shell at every press of Tab.
 """
 
 import re
@@ -16,9 +16,8 @@ from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
 
 
 def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> dict[str, Any]:
-    """The argument of a click option that completes to these names, or to files as well. A value
-    goes into the command line as it is: a name that a shell would not read as one plain word (a
-    folder `;command`) is not proposed.
+    """Return the argument of a click option that completes to these names, or to files, too. A name
+    that a shell would not read as one plain word (a folder `;command`) is not proposed.
     """
 
     def complete(
@@ -46,7 +45,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def json_option(what: str) -> Callable[[F], F]:
-    """Where to write what a command has found."""
+    """Return the option for a JSON file of a command's results."""
     return click.option(
         "--json",
         "json_file",
@@ -57,15 +56,15 @@ def json_option(what: str) -> Callable[[F], F]:
 
 
 def trust_option(command: F) -> F:
-    """What every command has that runs the code that a file or folder names."""
+    """Add the option of every command that runs code named by a file or folder."""
     return click.option("--trust", is_flag=True, help="Run untrusted code without asking.")(command)
 
 
-_TIME = "TIME"  # the metavar of a time
+_TIME = "TIME"
 
 
 class Seconds(click.ParamType[float]):
-    """A time in seconds: 30, 30s, 500ms, 5m, 1h."""
+    """A duration in seconds: 30, 30s, 500ms, 5m, 1h."""
 
     name = "time"
     _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # noqa: RUF012
@@ -87,7 +86,7 @@ SECONDS = Seconds()
 
 
 class _WholeNumber(click.types.IntParamType):
-    """A whole number; for an option that may be repeated, the error says so."""
+    """A whole number; the error for a repeatable option says so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -108,8 +107,8 @@ _TYPES: dict[Any, Any] = {int: _WholeNumber()}
 
 
 def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callable[[F], F]:
-    """The option of a setting, as `plan/settings.py` declares it but for what is `changed`. One
-    that may be given several times is, where `single`, given once, under its name in Python.
+    """Return the option of a setting, as declared in `plan/settings.py`, with `changed` attributes.
+    With `single`, a repeatable option is given once, under its name in Python.
     """
     setting, default = SETTINGS[name], DEFAULTS[name]
     flag = setting.option
@@ -123,7 +122,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
         **(completing(setting.names, files=setting.is_open) if setting.names else {}),
     }
     if isinstance(default, bool):
-        asked["is_flag"] = True  # click takes an option without a value where this is False
+        asked["is_flag"] = True  # if this is False, click takes an option without a value
     if setting.repeated:
         asked["multiple"] = True
     else:
@@ -133,7 +132,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
         }
     asked |= changed
     if single and setting.repeated:
-        # Click takes the last of several without a word; elsewhere each of them counts.
+        # Click silently takes the last of several; elsewhere each of them counts.
         asked |= {"multiple": True, "callback": _once}
         if "default" in changed:
             asked["default"] = [changed["default"]]
@@ -144,7 +143,9 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
 
 
 def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The one value of an option that other commands take several times; None without."""
+    """Return the value of an option that is repeatable in other commands, None without one. Raises
+    UsageError for several.
+    """
     if len(set(values)) > 1:
         given = " and ".join(str(value) for value in values)
         raise UsageError(
@@ -158,16 +159,16 @@ def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    """The options of several settings; of all, where none is named."""
+    """Return the options of several settings; of all, if none is named."""
     return _several(*map(setting_option, names or SETTINGS))
 
 
 DOWNLOAD = click.option("--download", is_flag=True, help="Download the files if they are missing.")
-# How code is called that was not written for distcheck, and what its numbers are held to.
+# Calls of code that was not written for distcheck, and the rules for its numbers.
 CALL_OPTIONS = (*CALLS, "loss", "accept")
 
 
-# Where the matrix is, and which part of it is meant.
+# The file of the matrix, and the selected part of it.
 matrix_options = _several(
     click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
                  help="The file with the matrix. [default: pyproject.toml here or above, "
@@ -178,13 +179,13 @@ matrix_options = _several(
 
 
 def given_options() -> frozenset[str]:
-    """The parameters of the command that is running whose options were typed."""
+    """Return the parameters of the running command whose options were on the command line."""
     context = click.get_current_context()
     usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return frozenset(n for n in context.params if context.get_parameter_source(n) not in usual)
 
 
-# For ranks on several machines, where no launcher starts them.
+# For ranks on several machines, without a launcher.
 machine_options = _several(
     click.option("--nnodes", "--num-nodes", type=int, metavar="N",
                  help="The number of machines that share the ranks. Start the same command on "

@@ -1,4 +1,4 @@
-"""What the commands `verify`, `replay` and `recheck` do around a verification: show and keep."""
+"""The part of `verify`, `replay` and `recheck` around a verification: output and storage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from distcheck.worlds.pool import Pool
 
 @dataclass(frozen=True, kw_only=True)
 class Showing:
-    """How a report is shown: on the screen, by `screen`, and in files by the format's name."""
+    """Outputs of a report: on the screen, by `screen`, and files by the format's name."""
 
     files: Mapping[str, str]
     verbose: bool
@@ -47,8 +47,8 @@ def verify_command(
     pool: Pool | None = None,
     progress: type[LiveProgress] = LiveProgress,
 ) -> int:
-    """Runs cases, and searches beside them, and shows the report; returns the exit code.
-    `digests`: what is saved holds digests in place of tensors. A `pool` that is given stays.
+    """Run cases and searches, and show the report; return the exit code. With `digests`, saved
+    traces hold digests instead of tensors. A given `pool` stays open.
     """
     check_outputs(showing.files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
@@ -69,7 +69,7 @@ def verify_command(
 
 
 def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
-    """Judges a saved run again and shows the report; returns the exit code."""
+    """Judge a saved run again and show the report; return the exit code."""
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]
@@ -89,8 +89,8 @@ def show_run(
     progress: type[LiveProgress] = LiveProgress,
     pool_stays: bool = False,
 ) -> int:
-    """Shows a run on a pool as it goes on, and its report; returns the exit code. The pool is
-    closed, unless it is to stay and nothing interrupted the run.
+    """Show the progress of a run on a pool, and its report; return the exit code. Closes the pool,
+    unless it is to stay and nothing interrupted the run.
     """
     stays = False
     try:
@@ -143,8 +143,8 @@ def show_run(
 
 
 def _written(report: Report, showing: Showing) -> list[str]:
-    """Shows the report and writes its files; returns what could not be written. A verdict does not
-    change by that: a failure stays a failure on a full disk.
+    """Show the report and write its files; return the errors. They do not change the verdict: a
+    failure stays a failure on a full disk.
     """
     problems = []
     ended_early = bool(report.interrupted or report.given_up) and not report.environment

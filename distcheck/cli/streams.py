@@ -1,7 +1,7 @@
-"""Standard output and error of the command, whatever has become of them.
+"""Standard output and error that cannot end the command.
 
-A pipe whose reader has left, a stream that was closed before the start and a full disk end no
-command: the verdict, its exit code and the ends of the ranks do not depend on who reads.
+A pipe without a reader, a stream closed before the start and a full disk raise no error: the
+verdict, its exit code and the end of the ranks do not depend on the reader.
 """
 
 import errno
@@ -13,8 +13,8 @@ _STANDARD = (0, 1, 2)
 
 
 class Output:
-    """A text stream that drops what it cannot write, and in everything else the stream that it is
-    made of. `lost` is the reason, and empty where the reader has left, which is a usual end.
+    """A text stream that drops output which cannot be written; otherwise it is the given stream.
+    `lost` is the reason, "" if the reader has closed the pipe, which is normal.
     """
 
     lost: str = ""
@@ -23,7 +23,7 @@ class Output:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Returns the number of characters, also of those that are dropped."""
+        """Write text; return the number of characters, including those that are dropped."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -40,7 +40,7 @@ class Output:
         return getattr(self._stream, name)
 
     def _drop(self, error: OSError) -> None:
-        """What comes later goes nowhere, and with it what Python writes when it ends."""
+        """Redirect the stream to /dev/null, for later output and that of Python at exit."""
         if error.errno != errno.EPIPE:
             self.lost = error.strerror or type(error).__name__
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -49,10 +49,10 @@ class Output:
 
 
 def settle() -> Output:
-    """Makes both streams of this process outputs; returns standard output.
+    """Replace both streams of this process by outputs; return standard output.
 
-    Numbers 0 to 2 that are closed are opened on /dev/null: a socket or a file of a rank would get
-    them, and what is printed would go there.
+    Closed descriptors 0 to 2 are opened on /dev/null: otherwise a socket or a rank's file would get
+    these numbers, and printed text would go there.
     """
     for number in _STANDARD:
         try:

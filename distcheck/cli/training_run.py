@@ -1,7 +1,7 @@
 """`distcheck train`: plain training with a strategy, for tables of loss, accuracy and time.
 
-The loop is the one that `verify` records. Every rank computes with one thread, the single
-process too, so that times compare like with like.
+`verify` records the same loop. Every rank computes with one thread, a single process, too, so that
+durations are comparable.
 """
 
 import statistics
@@ -46,7 +46,7 @@ def train_command(
     launch: Launch | None = None,
     **asked: Any,
 ) -> int:
-    """Trains and prints a line per epoch; returns the exit code. `asked` is for `plan_training`."""
+    """Train, and print a line per epoch; return the exit code. `asked` is for `plan_training`."""
     case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in beside]
     if beside and html_file is None:
@@ -85,7 +85,7 @@ def plan_training(
     log_every: int,
     **options: Any,
 ) -> Case:
-    """What is to be trained, as a case. Raises UsageError or CannotRunError."""
+    """Return the training as a case. Raises UsageError or CannotRunError."""
     for option, value, least in (
         ("--epochs", epochs, 1), ("--steps", steps, 1), ("--log-every", log_every, 0),
     ):  # fmt: skip
@@ -109,7 +109,7 @@ def plan_training(
         steps=1,
         **options,
     )
-    case = plan.plan_cases(request)[0]  # on a GPU, others are there to be compared
+    case = plan.plan_cases(request)[0]  # on a GPU, the others are for comparison
     if workload == "lattice":
         raise UsageError("lattice has no accuracy to train for; use mlp, cnn or vgg11")
     return msgspec.structs.replace(case, strategy=strategy or "")
@@ -157,7 +157,7 @@ def _train(
         defect = own_code.defect_in_rank(case, world.children, hung=world.hung) if failed else None
         world.close()
         refused = refusal_of(world)
-        if refused is not None:  # what cannot be divided shows only when a rank builds its model
+        if refused is not None:  # an indivisible model shows only when a rank builds it
             raise refused
         if defect is not None:
             raise defect
@@ -165,7 +165,7 @@ def _train(
 
 
 class _Table:
-    """Prints an epoch as soon as every rank has said its figures."""
+    """Prints an epoch when every rank has sent its figures."""
 
     def __init__(self, case: Case, epochs: int) -> None:
         self._case, self._epochs = case, epochs
@@ -215,7 +215,7 @@ class _Table:
 
 
 def _step_losses(figures: Sequence[EpochFigures]) -> list[float | None]:
-    """The batch's mean loss of every step; None where no rank has a loss."""
+    """Return the batch's mean loss of every step; None if no rank has a loss."""
     found: list[float | None] = []
     for step in range(min(len(one.losses) for one in figures)):
         having = [one for one in figures if one.sizes[step]]

@@ -1,4 +1,4 @@
-"""What `distcheck verify` does in a process that a launcher has started, beside verifying."""
+"""The part of `distcheck verify` that concerns processes started by a launcher."""
 
 import json
 import os
@@ -22,19 +22,19 @@ from distcheck.worlds.remote.host import Host
 
 
 def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
-    """The pool of the process that judges: a fleet where a launcher has started others."""
+    """Return the pool of the process that judges: a Fleet if a launcher has started others."""
     if launch is None:
         return Pool()
     pool = Fleet(launch, deadline_s=cases[0].deadline_s, identity=identity_of(cases))
-    signal.signal(signal.SIGTERM, pool.on_sigterm)  # how launchers end what they have started
+    signal.signal(signal.SIGTERM, pool.on_sigterm)  # launchers end processes by SIGTERM
     _end_with_launcher(pool, launch)
     return pool
 
 
 def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -> int:
-    """Lends this process's ranks to the front; returns the verdict's code.
+    """Lend this process's ranks to rank 0; return the verdict's exit code.
 
-    Where `plan` finds that this process cannot take part, the front gets the reason.
+    If `plan` fails because this process cannot take part, rank 0 gets the reason.
     """
     pool = Pool(helper_of(launch))
     host = Host(pool, launch, deadline_s=deadline_s)
@@ -47,12 +47,12 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
             raise
         signal.signal(signal.SIGTERM, host.on_sigterm)
         over = host.serve(identity_of(cases), Allowed(cases))
-        # A launcher that sees another process leave may end this one, which is leaving.
+        # A launcher that sees another process exit may signal this one, which is exiting.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_error_file(over.exit_code, over.summary)
         return over.exit_code
     except KeyboardInterrupt:
-        return int(ExitCode.INTERRUPTED)  # the front says so
+        return int(ExitCode.INTERRUPTED)  # rank 0 prints it
     except DistcheckError as error:
         write_error_file(int(error.exit_code), str(error))
         raise type(error)(f"rank {', '.join(map(str, launch.ranks_here))}: {error}") from None
@@ -62,8 +62,8 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
 
 
 def dismiss(pool: Pool, exit_code: int, message: str) -> None:
-    """Ends the other processes with the verdict's code. A launcher that sees one of them leave
-    may signal this one, which has nothing more to do than to leave with the same.
+    """End the other processes with the verdict's exit code. A launcher that sees one of them exit
+    may signal this one, which only has to exit with the same code.
     """
     if isinstance(pool, Fleet):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -72,7 +72,7 @@ def dismiss(pool: Pool, exit_code: int, message: str) -> None:
 
 
 def write_error_file(exit_code: int, message: str) -> None:
-    """What torchelastic shows of a rank that failed: TORCHELASTIC_ERROR_FILE, in its own form."""
+    """Write TORCHELASTIC_ERROR_FILE, which torchelastic shows for a failed rank, in its format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or exit_code == ExitCode.PASS:
         return
@@ -92,7 +92,7 @@ def write_error_file(exit_code: int, message: str) -> None:
 
 
 def _end_with_launcher(pool: Pool, launch: Launch) -> None:
-    """Interrupts this process when the launcher has ended, which may be killed without a word."""
+    """Interrupt this process when its launcher has ended, perhaps by SIGKILL."""
     if launch.owned:
         pool.watch(os.pidfd_open(os.getppid()), _launcher_has_ended)
 

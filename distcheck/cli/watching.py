@@ -1,7 +1,7 @@
-"""`distcheck verify --watch`: the same run again whenever its code changes.
+"""`distcheck verify --watch`: repeats a run whenever its code changes.
 
 The helper and the further interpreters stay, with torch imported; ranks are forked anew, and import
-the code as it is now. The cheapest cases go first, and each verdict is said as it comes.
+the present code. The cheapest cases run first, and verdicts are printed as they come.
 """
 
 import importlib.util
@@ -25,16 +25,16 @@ from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.verification.run import RunOptions
 from distcheck.worlds.pool import Pool
 
-_LOOK_EVERY_MS = 1000  # at files that no notice came of, as on some network disks
-_SETTLES_S = 0.05  # while a file is written it is empty, or has a part of its content
+_LOOK_EVERY_MS = 1000  # polling interval: some network disks send no notices
+_SETTLES_S = 0.05  # seconds; while a file is written it is empty or incomplete
 _Contents = dict[Path, bytes | None]
 
 
 class VerdictsAsTheyCome(LiveProgress):
-    """Progress that leaves a line for each case that is judged."""
+    """Progress that prints a line for each judged case."""
 
     def finished(self, case: Case, verdict: str) -> None:
-        """The same, and its time since the run began."""
+        """Print also the verdict and the time since the run began."""
         super().finished(case, verdict)
         if self._console.is_terminal:
             spent = time.monotonic() - self._begun
@@ -43,7 +43,7 @@ class VerdictsAsTheyCome(LiveProgress):
 
 
 def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bool) -> int:
-    """Runs until Ctrl-C; returns the exit code of the last run."""
+    """Run until Ctrl-C; return the exit code of the last run."""
     if importlib.util.find_spec("watchfiles") is None:
         raise CannotRunError(
             "--watch needs watchfiles, which is not installed; run pip install 'distcheck[watch]'"
@@ -58,14 +58,14 @@ def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bo
 
 
 class _Rounds:
-    """Runs of the same cases, one after the other, on a pool that stays."""
+    """Runs of the same cases, one after the other, on a pool that stays open."""
 
     def __init__(self, plan: Callable[[], Planned], showing: Showing, *, download: bool) -> None:
         self._plan, self._showing, self._download = plan, showing, download
         self.pool, self.code = Pool(), int(ExitCode.PASS)
 
     def go_on(self) -> int:
-        """Returns where a run was interrupted, with that code."""
+        """Repeat runs until one is interrupted; return its exit code."""
         files = set[Path]()
         while True:
             before = _contents(files)
@@ -76,7 +76,7 @@ class _Rounds:
                 self.code = self._run(planned)
             except DistcheckError as error:
                 if not files:
-                    raise  # nothing is known that could be watched
+                    raise  # no file to watch is known
                 self.code = int(error.exit_code)
                 say(f"distcheck: {error}", err=True)
             if self.code == ExitCode.INTERRUPTED:
@@ -85,7 +85,7 @@ class _Rounds:
             say(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
 
     def _run(self, planned: Planned) -> int:
-        """One run: what failed before goes first, then what costs least."""
+        """Run once: cases that failed before first, then the cheapest."""
         if not self.pool.usable:
             self.pool.close()
             self.pool = Pool()
@@ -112,13 +112,13 @@ def _contents(files: Iterable[Path]) -> _Contents:
     for file in files:
         try:
             found[file] = read_source(file)
-        except OSError:  # an editor is about to put another one in its place
+        except OSError:  # an editor is about to replace it
             found[file] = None
     return found
 
 
 def _wait(files: set[Path], before: _Contents) -> list[Path]:
-    """Blocks until one of the files has another content; returns those that have."""
+    """Block until one of the files changes; return the changed files."""
     from watchfiles import watch
 
     say(f"distcheck: watching {len(files)} files; Ctrl-C ends it", err=True)

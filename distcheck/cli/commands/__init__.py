@@ -1,9 +1,9 @@
-"""One file per command, named as it is: its `command` is what click calls.
+"""One file per command, with its name; click calls its `command`.
 
 A file imports nothing heavy at its top: `distcheck --help` reads them all.
 """
 
-# In the order of `distcheck --help`, with what it says of each: a line of 80 columns.
+# In the order of `distcheck --help`, with a summary of at most 80 columns.
 COMMANDS = {
     "verify": "Judge strategies against single-process training.",
     "job": "Judge a whole training job, unchanged.",

@@ -1,4 +1,4 @@
-"""`distcheck backends`: what a backend can do."""
+"""`distcheck backends`: probes the operations of a backend."""
 
 from typing import Any
 

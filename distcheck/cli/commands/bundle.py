@@ -1,4 +1,4 @@
-"""`distcheck bundle`: a run to hand on."""
+"""`distcheck bundle`: packs a run to hand on."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`distcheck compare`: two saved runs, or one and what the same cases give now."""
+"""`distcheck compare`: two saved runs, or one and the present results of the same cases."""
 
 from typing import Any
 

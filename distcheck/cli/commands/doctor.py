@@ -1,4 +1,4 @@
-"""`distcheck doctor`: this machine."""
+"""`distcheck doctor`: examines this machine."""
 
 import click
 

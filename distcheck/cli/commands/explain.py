@@ -1,4 +1,4 @@
-"""`distcheck explain`: what a cause is, and what a guard has found."""
+"""`distcheck explain`: explains a cause, and findings of a guard."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`distcheck job`: a whole training job, unchanged."""
+"""`distcheck job`: judges a whole, unchanged training job."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck list`: what there is."""
+"""`distcheck list`: lists strategies, workloads, data sets and checks."""
 
 import click
 

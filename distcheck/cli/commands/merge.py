@@ -1,4 +1,4 @@
-"""`distcheck merge`: the parts of a plan, put together."""
+"""`distcheck merge`: joins the reports of the parts of a plan."""
 
 from typing import Any
 

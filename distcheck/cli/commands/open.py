@@ -1,4 +1,4 @@
-"""`distcheck open`: a kept run's page."""
+"""`distcheck open`: shows the page of a kept run."""
 
 import click
 

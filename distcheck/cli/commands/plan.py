@@ -1,4 +1,4 @@
-"""`distcheck plan`: what `verify` would do with the same options."""
+"""`distcheck plan`: prints the cases that `verify` would run with the same options."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import given_options, json_option
 from distcheck.reports.files import output_names
 
-# Of verify's options, those that are about a run that has happened.
+# Options of verify that concern a finished run.
 _NOT_OF_A_PLAN = (*output_names(), "save", "verbose", "quiet", "download")
 
 

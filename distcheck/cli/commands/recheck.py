@@ -1,4 +1,4 @@
-"""`distcheck recheck`: a saved run, judged again."""
+"""`distcheck recheck`: judges a saved run again."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck record`: a verification that is kept whole, for `distcheck compare`."""
+"""`distcheck record`: a verification that is kept completely, for `distcheck compare`."""
 
 import click
 

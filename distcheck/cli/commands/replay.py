@@ -1,4 +1,4 @@
-"""`distcheck replay`: a case again, or those of a bundle."""
+"""`distcheck replay`: runs a case, or those of a bundle, again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def _job_again(
     verbose: bool,
     quiet: bool,
 ) -> int:
-    """The words of a job, as `distcheck job` has them."""
+    """Run `distcheck job` again with a saved job's arguments."""
     from distcheck.cli.commands import job
 
     annotates = outputs[GITHUB]

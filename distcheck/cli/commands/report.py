@@ -1,4 +1,4 @@
-"""`distcheck report`: a report, written again in another format."""
+"""`distcheck report`: writes a report in another format."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck runs`: what is kept."""
+"""`distcheck runs`: lists kept runs."""
 
 import click
 

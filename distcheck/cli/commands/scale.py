@@ -1,4 +1,4 @@
-"""`distcheck scale`: does a strategy still hold in large worlds, and in which order of addition?"""
+"""`distcheck scale`: judges a strategy in large simulated worlds, per order of addition."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck selftest`: is the tool itself right, here?"""
+"""`distcheck selftest`: tests the tool itself on this machine."""
 
 from typing import Any
 

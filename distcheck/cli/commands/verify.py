@@ -1,4 +1,4 @@
-"""`distcheck verify`: options to a request, and on to the run."""
+"""`distcheck verify`: turns options into a request, and runs it."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     type=click.Path(),
     help="Keep cases, traces and report in a new folder, for distcheck recheck.",
 )
-@click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
+@click.option("--digests", is_flag=True, hidden=True)  # set by distcheck record
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @click.option(
