@@ -16,7 +16,7 @@ JUDGING = sorted((PACKAGE / "judge").rglob("*.py"))
 PAGE = ROOT / "docs" / "what-equal-means.md"
 UNIT_EXPONENTS = (8, 11, 24, 53)  # 2^-k is the unit roundoff of bfloat16, float16, float32, float64
 LEAST_PLAIN = 1e-2  # from here on a number is a share or a count, not a tolerance
-ORIGIN = re.compile(r"\b(derived|measured allowance|heuristic|chosen)\b", re.IGNORECASE)
+ORIGIN = re.compile(r"\b(derived|measured|heuristic)\b", re.IGNORECASE)
 
 
 def negative_exponent(node: ast.AST) -> int | None:
@@ -112,7 +112,7 @@ def not_derived() -> Iterator[tuple[str, str]]:
             comment = beside(lines, number).lower()
             if line.lstrip().startswith("#") or "derived" in comment:
                 continue
-            if "measured allowance" in comment or "chosen" in comment.split(", ")[0].split(":")[0]:
+            if re.match("(measured|heuristic)[,:]", comment):
                 for text in re.findall(r"\d+e-\d+|32 \* 32|\d+\.\d+", line.partition("#")[0]):
                     yield path.name, text
 
