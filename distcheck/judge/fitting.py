@@ -17,7 +17,7 @@ class Fit(NamedTuple):
 
     left      L2 norm of the residual
     size      L2 norm of the fitted tensors
-    apart     smallest over largest singular value of the bases: if tiny, they are multiples of
+    `apart`   smallest over largest singular value of the bases: if tiny, they are multiples of
               each other, and the factors mean nothing
     moved_by  largest change of each factor for an error of 1 in the fitted tensors
     """

@@ -23,7 +23,7 @@ Differs = bool  # True if a world differed from the first, in bits or exit statu
 class Separation(msgspec.Struct, frozen=True, kw_only=True):
     """Result of further worlds about a rerun in separate interpreters that differed.
 
-    `depends`: the difference depends on process state and is no race: on each of `factors`
+    `depends`: the difference depends on process state and is not a race: on each of `factors`
     separately or, if there are several, only on their combination. Otherwise a factor in `factors`
     made the difference, as delays do to a race. `harmless`: the rerun passed every check, too, and
     its factor is the ranks' machines. `lines` are lines of the code under test that read such

@@ -160,7 +160,7 @@ class Folding:
         return out
 
     def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
-        """Return True if the joint loss of several passes is the target-weighted mean of theirs."""
+        """Return True if the joint loss of several passes is their target-weighted mean."""
         together, *each = (found.get(role) for role in self._probes)
         if together is None or any(one is None for one in each):
             return False
@@ -249,7 +249,7 @@ def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def factor_of_mean(loss: torch.Tensor) -> float:
-    """Return the factor between a mean over elements and the loss, or 0 if it is no such mean."""
+    """Return the factor between a mean over elements and the loss; 0 if it is no mean."""
     ends, _ = terms.ends_of(loss, ())
     if len(ends) != 1 or ends[0][0].reduction != "mean":
         return 0.0

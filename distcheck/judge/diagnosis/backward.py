@@ -22,7 +22,7 @@ _MOST_BUFFERS = 32  # buffers that differ across ranks: each takes a few passes 
 
 def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
     """Return the factor of the recorded local gradient relative to the shard's, including loss
-    scaling; None if it was not recorded or is no multiple.
+    scaling; None if it was not recorded or is not a multiple.
     """
     same, rows = True, []
     for m in measured:

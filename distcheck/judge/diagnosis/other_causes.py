@@ -189,7 +189,7 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
         return f"{text}; the parameters are right"
     if seen.unchanged:
         return f"{text}; they stayed as they were"
-    # Heuristic: with a larger residual, an update is no multiple of the right one.
+    # Heuristic: with a larger residual, an update is not a multiple of the right one.
     if seen.rest > 1e-3:
         return text
     # Heuristic: printed as a factor of 1.

@@ -1,8 +1,8 @@
 """The exact layer: the lattice's closed form, and expectations after rounded sums.
 
-Code that promises no order may divide before it adds, or keep a running mean: a quotient that is no
-dyadic fraction rounds where the lattice's sum does not. R allows that anywhere else. From the first
-such step on, the closed form describes another training, and expectations start from recorded
+Code that promises no order may divide before it adds, or keep a running mean: a quotient that is
+not a dyadic fraction rounds where the lattice's sum does not. R allows that anywhere else. From the
+first such step on, the closed form describes another training, and expectations start from recorded
 state: the shards' gradients, the loss and the update bitwise (X), the mean within R.
 """
 

@@ -250,7 +250,7 @@ class FullBatchReference(StepReference):
                 except Exception:  # a workload's loss may not accept a single sample
                     return abs(loss)
         magnitude = fsum(map(abs, terms)) / len(terms)
-        # A loss that is no mean over its samples is not the mean of these.
+        # A loss that is not a mean over its samples is not the mean of these.
         known = abs(fsum(terms) / len(terms) - loss) <= _KNOWN_TERMS * magnitude
         return max(magnitude, abs(loss)) if known else abs(loss)
 

@@ -11,7 +11,7 @@ _TOP, _HEIGHT, _LEFT = 18, 120, 52  # wide enough for "100,000"
 
 
 def shows_something(check: dict[str, Any]) -> bool:
-    """Return True if there are other than equal bits; a single bar is no picture."""
+    """Return True if there are other than equal bits; a single bar is not drawn."""
     found = check.get("ulp")
     if not found:
         return False
