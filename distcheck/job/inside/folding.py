@@ -249,7 +249,7 @@ def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def factor_of_mean(loss: torch.Tensor) -> float:
-    """Return the factor between a mean over elements and the loss; 0 if it is no mean."""
+    """Return the factor between a mean over elements and the loss; 0 if there is none."""
     ends, _ = terms.ends_of(loss, ())
     if len(ends) != 1 or ends[0][0].reduction != "mean":
         return 0.0
