@@ -1,4 +1,4 @@
-"""The end of each rank of a world, ordered by cause: root causes first, secondary failures after."""
+"""The end of each rank of a world, ordered by cause: root causes before secondary failures."""
 
 import os
 import re
