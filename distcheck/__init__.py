@@ -1,4 +1,4 @@
-"""Correctness and determinism tests for gradient synchronisation in PyTorch.
+"""Correctness and determinism tests for gradient synchronization in PyTorch.
 
     import distcheck
 
@@ -31,7 +31,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Resolves the public names on first use (PEP 562), so that importing stays cheap."""
+    """Resolve the public names on first use (PEP 562), so that importing stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'distcheck' has no attribute {name!r}")
     from importlib import import_module
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for Tab and `dir()`."""
+    """Return the public names, for Tab and `dir()`."""
     return sorted(__all__)

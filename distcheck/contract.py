@@ -12,8 +12,8 @@ A strategy needs no base class. It is a function, or an object with any of
     close()                      once, after the last step
 
 and a plain function is its `sync`. The promise beside it decides which layers judge it: with a
-reduction order its gradients must be bit-identical, without one within the rounding bound of
-*some* order. This module imports no torch, so that a strategy file costs nothing to declare.
+reduction order its gradients must be bit-identical, without one within the rounding bound of *some*
+order. This module imports no torch, so that a strategy file costs nothing to declare.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -152,8 +152,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     workload: str | None = None
 
     def mesh(self, world: int) -> Mesh | None:
-        """The mesh in a world, None where none is promised. Raises ValueError where it does not
-        fit.
+        """Return the mesh in a world, None where none is promised. Raises ValueError where it does
+        not fit.
         """
         return mesh_in(self.parallel, world)
 
@@ -163,29 +163,29 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it promises nothing about gradients: only where and on what it works, if that."""
+        """True if it promises nothing about gradients: only where and on what it works, if that."""
         beside = dict.fromkeys(("backend", "device", "initial_state", "workload"))
         return msgspec.structs.replace(self, declines=(), **beside) == Contract()
 
     @property
     def observes_loss(self) -> bool:
-        """Whether what a strategy does to its loss is observed, because it promises nothing."""
+        """True if what a strategy does to its loss is observed, because it promises nothing."""
         return self.order is None and self.weighting is None
 
     @property
     def takes_any_buffers(self) -> bool:
-        """Whether a forward pass may start from a rank's own buffers or from rank 0's."""
+        """True if a forward pass may start from a rank's own buffers or from rank 0's."""
         return self.order is None and self.buffers is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a strategy may know about the step it synchronises.
+    """What a strategy may know about the step it synchronizes.
 
-    `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group`
-    is the process group of the world (None: the default group). `ranks_with_data` is how many
-    ranks have a shard, where it was said that some have none (None: every rank has one). `tokens`
-    is what this rank's loss is over, and may be 0: `samples` where the workload counts none.
+    `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group` is
+    the process group of the world (None: the default group). `ranks_with_data` is how many ranks
+    have a shard, where it was said that some have none (None: every rank has one). `tokens` is what
+    this rank's loss is over, and may be 0: `samples` where the workload counts none.
     """
 
     index: int
@@ -234,15 +234,15 @@ class Batch:
         return self.tokens / max(1, whole.tokens)
 
     def part(self, begin: int, end: int) -> "Batch":
-        """A stretch of the samples; `total` stays that of the step."""
+        """Return a stretch of the samples; `total` stays that of the step."""
         columns = (self.inputs, self.labels, self.ids)
         inputs, labels, ids = (column[begin:end] for column in columns)
         real = None if self.real is None else self.real[begin:end]
         return Batch(inputs=inputs, labels=labels, ids=ids, total=self.total, real=real)
 
     def split(self, parts: int) -> "list[Batch]":
-        """The shard in at most `parts` stretches, none empty, the first longer by one if need be;
-        `total` stays that of the step.
+        """Return the shard in at most `parts` stretches, none empty, the first longer by one if
+        need be; `total` stays that of the step.
         """
         stretches = self.ids.tensor_split(max(1, min(parts, len(self.ids))))
         ends = accumulate(map(len, stretches), initial=0)
@@ -253,11 +253,13 @@ class LossOf(Protocol):
     """What a strategy's `backward` is given: a stretch of the shard to its mean loss."""
 
     def __call__(self, batch: Batch) -> "torch.Tensor":
-        """The loss of what the wrapped model makes of the batch."""
+        """Return the loss of what the wrapped model makes of the batch."""
         ...
 
     def given(self, outputs: "torch.Tensor", batch: Batch) -> "torch.Tensor":
-        """The loss of outputs that were computed already, as the last stage of a pipeline does."""
+        """Return the loss of outputs that were computed already, as the last stage of a pipeline
+        does.
+        """
         ...
 
 
@@ -310,15 +312,15 @@ class Workload(Protocol):
     """
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> "torch.nn.Module":
-        """Builds the model from the current RNG state, in the default dtype."""
+        """Build the model from the current RNG state, in the default dtype."""
         ...
 
     def loss(self, model: "torch.nn.Module", batch: Batch) -> "torch.Tensor":
-        """The mean loss over the shard: a scalar."""
+        """Return the mean loss over the shard: a scalar."""
         ...
 
     def optimizer(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
-        """Builds the optimizer, of parameters or of groups of them."""
+        """Build the optimizer, of parameters or of groups of them."""
         ...
 
 
@@ -359,7 +361,7 @@ def strategy(
     parallel: Mapping[str, int] | None = None,
     workload: str | None = None,
 ) -> Callable[[T], T]:
-    """Declares the contract of the function or class below it; see `Contract` for the words.
+    """Declare the contract of the function or class below it; see `Contract` for the words.
 
     Raises ValueError for a promise that is not one of them.
     """
@@ -400,6 +402,6 @@ def strategy(
 
 
 def contract_of(target: Any) -> Contract:
-    """The contract declared on a strategy; the empty promise when there is none."""
+    """Return the contract declared on a strategy; the empty promise when there is none."""
     declared = getattr(target, CONTRACT_ATTRIBUTE, None)
     return declared if isinstance(declared, Contract) else Contract()

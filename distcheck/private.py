@@ -90,7 +90,9 @@ def check_stays(path: Path) -> None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is root's, or has the name of this user, as where each has their own."""
+    """Return True if a group is root's, or has the name of this user, as where each has their
+    own.
+    """
     try:
         return number == _ROOT or (
             grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name

@@ -15,7 +15,7 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor 
 
 @LOOK.does
 def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
-    """The job of one process. Raises UsageError for a backend that is not known."""
+    """Return the job of one process. Raises UsageError for a backend that is not known."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)

@@ -60,7 +60,7 @@ def sweep(
     deadline_s: float,
     on_cell: OnCell,
 ) -> tuple[list[ProbedCell], str]:
-    """A cell per probe; and how the backend failed before any probe, empty if it did not.
+    """Return a cell per probe; and how the backend failed before any probe, empty if it did not.
 
     `on_cell` gets how many cells are finished.
     """
@@ -96,7 +96,7 @@ class _Episode:
     def run(
         self, pool: Pool, *, backend: str, device: str, refused: dict[str, str], deadline_s: float
     ) -> str:
-        """Fills `cells`; returns what went wrong where nothing was probed."""
+        """Fill `cells`; returns what went wrong where nothing was probed."""
         probes = tuple(self._probes[self._first :])
 
         def request(rendezvous: Rendezvous) -> ProbeRequest:
@@ -127,7 +127,7 @@ class _Episode:
         return self._end(begun, outcomes, hung=hung)
 
     def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
-        """Reads reports until ranks are killed: after that, reports are about lost peers only."""
+        """Read reports until ranks are killed: after that, reports are about lost peers only."""
         if not ranks.hung:
             self._hear(rank, said)
 
@@ -140,7 +140,7 @@ class _Episode:
             self._on_cell(self._first + len(self.cells))
 
     def _end(self, begun: int, outcomes: Sequence[Outcome], *, hung: bool) -> str:
-        """The world ended in a probe (whatever was said of it), or before there was one."""
+        """Return the world ended in a probe (whatever was said of it), or before there was one."""
         verdict: VerdictName = "hangs" if hung else "crashes"
         if begun < 0:
             return f"{verdict} before any probe: {_short(outcomes[0])}"
@@ -163,10 +163,10 @@ class _Episode:
 
 
 def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
-    """The verdict on a probe from which every rank came back.
+    """Return the verdict on a probe from which every rank came back.
 
-    Refused is only what every rank of the group refused: where some return as if all were well,
-    the ranks go on with different ideas of what has happened.
+    Refused is only what every rank of the group refused: where some return as if all were well, the
+    ranks go on with different ideas of what has happened.
     """
     present = {rank: r for rank, r in sorted(results.items()) if r.status != "absent"}
     elements = sum(result.elements for result in present.values())
@@ -202,7 +202,7 @@ def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool
 
 
 def _short(outcome: Outcome) -> str:
-    """An outcome in a line: what a rank died of, or what it raised."""
+    """Return an outcome in a line: what a rank died of, or what it raised."""
     lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
     if outcome.outcome == RankEnd.RAISED:
         lines = [line for line in lines if not line.startswith("last collective")]
@@ -219,7 +219,7 @@ _SUB_GROUP_LEAST_RANKS = 3  # a group of all ranks but the first, with at least 
 def plan_probes(
     *, world: int, operations: Sequence[str], dtypes: Sequence[str], forms: Sequence[str]
 ) -> list[Probe]:
-    """The cells in the order of the table; an empty selection means everything.
+    """Return the cells in the order of the table; an empty selection means everything.
 
     A cell's salt does not depend on what else was asked for. What `mixed` shows depends on whether
     `transposed` is refused, so that is probed with it. Raises UsageError.
@@ -295,7 +295,7 @@ def backends_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Probes and shows; returns the exit code."""
+    """Probe and shows; returns the exit code."""
     probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
     known = known_names()
     if device not in _DEVICES:
@@ -337,7 +337,9 @@ def backends_command(
 
 
 def known_names() -> list[str]:
-    """The backends that need no module of a person's own, and move data between processes."""
+    """Return the backends that need no module of a person's own, and move data between
+    processes.
+    """
     return [name for name in backends.backend_names() if name != "simulated"]
 
 

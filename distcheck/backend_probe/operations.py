@@ -45,7 +45,7 @@ def _messages(scene: ProbeScene, count: int) -> Buffers:
 
 
 def _neighbours(call: ProbedCall) -> tuple[int, int]:
-    """The global ranks that this one receives from, and sends to."""
+    """Return the global ranks that this one receives from, and sends to."""
     place, members = call.scene.rank, call.members
     return members[place - 1], members[(place + 1) % len(members)]
 
@@ -166,7 +166,7 @@ def _call_uneven(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
 
 
 def _barrier(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
-    """The root comes late: after everybody else is at the barrier, as the store says.
+    """Return the root comes late: after everybody else is at the barrier, as the store says.
 
     It leaves a note in the store before it enters. A rank that comes out and finds no such note has
     not been kept waiting; on a correct barrier the note is always there, however slow the machine.

@@ -1,8 +1,8 @@
 """Numbers that give a wrong backend away, and what they must become; whole numbers only.
 
-After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result
-in any order, so that what is expected is known to the bit and without a backend. At each position
-the ranks' numbers differ, and neighbours differ, so that a dropped, doubled or swapped rank and a
+After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result in
+any order, so that what is expected is known to the bit and without a backend. At each position the
+ranks' numbers differ, and neighbors differ, so that a dropped, doubled or swapped rank and a
 shifted chunk are seen; a salt changes all of them from call to call, so that an old result is.
 
 No torch here, and nothing of torch.distributed.
@@ -39,7 +39,7 @@ class Dtype:
 
     @property
     def floating(self) -> bool:
-        """Whether there is a mean in this dtype."""
+        """True if there is a mean in this dtype."""
         return self.roundoff > 0
 
 
@@ -134,7 +134,7 @@ def mean_bound(dtype: str, expected: Value, world: int) -> float:
 
 
 def _sign(dtype: Dtype, position: int, salt: int, world: int) -> int:
-    """One sign for `world` positions in a row, in which every rank is the least one once."""
+    """Return one sign for `world` positions in a row, in which every rank is the least one once."""
     return -1 if dtype.signed and (position // world + salt) % 3 == 1 else 1
 
 

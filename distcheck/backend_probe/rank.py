@@ -43,7 +43,7 @@ from distcheck.worlds.reporter import Reporter
 
 
 def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
-    """The storage as it is handed over; an output holds what it must not hold afterwards."""
+    """Return the storage as it is handed over; an output holds what it must not hold afterwards."""
     values = buffer.before
     if values is None:
         values = untouched(buffer.after or (), dtype)
@@ -76,7 +76,9 @@ def _taken(storage: list[Any], layout: Layout) -> list[Any]:
 
 
 def _is_mean(actual: Any, expected: Any, scene: ProbeScene) -> bool:
-    """A mean is never an int, what surrounds it is, and is held to the bit. NaN is never near."""
+    """Return a mean is never an int, what surrounds it is, and is held to the bit. NaN is never
+    near.
+    """
     if isinstance(expected, int):
         return False
     return bool(abs(actual - expected) <= patterns.mean_bound(scene.dtype, expected, scene.world))
@@ -161,7 +163,7 @@ class _Prober:
         self._refused = dict(job.refused)
 
     def run(self, index: int, probe: Probe) -> bool:
-        """Whether the group is as it was: every rank found every call right."""
+        """Return True if the group is as it was: every rank found every call right."""
         reason = self._refused.get(probe.key("transposed"))
         if probe.form == "mixed" and reason is not None:
             # Half of the ranks would refuse, and the others wait for them: no news of the backend.
@@ -190,7 +192,7 @@ class _Prober:
         return told <= {"right", "absent"}
 
     def renew_groups(self) -> bool:
-        """Goes on with new groups; False where it cannot, for a fresh world to go on."""
+        """Go on with new groups; False where it cannot, for a fresh world to go on."""
         self._groups += 1
         if self._groups >= _MOST_GROUPS:
             return False
@@ -204,7 +206,7 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """One call: how it went, in words, and how many elements were compared."""
+        """Return one call: how it went, in words, and how many elements were compared."""
         try:
             group = self._group_for(probe.form)
         except Exception as error:
@@ -267,7 +269,7 @@ class _Prober:
         self._reporter.say(msgspec.msgpack.encode(result))
 
     def _exchange(self, turn: str, status: Status) -> set[str]:
-        """Tells the other ranks, and waits for what they have to tell."""
+        """Tell the other ranks, and waits for what they have to tell."""
         self._store.set(f"{turn}/ended/{self._rank}", status)
         keys = [f"{turn}/ended/{rank}" for rank in range(self._world)]
         wait_for(self._store, keys)
@@ -301,7 +303,7 @@ class _Memory:
         return sum(layout.size for _, _, layout, _, _ in self._entries)
 
     def find_difference(self) -> str:
-        """The first thing that is wrong, in words; empty if all is right."""
+        """Return the first thing that is wrong, in words; empty if all is right."""
         for label, buffer, layout, before, storage in self._entries:
             found = find_difference(
                 actual=storage.tolist(),

@@ -39,7 +39,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(filter(None, [self.row, form, self.dtype]))
 
     def key(self, form: str) -> str:
-        """The cell of the same operation and dtype in another form."""
+        """Return the cell of the same operation and dtype in another form."""
         return f"{self.row}/{form}/{self.dtype}"
 
 
@@ -90,13 +90,14 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excused(self) -> bool:
-        """Whether it is better now. Wrong instead of dead is not: no error shows it any more."""
+        """True if it is better now. Wrong instead of dead is not: no error shows it any more."""
         verdict = self.cell.verdict
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 
 
 def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) -> ExitCode:
-    """The exit code. A cell with the same verdict in the baseline, or a worse one, does not count.
+    """Return the exit code. A cell with the same verdict in the baseline, or a worse one, does not
+    count.
 
     A wrong answer outweighs a rank that failed, as in `distcheck verify`.
     """

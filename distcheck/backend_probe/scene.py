@@ -40,7 +40,7 @@ class ProbeScene:
         return self.rows * self.cols
 
     def part(self, rank: int, part: int = 0, *, rows: int | None = None) -> list[Value]:
-        """The `part`-th vector that `rank` brings along."""
+        """Return the `part`-th vector that `rank` brings along."""
         count = self.count if rows is None else rows * self.cols
         source = patterns.factor if self.reduction == "PRODUCT" else patterns.value
         begin = part * (min(self.count, _PERIOD) + _SHIFT)
@@ -134,7 +134,7 @@ class Layout:
     strides: tuple[int, int]
 
     def place(self, values: Sequence[Any], around: list[Any]) -> list[Any]:
-        """A whole storage: `values` in their places, `around` [size] everywhere else."""
+        """Return a whole storage: `values` in their places, `around` [size] everywhere else."""
         rows, cols = self.shape
         down, right = self.strides
         for row in range(rows if cols else 0):
@@ -146,7 +146,7 @@ class Layout:
 
 
 def lay_out(form: str, rows: int, cols: int) -> Layout:
-    """The layout of a form: `strided` has gaps in both directions, `transposed` has none."""
+    """Return the layout of a form: `strided` has gaps in both directions, `transposed` has none."""
     if form == "strided":
         width = 2 * cols + 1
         return Layout((rows + 2) * width + GUARD, width + 1, (rows, cols), (width, 2))
@@ -155,7 +155,7 @@ def lay_out(form: str, rows: int, cols: int) -> Layout:
 
 
 def surroundings(dtype: str, size: int) -> list[Value]:
-    """A storage [size] of numbers that no call may change."""
+    """Return a storage [size] of numbers that no call may change."""
     if dtype == "bool":
         return [index % 2 == 0 for index in range(size)]
     return [patterns.AROUND] * size

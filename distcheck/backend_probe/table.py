@@ -52,7 +52,7 @@ def render_text(sweep: Sweep, *, width: int) -> str:
 
 
 def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
-    """Prints one backend's cells; every form, and every finding by itself, if `verbose`."""
+    """Print one backend's cells; every form, and every finding by itself, if `verbose`."""
     sweep = shown(sweep)
     console.print(Text(_headline(sweep), style="bold"))
     if sweep.missing or sweep.failure:
@@ -76,7 +76,7 @@ def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
 
 
 def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console) -> None:
-    """Prints what has changed since the baseline, the worse first."""
+    """Print what has changed since the baseline, the worse first."""
     changes = sorted(baseline.changes(sweeps), key=lambda change: change.excused)
     console.print()
     compared, known = baseline.overlap(sweeps)
@@ -121,7 +121,9 @@ def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
 def _lines_of(
     cells: Sequence[ProbedCell], dtypes: Sequence[str], *, verbose: bool
 ) -> list[tuple[list[str], list[Text]]]:
-    """A row's lines: the plain call, then forms that ended otherwise, alike ones together."""
+    """Return a row's lines: the plain call, then forms that ended otherwise, alike ones
+    together.
+    """
     found: list[tuple[list[str], list[Text]]] = []
     for form, of_form in groupby(cells, key=lambda cell: cell.probe.form):
         verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
@@ -137,7 +139,7 @@ def _lines_of(
 
 
 def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
-    """Whether a form ended as another line has it, in the dtypes that it was tried in."""
+    """Return True if a form ended as another line has it, in the dtypes that it was tried in."""
     pairs = zip(words, others, strict=True)
     return all(word.plain in ("", other.plain) for word, other in pairs)
 
@@ -159,7 +161,9 @@ def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
 def _findings(
     cells: Sequence[ProbedCell], all_cells: Sequence[ProbedCell], *, verbose: bool
 ) -> Iterator[str]:
-    """A line for each operation and form, or each message of a refusal; its first cell's words."""
+    """Yield a line for each operation and form, or each message of a refusal; its first cell's
+    words.
+    """
     if verbose:
         yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
         return
@@ -178,7 +182,7 @@ def _findings(
 
 
 def _without_figures(detail: str) -> str:
-    """A refusal's words, which are the same in every form and dtype."""
+    """Return a refusal's words, which are the same in every form and dtype."""
     return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
 
 
@@ -247,7 +251,7 @@ def render_json(
 
 
 def read_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of an earlier document. Raises UsageError for anything else."""
+    """Return the sweeps of an earlier document. Raises UsageError for anything else."""
     document = read_written(
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",
         why="was not written by distcheck backends --json: {error}",

@@ -56,7 +56,7 @@ class OnRay:
 
 
 def start(address: str, work: Sequence[Work]) -> OnRay:
-    """Starts tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
+    """Start tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
     them.
     """
     if not address and not os.environ.get("RAY_ADDRESS"):

@@ -57,13 +57,13 @@ class OnSlurm:
                 yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
-        """Ends what still runs, or waits in the queue."""
+        """End what still runs, or waits in the queue."""
         for job, _ in self._jobs:
             job.cancel()
 
 
 def start(address: str, work: Sequence[Work]) -> OnSlurm:
-    """Submits jobs by sbatch; partition, account and time limit are those of SBATCH_PARTITION,
+    """Submit jobs by sbatch; partition, account and time limit are those of SBATCH_PARTITION,
     SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
     """
     import submitit

@@ -17,7 +17,7 @@ _MOST_WORDS = 2000  # characters of what was said
 
 
 def run_part(words: Sequence[str], folder: str | None) -> Ended:
-    """Runs `distcheck verify` with these words, in a folder or in that of the task."""
+    """Run `distcheck verify` with these words, in a folder or in that of the task."""
     parent = os.getpid()
     with scratch.folder(prefix="distcheck-part-") as place:
         file = Path(place, "part.json")

@@ -55,7 +55,7 @@ class Tasks(Protocol):
     code: str
 
     def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
-        """Waits a moment; those that ended in it."""
+        """Wait a moment; those that ended in it."""
         ...
 
     def close(self) -> None: ...
@@ -64,7 +64,7 @@ class Tasks(Protocol):
 def run_on(
     engine: str, plan: Callable[[str | None], Planned], *, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Runs a matrix on an engine and shows the whole; returns its exit code."""
+    """Run a matrix on an engine and shows the whole; returns its exit code."""
     name, _, address = engine.partition("://")
     if name not in ENGINES:
         raise UsageError(
@@ -117,8 +117,8 @@ def _collected(
     place: Path,
     progress: LiveProgress,
 ) -> tuple[list[Part], dict[int, str], bool]:
-    """The reports, as files are read that others wrote; and by the part's number why one is not
-    there. Ends what still runs on Ctrl-C.
+    """Return the reports, as files are read that others wrote; and by the part's number why one is
+    not there. Ends what still runs on Ctrl-C.
     """
     parts: list[Part] = []
     lost: dict[int, str] = {}

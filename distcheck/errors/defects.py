@@ -1,4 +1,4 @@
-"""Defects of distcheck itself: how they are recognised, and where their tracebacks go.
+"""Defects of distcheck itself: how they are recognized, and where their tracebacks go.
 
 An exception is a defect of distcheck if it was not raised as a message for the user, and every
 frame of its traceback is in distcheck, in the standard library, or in a library that distcheck
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 100_000
 
 
 def is_defect(kind: str, traceback: str) -> bool:
-    """Whether an exception of the class named `kind` is a defect of distcheck's own."""
+    """Return True if an exception of the class named `kind` is a defect of distcheck's own."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, _MACHINE):
         return False
@@ -48,15 +48,17 @@ def is_defect(kind: str, traceback: str) -> bool:
 
 
 def is_of_a_program(kind: str) -> bool:
-    """Whether a class of exceptions is one that a program's own mistakes raise, and never a lost
-    peer, a device or a network.
+    """Return True if a class of exceptions is one that a program's own mistakes raise, and never a
+    lost peer, a device or a network.
     """
     found = getattr(builtins, kind, None)
     return kind in _OF_MESSAGES or (isinstance(found, type) and issubclass(found, _OF_PROGRAMS))
 
 
 def place_of(traceback: str) -> str:
-    """The innermost place in distcheck's own code, as `distcheck/judge/job.py:61 in judge`."""
+    """Return the innermost place in distcheck's own code, as `distcheck/judge/job.py:61 in
+    judge`.
+    """
     own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:
         return "an unknown place"
@@ -65,7 +67,7 @@ def place_of(traceback: str) -> str:
 
 
 def save_traceback(text: str) -> str:
-    """Writes a traceback, without secrets of the environment; returns where, or "" if nowhere."""
+    """Write a traceback, without secrets of the environment; returns where, or "" if nowhere."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text[-_MOST_CHARACTERS:])
     # The working folder may be read-only, or its .distcheck another user's.

@@ -206,7 +206,7 @@ def masked_forms(text: str) -> str:
 
 
 def masked_json(text: str) -> str:
-    """The same for a JSON document: each of its texts by itself, so that it stays JSON."""
+    """Return the same for a JSON document: each of its texts by itself, so that it stays JSON."""
     return _JSON_TEXT.sub(lambda found: _masked_literal(found[0]), text)
 
 
@@ -218,7 +218,7 @@ def _masked_literal(literal: str) -> str:
 
 
 def _is_assigned(found: "re.Match[str]") -> bool:
-    """Whether a variable's name says that it is secret, and its value can be one."""
+    """Return True if a variable's name says that it is secret, and its value can be one."""
     name, value = found["name"], found["quoted"] or found["plain"]
     if not is_secret(name) or _NAMES_OF_NO_SECRET.search(name) or value.startswith("[masked"):
         return False
@@ -226,14 +226,14 @@ def _is_assigned(found: "re.Match[str]") -> bool:
 
 
 def _masked(found: "re.Match[str]") -> str:
-    """The text with the last group that was found, or all of it, masked."""
+    """Return the text with the last group that was found, or all of it, masked."""
     start, end = (place - found.start() for place in found.span(found.lastindex or 0))
     return f"{found[0][:start]}{MASK}{found[0][end:]}"
 
 
 def _without_assigned(text: str) -> str:
-    """The text without values after names such as `password=`. Texts are long, and names rare: the
-    words in them are looked for first.
+    """Return the text without values after names such as `password=`. Texts are long, and names
+    rare: the words in them are looked for first.
     """
     low, parts, done = text.lower(), [], 0
     if len(low) != len(text):  # there are letters that are longer in lower case
@@ -254,7 +254,7 @@ def _without_assigned(text: str) -> str:
 
 
 def _masked_basic(found: "re.Match[str]") -> str:
-    """A word of prose decodes to no `user:password`."""
+    """Return a word of prose decodes to no `user:password`."""
     try:
         is_one = b":" in base64.b64decode(found[1] + "=" * (-len(found[1]) % 4))
     except binascii.Error:
@@ -263,12 +263,12 @@ def _masked_basic(found: "re.Match[str]") -> str:
 
 
 def masked(text: str) -> str:
-    """The text without secrets, as far as this process knows them."""
+    """Return the text without secrets, as far as this process knows them."""
     return masker()(text)
 
 
 def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> list[str]:
-    """The words of a command without secrets: a value may follow the name of its option."""
+    """Return the words of a command without secrets: a value may follow the name of its option."""
     found = [mask(word) for word in words]
     for place, word in enumerate(found[:-1]):
         pair = f"{word} {found[place + 1]}"
@@ -278,8 +278,8 @@ def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> l
 
 
 def masked_command(text: str, mask: Callable[[str], str] = masked) -> str:
-    """A command without secrets, quoted so that it stays one: a value can be found as it is quoted
-    there, and as it is in the word.
+    """Return a command without secrets, quoted so that it stays one: a value can be found as it is
+    quoted there, and as it is in the word.
     """
     plain = mask(text)
     try:

@@ -54,20 +54,20 @@ _ESCAPES = _Escapes()
 
 
 def shown(value: T) -> T:
-    """The value with every text in it fit to be shown, and without secrets: a text, or what is made
-    of lists, dictionaries and records.
+    """Return the value with every text in it fit to be shown, and without secrets: a text, or what
+    is made of lists, dictionaries and records.
     """
     mask = masker()
     return _mapped(value, lambda key, text: _text(_masked(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
-    """The value with every text in it as UTF-8 can carry it, and otherwise as it is."""
+    """Return the value with every text in it as UTF-8 can carry it, and otherwise as it is."""
     return _mapped(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 
 def without_secrets(document: T) -> T:
-    """A document, or a part of it, without secrets; names and verdicts stay."""
+    """Return a document, or a part of it, without secrets; names and verdicts stay."""
     mask = masker()
     return _mapped(document, lambda key, text: _masked(key, text, mask))  # type: ignore[no-any-return]
 
@@ -79,8 +79,8 @@ def _masked(key: str, text: str, mask: Callable[[str], str]) -> str:
 
 
 def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
-    """The value with `of_text(key, text)` in the place of its texts; what is in a list has the
-    list's key, and what is in one of `_FREE` has that one's.
+    """Return the value with `of_text(key, text)` in the place of its texts; what is in a list has
+    the list's key, and what is in one of `_FREE` has that one's.
     """
     if isinstance(value, str):
         return of_text(key, value)
@@ -111,7 +111,7 @@ def _text(text: str) -> str:
 def shortened(
     text: str, most: int = MOST_CHARACTERS, *, why: str = "; the JSON report has them"
 ) -> str:
-    """The beginning and the end of a text of more than `most` characters."""
+    """Return the beginning and the end of a text of more than `most` characters."""
     if len(text) <= most:
         return text
     head = most // 4
@@ -121,8 +121,8 @@ def shortened(
 
 
 def reported(text: str) -> str:
-    """A text as its rank sends it, without secrets. Of a long one they are masked at its beginning
-    and its end, and what is next to the cut is left out: it may be a part of one.
+    """Return a text as its rank sends it, without secrets. Of a long one they are masked at its
+    beginning and its end, and what is next to the cut is left out: it may be a part of one.
     """
     why, mask = f"; a rank reports {MOST_REPORTED:,} of a text", masker()
     if len(text) > 2 * MOST_REPORTED:
@@ -133,7 +133,8 @@ def reported(text: str) -> str:
 
 
 def without_commands(text: str, *, form: str = "") -> str:
-    """Text for a stream that GitHub Actions reads, with nothing in it that is a workflow command.
+    """Return text for a stream that GitHub Actions reads, with nothing in it that is a workflow
+    command.
 
     `form` is "json", or "xml" for XML and HTML: those keep their meaning. Other text gets a
     backslash.
@@ -146,15 +147,15 @@ def without_commands(text: str, *, form: str = "") -> str:
 
 
 class Filtered:
-    """A stream of text without workflow commands, and in everything else the stream that it is
-    made of.
+    """A stream of text without workflow commands, and in everything else the stream that it is made
+    of.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
         self._stream = sys.stdout if stream is None else stream
 
     def write(self, text: str) -> int:
-        """Writes whole lines."""
+        """Write whole lines."""
         return self._stream.write(without_commands(text))
 
     def __getattr__(self, name: str) -> Any:
@@ -162,12 +163,12 @@ class Filtered:
 
 
 def one_line(text: str) -> str:
-    """Text with its line ends and tabs as escapes, for a line that must stay one."""
+    """Return text with its line ends and tabs as escapes, for a line that must stay one."""
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints a line that may quote other people's text."""
+    """Print a line that may quote other people's text."""
     import click  # not in ranks, which cut their texts by this module
 
     click.echo(without_commands(shown(text)), err=err)

@@ -23,7 +23,7 @@ __all__ = ["cases", "delays", "layers", "models", "verify_case"]
 
 
 def verify_case(case: Case) -> Report:
-    """Runs and judges one case in fresh ranks, as `distcheck replay` does.
+    """Run and judges one case in fresh ranks, as `distcheck replay` does.
 
     Within a test of hypothesis's, a case that the strategy cannot do (several backward passes in a
     step, where it runs backward itself or declines them) is rejected, as by `hypothesis.assume`;
@@ -44,7 +44,7 @@ def verify_case(case: Case) -> Report:
 
 
 def __getattr__(name: str) -> Any:
-    """Resolves what needs hypothesis on first use (PEP 562)."""
+    """Resolve what needs hypothesis on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'distcheck.explore' has no attribute {name!r}")
     from importlib import import_module

@@ -41,7 +41,7 @@ def explore_beside(
     show: Callable[[str], None],
     enter: Enter,
 ) -> None:
-    """Runs one search after the other; each goes to `enter` with the cases that it adds.
+    """Run one search after the other; each goes to `enter` with the cases that it adds.
 
     `reports` are those of the cases that ran, and `left_out` the ids of those that do not count.
     With `keep`, what is found is kept on disk, and run first the next time. On Ctrl-C what there is
@@ -67,7 +67,9 @@ def explore_beside(
 def _without(
     asked: Asked, reports: Sequence[CaseReport], left_out: Collection[str]
 ) -> dict[str, str]:
-    """The words that are not drawn: what was asked for, and what does not count in the cases."""
+    """Return the words that are not drawn: what was asked for, and what does not count in the
+    cases.
+    """
     found = {word: f"you gave --without {cell}" for word, cell in words_of_cells(asked.without)}
     if asked.dtypes:
         others = [name for name in EXPLORED_DTYPES if name not in asked.dtypes]
@@ -152,7 +154,7 @@ def _explore(
 
 
 def _is_of(case: Case, asked: Asked, without: Collection[str]) -> bool:
-    """Whether a case that was found earlier is one of those that are searched now."""
+    """Return True if a case that was found earlier is one of those that are searched now."""
     words = {*re.findall("[a-z]+", case.workload), case.dtype}
     alike = case.adaptation == asked.adaptation and case.backend == _BACKEND
     return alike and not words & {*without}
@@ -207,7 +209,7 @@ def _told(
 
 
 def _shown(finding: "Finding", kept: KeptCases | None) -> CaseReport:
-    """The report of what was found, with what a person should know about it."""
+    """Return the report of what was found, with what a person should know about it."""
     report = finding.report
     notes = ["found by explore: no smaller case was seen to fail"]
     if finding.replays and finding.failed < finding.replays:

@@ -45,8 +45,8 @@ _WORST_FIRST = (
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
-    """The options of each search: one for `--strategy`, else one for each strategy of the matrix.
-    An option that was typed is used in place of the matrix's key. Raises UsageError.
+    """Return the options of each search: one for `--strategy`, else one for each strategy of the
+    matrix. An option that was typed is used in place of the matrix's key. Raises UsageError.
     """
     matrix = read_configuration(asked.pop("config"))
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
@@ -70,7 +70,7 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
 
 
 def explore_command(searches: Sequence[dict[str, Any]]) -> int:
-    """Makes searches, which share their budget alike, one after the other, and shows what each has
+    """Make searches, which share their budget alike, one after the other, and shows what each has
     found; returns the exit code of the worst. Raises DistcheckError.
     """
     checked = [_checked(asked) for asked in searches]
@@ -154,7 +154,7 @@ def _explore(
 
 
 def settle_hypothesis() -> None:
-    """Raises CannotRunError without it; with it, it leaves no folder of its own where one is."""
+    """Raise CannotRunError without it; with it, it leaves no folder of its own where one is."""
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
             "distcheck explore draws its cases with hypothesis, which is not installed; run pip "

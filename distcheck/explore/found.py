@@ -25,8 +25,8 @@ class KeptCases:
         self.unreadable: list[str] = []
 
     def read(self) -> list[Case]:
-        """Every kept case, the one found last first; none where others control the folder: they are
-        run, and nothing is asked.
+        """Return every kept case, the one found last first; none where others control the folder:
+        they are run, and nothing is asked.
         """
         if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
             return []
@@ -53,7 +53,7 @@ class KeptCases:
 
 
 def as_python(case: Case) -> str:
-    """A program of a few lines that fails as the case does."""
+    """Return a program of a few lines that fails as the case does."""
     said = case.adaptation
     words: dict[str, object] = {
         "world": case.world,
@@ -91,7 +91,7 @@ class _Written(str):
 
 
 def _value(text: str) -> str:
-    """An argument of an adaptation: a literal, or `@name`, which is spelled as a text."""
+    """Return an argument of an adaptation: a literal, or `@name`, which is spelled as a text."""
     return _quoted(text) if text.startswith("@") else text
 
 

@@ -35,8 +35,8 @@ class KeptRanks:
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
     def run(self, sittings: Iterable[Sitting]) -> Iterator[CaseReport]:
-        """The cases' reports, in order. While one is judged the next is trained, so that by the
-        time a failure is known its ranks have gone on; they are ended then.
+        """Yield the cases' reports, in order. While one is judged the next is trained, so that by
+        the time a failure is known its ranks have gone on; they are ended then.
 
         Raises what code under test raised for a person.
         """
@@ -85,11 +85,11 @@ class KeptRanks:
         return failed
 
     def train(self, case: Case) -> None:
-        """Trains a case and records nothing: what a world that is kept costs by itself."""
+        """Train a case and records nothing: what a world that is kept costs by itself."""
         self._train(CaseTurn(case=case, bare=True))
 
     def forget(self, world: int) -> None:
-        """Ends the ranks of a world; the next case has new ones."""
+        """End the ranks of a world; the next case has new ones."""
         if world in self._worlds:
             self._worlds.pop(world).close()
 
@@ -150,7 +150,7 @@ class Runner:
         self.distrusts_kept = ""  # why ranks are not kept any more
 
     def look_at(self, samples: Sequence[Case]) -> None:
-        """Loads the strategy, with each adaptation that `samples` have. Raises UsageError or
+        """Load the strategy, with each adaptation that `samples` have. Raises UsageError or
         CannotRunError.
         """
         facts = preparation.inspect(self._pool, samples, Data())
@@ -192,7 +192,7 @@ class Runner:
         return next((why for word, why in declined.items() if word in words), "")
 
     def run(self, case: Case) -> CaseReport:
-        """One case, in kept ranks if they are to be trusted."""
+        """Return one case, in kept ranks if they are to be trusted."""
         return next(self.run_many([case]))
 
     def run_many(self, cases: Iterable[Case]) -> Iterator[CaseReport]:
@@ -212,19 +212,19 @@ class Runner:
         return Sitting(case=case, contract=contract, calibration_failure=failure)
 
     def run_fresh(self, case: Case) -> CaseReport:
-        """The case, as `distcheck replay` runs it."""
+        """Return the case, as `distcheck replay` runs it."""
         return self.replay(case, 1)[0]
 
     def replay(self, case: Case, times: int) -> list[CaseReport]:
-        """The case in fresh ranks, several times: each a run by itself, since what follows a hang
-        in one run is left out.
+        """Return the case in fresh ranks, several times: each a run by itself, since what follows a
+        hang in one run is left out.
         """
         alike = [msgspec.structs.replace(case, id=f"{case.id}-{n}") for n in range(times)]
         reports = [report for one in alike for report in run_cases([one], self._pool).cases]
         return [msgspec.structs.replace(report, case=case) for report in reports]
 
     def train(self, case: Case) -> None:
-        """Trains a case in kept ranks, and neither records nor judges it."""
+        """Train a case in kept ranks, and neither records nor judges it."""
         self._kept.train(case)
 
     def close(self) -> None:

@@ -85,11 +85,11 @@ class Search:
 
     @property
     def has_shown(self) -> bool:
-        """Whether a case of two or more ranks passed: one rank alone exchanges nothing."""
+        """True if a case of two or more ranks passed: one rank alone exchanges nothing."""
         return any(case.world > 1 for case in self.passed)
 
     def again(self, kept: Sequence[Case]) -> None:
-        """Runs what was found earlier; ends with the first that still fails."""
+        """Run what was found earlier; ends with the first that still fails."""
         for case in kept:
             if self.runner.why_left_out(case):  # the strategy was another then
                 continue
@@ -99,7 +99,7 @@ class Search:
                 return
 
     def run(self) -> None:
-        """Draws and runs cases until the budget is used up or something is found."""
+        """Draw and runs cases until the budget is used up or something is found."""
         number = 0
         try:
             while self.finding is None and not self._used_up():
@@ -174,7 +174,9 @@ class Search:
             self.show(f"hypothesis ended a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
-        """Whether one of them fails, before the budget is used up; runs as few as it takes."""
+        """Return True if one of them fails, before the budget is used up; runs as few as it
+        takes.
+        """
         while cases and not self._used_up():
             for report in self.runner.run_many(cases):
                 cases = cases[1:]
@@ -195,7 +197,7 @@ class Search:
         return known if known is not None else self._enter(self.runner.run(case))
 
     def _enter(self, report: CaseReport) -> CaseReport:
-        """Takes note of a report; of the first failure only what it is worth."""
+        """Take note of a report; of the first failure only what it is worth."""
         case = report.case
         if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
             report = self._believed(report)
@@ -212,9 +214,9 @@ class Search:
         return report
 
     def _believed(self, report: CaseReport) -> CaseReport:
-        """The first failure, if fresh ranks fail as well, or new ones that are kept. Otherwise what
-        fresh ranks say; and from now on only fresh ranks are asked, if kept ones get in each
-        other's way.
+        """Return the first failure, if fresh ranks fail as well, or new ones that are kept.
+        Otherwise what fresh ranks say; and from now on only fresh ranks are asked, if kept ones get
+        in each other's way.
         """
         case = report.case
         fresh = self.runner.run_fresh(case)
@@ -238,7 +240,7 @@ class Search:
         return fresh
 
     def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
-        """Replays what was found in fresh ranks, as `distcheck replay` will."""
+        """Replay what was found in fresh ranks, as `distcheck replay` will."""
         self.show("replaying the failure")
         self.finding = self._replayed(report, unshrunk, replays)
         if self.finding.failed == replays and report.case.world == 1:
@@ -278,8 +280,8 @@ class Search:
 
 
 def _steadier(case: Case) -> Iterator[Case]:
-    """The case with ranks that are later still, for a race that is not lost every time: shrinking
-    has left a delay that only just suffices, or none.
+    """Yield the case with ranks that are later still, for a race that is not lost every time:
+    shrinking has left a delay that only just suffices, or none.
     """
     if case.world == 1:
         return

@@ -62,7 +62,8 @@ _RARE = (False,) * 7 + (True,)
 
 @st.composite
 def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
-    """One layer of a generated model; none of the kinds and marks that it is to be `without`.
+    """Return one layer of a generated model; none of the kinds and marks that it is to be
+    `without`.
 
     Whatever its kind, as much is drawn for it, and little: so one kind shrinks to another with all
     else as it is, and a layer goes when five choices in a row are deleted, as hypothesis tries to.
@@ -86,9 +87,9 @@ def models(
     accumulate: int = 1,
     without: Collection[str] = (),
 ) -> ModelWords:
-    """A model that a workload's name can describe, to be trained on so many `samples` and in so
-    many backward passes a step; `.workload` is that name, and `distcheck.workloads.generated` makes
-    a module of it.
+    """Return a model that a workload's name can describe, to be trained on so many `samples` and in
+    so many backward passes a step; `.workload` is that name, and `distcheck.workloads.generated`
+    makes a module of it.
     """
     drawn = [draw(layers(without=without))]
     while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # said after the last one too
@@ -169,13 +170,13 @@ def cases(
     deadline_s: float = 3.0,
     backend: str = "gloo",
 ) -> Case:
-    """A case for `strategy`: world, steps, dtype, shards, backward passes in a step, model,
+    """Return a case for `strategy`: world, steps, dtype, shards, backward passes in a step, model,
     arguments and delays; with a simulated `backend` also how many schedules are compared.
 
-    `vary` has, for names of the strategy's arguments, values to choose from as Python literals,
-    the simplest first; `arguments` are the same in every case. `without` names what is to be left
-    out, of `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or
-    declines the cell `accumulation`. `distcheck.explore.verify_case` runs a case.
+    `vary` has, for names of the strategy's arguments, values to choose from as Python literals, the
+    simplest first; `arguments` are the same in every case. `without` names what is to be left out,
+    of `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or declines
+    the cell `accumulation`. `distcheck.explore.verify_case` runs a case.
     """
     adaptation = adaptation or adaptation_of(arguments=arguments or {})
     several = tuple(range(2, most_world + 1))
@@ -244,7 +245,7 @@ def _template(
 
 
 def identify(case: Case) -> str:
-    """A name for a case that is the same whenever the case is."""
+    """Return a name for a case that is the same whenever the case is."""
     blank = msgspec.structs.replace(case, id="", deadline_s=0.0)
     name = as_file_name(case.strategy.rpartition("/")[2].replace(".py:", "-"))
     return f"{name}-w{case.world}-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(blank))}"

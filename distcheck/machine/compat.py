@@ -42,7 +42,7 @@ class Replaceable(NamedTuple):
     name: str
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        """Puts there what `make` makes of torch's own function."""
+        """Put there what `make` makes of torch's own function."""
         setattr(self.owner, self.name, make(getattr(self.owner, self.name)))
 
 
@@ -71,8 +71,8 @@ OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of a module runs compiled code: of torch.compile(module), or after its own
-    `compile()`.
+    """Return True if a call of a module runs compiled code: of torch.compile(module), or after its
+    own `compile()`.
     """
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or COMPILED in getattr(module, "_modules", ())
@@ -87,13 +87,14 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code is called under the mode."""
+        """Return True if compiled code is called under the mode."""
         return True
 
 
 def written_arguments(operator: Any) -> dict[str, str]:
-    """The arguments of an operator, in order, each with whether it is written to: `out` where it is
-    given for nothing else, `self` where it may be read as well; empty where it is not written to.
+    """Return the arguments of an operator, in order, each with whether it is written to: `out`
+    where it is given for nothing else, `self` where it may be read as well; empty where it is not
+    written to.
     """
     schema = getattr(operator, "_schema", None)
     arguments = () if schema is None else schema.arguments
@@ -124,16 +125,16 @@ def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | N
 
 
 def fsdp2_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each parameter that fully_shard divides for a module, and the whole one that it computes
-    with: None before the first forward pass.
+    """Yield each parameter that fully_shard divides for a module, and the whole one that it
+    computes with: None before the first forward pass.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, getattr(one, "_unsharded_param", None)
 
 
 def fsdp2_holding(module: nn.Module) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
-    """The same parameters, and what says whether gradients of the whole one were put aside, to be
-    exchanged with those of a later pass.
+    """Yield the same parameters, and what says whether gradients of the whole one were put aside,
+    to be exchanged with those of a later pass.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, functools.partial(_holds, one)
@@ -172,14 +173,14 @@ def pipeline_stage() -> type:
 
 
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
-    """The hooks on a module or a tensor, each with its kind."""
+    """Return the hooks on a module or a tensor, each with its kind."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS
     return {(kind, key) for kind in kinds for key in getattr(owner, kind, None) or ()}
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run before an optimizer's step, its own or those of every optimizer; people's
-    own may have no place for them.
+    """Return True if hooks run before an optimizer's step, its own or those of every optimizer;
+    people's own may have no place for them.
     """
     of_all = getattr(sys.modules["torch.optim.optimizer"], OF_ALL_OPTIMIZERS)
     return bool(of_all) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
@@ -198,7 +199,7 @@ def ddp_times(model: Any) -> Mapping[str, Any]:
 
 
 def note_samples(iterator: Any, noting: Callable[[Any], Any]) -> None:
-    """Makes an iterator of a DataLoader take its indices from what `noting` makes of its own."""
+    """Make an iterator of a DataLoader take its indices from what `noting` makes of its own."""
     iterator._sampler_iter = noting(iterator._sampler_iter)
 
 
@@ -221,7 +222,7 @@ BaseFuture: Any = torch.futures.Future.__bases__[0]  # that of C++, without what
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a node of a backward pass now."""
+    """Return True if this thread runs a node of a backward pass now."""
     of_torch: Any = torch._C
     return of_torch._current_autograd_node() is not None
 
@@ -233,7 +234,7 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 
 def output_of_node(node: Any, output: int) -> Any:
-    """The shape and dtype of an output of a node of a graph."""
+    """Return the shape and dtype of an output of a node of a graph."""
     return node._input_metadata[output]  # "input": it is of the gradient that the node gets
 
 
@@ -241,7 +242,7 @@ def output_of_node(node: Any, output: int) -> Any:
 
 
 def modes() -> list[Any]:
-    """The dispatch modes of this thread, the innermost last."""
+    """Return the dispatch modes of this thread, the innermost last."""
     return dispatch._get_current_dispatch_mode_stack()
 
 
@@ -254,7 +255,7 @@ def pop_mode() -> None:
 
 
 def without_modes() -> Any:
-    """A context in which no mode sees the operations of this thread."""
+    """Return a context in which no mode sees the operations of this thread."""
     of_torch: Any = torch._C
     return of_torch._DisableTorchDispatch()
 
@@ -278,7 +279,7 @@ def groups_made() -> int:
 
 
 def groups_state() -> Any:
-    """The object in which torch keeps the groups of a process."""
+    """Return the object in which torch keeps the groups of a process."""
     return c10d._world
 
 
@@ -291,8 +292,9 @@ def default_store() -> Any:
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """A weak reference to a tensor's storage, equal to others of the same one: it keeps none of its
-    memory, and while it is there no other storage is taken for it. Raises for a tensor without one.
+    """Return a weak reference to a tensor's storage, equal to others of the same one: it keeps none
+    of its memory, and while it is there no other storage is taken for it. Raises for a tensor
+    without one.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -318,7 +320,7 @@ def functional_collectives() -> int:
 
 
 def isolate_threads() -> None:
-    """Gives each thread process groups of its own, where C++ code looks them up by name."""
+    """Give each thread process groups of its own, where C++ code looks them up by name."""
     _of_c10d()._set_thread_isolation_mode(True)
 
 
@@ -332,7 +334,7 @@ def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
 
 
 def forget_recorded_calls() -> None:
-    """Drops what the flight recorder has. Raises AttributeError before torch 2.15."""
+    """Drop what the flight recorder has. Raises AttributeError before torch 2.15."""
     _of_c10d()._reset_fr_trace()
 
 
@@ -391,7 +393,9 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and w
 
 
 def process_settings() -> list[Setting]:
-    """The settings that torch keeps in C++; those that a release does not have are left out."""
+    """Return the settings that torch keeps in C++; those that a release does not have are left
+    out.
+    """
     of_torch: Any = torch._C
     pairs: list[Setting] = [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -421,24 +425,24 @@ def process_settings() -> list[Setting]:
 
 
 def print_options() -> Any:
-    """The object that torch.set_printoptions changes."""
+    """Return the object that torch.set_printoptions changes."""
     of_tensors: Any = sys.modules["torch._tensor_str"]
     return of_tensors.PRINT_OPTS
 
 
 def flags_may_change() -> Any:
-    """A context in which flags of torch.backends may be set, whatever code has disabled."""
+    """Return a context in which flags of torch.backends may be set, whatever code has disabled."""
     context: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
     return context()
 
 
 def has_registered_device() -> bool:
-    """Whether a library has registered a kind of device of its own."""
+    """Return True if a library has registered a kind of device of its own."""
     of_torch: Any = torch._C
     return hasattr(torch, of_torch._get_privateuse1_backend_name())
 
 
 def is_cuda_lost_by_fork() -> bool:
-    """Whether this process was forked from one that had initialized CUDA."""
+    """Return True if this process was forked from one that had initialized CUDA."""
     of_cuda: Any = torch.cuda
     return bool(of_cuda._is_in_bad_fork())

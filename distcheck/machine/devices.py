@@ -24,7 +24,9 @@ _CONTEXT_BYTES = 1 << 30  # chosen: what CUDA and its libraries take of a GPU fo
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """The NVIDIA GPUs that CUDA will show here, as far as device files and the environment tell."""
+    """Return the NVIDIA GPUs that CUDA will show here, as far as device files and the environment
+    tell.
+    """
     environ = os.environ if environ is None else environ
     files = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
     if not files and Path("/dev/dxg").exists():  # WSL: one device stands for all of them
@@ -79,7 +81,9 @@ def enter(device: str, local_rank: int) -> "torch.device":
 
 
 def rng_state(device: "torch.device") -> bytes:
-    """The generators that a forward pass on a device draws from: the CPU's, then the GPU's."""
+    """Return the generators that a forward pass on a device draws from: the CPU's, then the
+    GPU's.
+    """
     import torch
 
     from distcheck.machine.shared_tensors import raw_bytes
@@ -91,7 +95,7 @@ def rng_state(device: "torch.device") -> bytes:
 
 
 def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
-    """Puts the generators back; the CPU's state takes up the first `cpu_bytes`."""
+    """Put the generators back; the CPU's state takes up the first `cpu_bytes`."""
     import torch
 
     whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -101,7 +105,9 @@ def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
 
 
 def gpu_bytes_taken() -> int:
-    """The most memory that torch has taken on this process's GPU for tensors; 0 without one."""
+    """Return the most memory that torch has taken on this process's GPU for tensors; 0 without
+    one.
+    """
     import torch
 
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
@@ -141,7 +147,7 @@ def describe(device: str) -> dict[str, object]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that this process has loaded; empty where torch has none.
+    """Return the version of the NCCL that this process has loaded; empty where torch has none.
 
     The library itself is asked: `torch.cuda.nccl.version()` is a constant of torch's build, which
     another library that was put first with LD_PRELOAD does not change.

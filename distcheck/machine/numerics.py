@@ -46,18 +46,20 @@ def unit_roundoff(dtype: torch.dtype | str) -> float:
 
 
 def smallest(dtype: torch.dtype | str) -> float:
-    """The smallest number above zero; for complex numbers that of their parts."""
+    """Return the smallest number above zero; for complex numbers that of their parts."""
     return _UNITS[_name(dtype)][1]
 
 
 def holds_all_of(dtype: torch.dtype | str, other: torch.dtype | str) -> bool:
-    """Whether `dtype` has every number of `other`, so that a conversion to it rounds nothing."""
+    """Return True if `dtype` has every number of `other`, so that a conversion to it rounds
+    nothing.
+    """
     return _name(other) in _CONTAINED[_name(dtype)]
 
 
 def spacing(dtype: torch.dtype) -> float:
-    """The distance from 1.0 to the next number, 2 u: of every floating-point dtype of torch, also
-    of those in which nothing is judged.
+    """Return the distance from 1.0 to the next number, 2 u: of every floating-point dtype of torch,
+    also of those in which nothing is judged.
     """
     import torch
 
@@ -72,22 +74,24 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers in float64, complex ones as pairs."""
+    """Return a tensor's numbers in float64, complex ones as pairs."""
     return real_parts(tensor).double()
 
 
 def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Every so-many-th number [n] of a tensor; a complex element is two."""
+    """Return every so-many-th number [n] of a tensor; a complex element is two."""
     return real_parts(tensor).reshape(-1)[::stride]
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The L2 norm of a difference, in float64."""
+    """Return the L2 norm of a difference, in float64."""
     return float((wide(one) - wide(other.to(one.device))).norm())
 
 
 def gamma(roundings: int, unit: float) -> float:
-    """The relative error that `roundings` roundings can add up to. Raises NotBoundedError."""
+    """Return the relative error that `roundings` roundings can add up to. Raises
+    NotBoundedError.
+    """
     if roundings * unit >= 1 / 2:  # gamma is 1 there: zero would be within it of anything
         raise NotBoundedError(
             f"{roundings} roundings of relative size {unit:.2g} may add up to all that is rounded"

@@ -42,7 +42,9 @@ def _quotas() -> list[float]:
 
 
 def _groups() -> list[Path]:
-    """The folders of this process's control groups for the processor, and of those around them."""
+    """Return the folders of this process's control groups for the processor, and of those around
+    them.
+    """
     found: dict[Path, None] = {}
     for line in _read(_OF_THIS_PROCESS).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

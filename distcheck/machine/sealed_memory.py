@@ -12,8 +12,8 @@ _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
-    """The descriptor of new memory of a fixed size, which takes up no more than what is written to
-    it. Raises OSError.
+    """Return the descriptor of new memory of a fixed size, which takes up no more than what is
+    written to it. Raises OSError.
     """
     fd = open_memory(name)
     try:
@@ -26,7 +26,7 @@ def sealed_memory(name: str, size_bytes: int) -> int:
 
 
 def open_memory(name: str) -> int:
-    """The descriptor of new memory, empty, for `seal_content` once it is filled."""
+    """Return the descriptor of new memory, empty, for `seal_content` once it is filled."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 

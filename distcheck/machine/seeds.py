@@ -32,13 +32,15 @@ PINNED_ENVIRONMENT = {
 
 
 def derive(root: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed for `purpose` (and a rank, a step, ...) under the root seed of a case."""
+    """Return a 63-bit seed for `purpose` (and a rank, a step, ...) under the root seed of a
+    case.
+    """
     text = ":".join([str(root), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, `random` and (if it is loaded) numpy.
+    """Seed torch, `random` and (if it is loaded) numpy.
 
     A forked rank inherits its parent's generators, so all three must be set in every rank.
     """
@@ -56,8 +58,8 @@ def seed_everything(seed: int) -> None:
 
 @cache
 def _may_have_accelerator() -> bool:
-    """Whether torch could find a device of its own here, beside the CPU: CUDA's, ROCm's, one of
-    Direct Rendering, WSL's, or one that a library registers.
+    """Return True if torch could find a device of its own here, beside the CPU: CUDA's, ROCm's, one
+    of Direct Rendering, WSL's, or one that a library registers.
     """
     from distcheck.machine import compat  # imports torch, which the front must not
 
@@ -72,8 +74,8 @@ LIBRARY_STATES_BYTES = 2 * _TWISTER.size
 
 
 def library_states() -> bytes:
-    """The generators of `random` and, if it is loaded, NumPy, that everybody shares: of each, the
-    state from which it draws again what it is about to draw.
+    """Return the generators of `random` and, if it is loaded, NumPy, that everybody shares: of
+    each, the state from which it draws again what it is about to draw.
 
     At most LIBRARY_STATES_BYTES. `random`'s state comes first and is always there.
     """
@@ -91,8 +93,8 @@ def library_states() -> bytes:
 
 
 def set_library_states(states: bytes) -> None:
-    """Puts the generators back. NumPy's only where it is loaded, as it is where anything draws
-    from it.
+    """Put the generators back. NumPy's only where it is loaded, as it is where anything draws from
+    it.
     """
     *words, is_kept, kept = _TWISTER.unpack_from(states)
     random.setstate((3, tuple(words), kept if is_kept else None))
@@ -105,11 +107,11 @@ def set_library_states(states: bytes) -> None:
 
 
 def pin_determinism() -> None:
-    """Fixes the settings that change bits; call it in every rank and every reference, and again
-    when a user's file has been loaded: training scripts change them at their top.
+    """Fix the settings that change bits; call it in every rank and every reference, and again when
+    a user's file has been loaded: training scripts change them at their top.
 
-    Deterministic algorithms are asked for with `warn_only`, because code under test may use
-    an operation that has none, and the rerun check will say whether that matters.
+    Deterministic algorithms are asked for with `warn_only`, because code under test may use an
+    operation that has none, and the rerun check will say whether that matters.
     """
     import torch
 
@@ -136,9 +138,9 @@ _SMALLEST = smallest("float32")  # a denormal number
 
 
 def settings() -> int:
-    """The settings that change what one process computes, and stay as people's code has them: the
-    default dtype (in four bits), whether mkldnn is off, whether denormal numbers are zero, the
-    number of threads (at most 256). 0 where all are torch's own, and there is one thread.
+    """Return the settings that change what one process computes, and stay as people's code has
+    them: the default dtype (in four bits), whether mkldnn is off, whether denormal numbers are
+    zero, the number of threads (at most 256). 0 where all are torch's own, and there is one thread.
     """
     import torch
 
@@ -152,7 +154,7 @@ def settings() -> int:
 
 @contextlib.contextmanager
 def under(wanted: int) -> Iterator[None]:
-    """Sets what `settings` says of another process, and puts back what was set before."""
+    """Set what `settings` says of another process, and puts back what was set before."""
     before = settings()
     _set(wanted, before)
     try:
@@ -197,7 +199,7 @@ def _compute_float32_in_float32() -> None:
 
 
 def pin_default_dtype(dtype: str) -> None:
-    """Makes code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
+    """Make code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
     float64, as in a script that trains in it: such a script sets torch's default dtype. Call it
     before code under test is loaded, and in every reference. Models are built in float32 all the
     same (`Ingredients.model`). Shorter dtypes are cast to by scripts, and leave the default.
@@ -208,7 +210,7 @@ def pin_default_dtype(dtype: str) -> None:
 
 
 def describe_settings() -> dict[str, Any]:
-    """The settings that change bits, as they are now; recorded in every report."""
+    """Return the settings that change bits, as they are now; recorded in every report."""
     import torch
 
     return {

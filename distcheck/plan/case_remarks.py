@@ -279,7 +279,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
 
 
 def rounds_by_position(case: Case, contract: Contract) -> bool:
-    """Whether updating a tensor in pieces need not be updating it whole, to the bit.
+    """Return True if updating a tensor in pieces need not be updating it whole, to the bit.
 
     torch's CPU kernels round a short dtype once or twice, as an element is in a full vector of the
     processor or in the rest: in float32 and float64 that makes no difference, in bfloat16 and
@@ -289,8 +289,8 @@ def rounds_by_position(case: Case, contract: Contract) -> bool:
 
 
 def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has,
-    or where the case has no such layer.
+    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has, or
+    where the case has no such layer.
     """
     layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     if not layers:
@@ -307,9 +307,10 @@ def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int
 
 
 def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
-    """Whether BatchNorm sees so few samples at a time that S32 and S64 have no bound to offer.
+    """Return True if BatchNorm sees so few samples at a time that S32 and S64 have no bound to
+    offer.
 
-    Over n samples a normalised value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
+    Over n samples a normalized value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
     went in: its derivative is a difference of nearly equal numbers, which two ways of computing
     round apart by any factor. Correct code was seen above S32's bound with 2 and 3 samples, never
     with 4 or more.

@@ -41,7 +41,7 @@ _OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switche
 
 
 def check_delays(delays: Sequence[Delay], world: int) -> None:
-    """Raises UsageError for a delay that no rank of this world could have."""
+    """Raise UsageError for a delay that no rank of this world could have."""
     for delay in delays:
         if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
             raise UsageError(
@@ -52,7 +52,7 @@ def check_delays(delays: Sequence[Delay], world: int) -> None:
 
 
 def _check_without_data(request: Request) -> None:
-    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    """Raise UsageError where ranks without data make no sense, or no bound is derived for them."""
     without, accept = request.adaptation.without_data, request.accept
     if not without:
         return
@@ -79,7 +79,7 @@ def _check_without_data(request: Request) -> None:
 
 
 def exchanges_nothing(case: Case, contract: Contract) -> bool:
-    """Whether the world has one rank alone, so that a missing exchange would not show.
+    """Return True if the world has one rank alone, so that a missing exchange would not show.
 
     Not where that rank drives several GPUs, nor in a search: there a case may shrink to a world of
     one rank, and other cases show what this one does not.
@@ -94,7 +94,7 @@ _MOST_STEPS = 10**5
 
 
 def check_request(request: Request) -> None:
-    """Raises UsageError or CannotRunError for what can be known without torch."""
+    """Raise UsageError or CannotRunError for what can be known without torch."""
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
@@ -146,12 +146,12 @@ def check_request(request: Request) -> None:
 
 
 def check_workload(spec: str) -> None:
-    """Raises UsageError for a name that is not a workload's."""
+    """Raise UsageError for a name that is not a workload's."""
     loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
 def steps_of(request: Request, workload: str) -> int:
-    """The steps of a workload: as many as were asked for, or the workload's own number."""
+    """Return the steps of a workload: as many as were asked for, or the workload's own number."""
     if request.steps is not None:
         return request.steps
     if workload in CELLS:
@@ -189,7 +189,9 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_case(case: Case) -> Case:
-    """A case as it may run. Raises UsageError for one that was edited into something else."""
+    """Return a case as it may run. Raises UsageError for one that was edited into something
+    else.
+    """
     request = Request(
         strategies=(case.strategy,),
         worlds=(case.world,),
@@ -217,7 +219,7 @@ def check_case(case: Case) -> Case:
 
 
 def plan_cases(request: Request) -> list[Case]:
-    """The cases, strategy by strategy, world by world."""
+    """Return the cases, strategy by strategy, world by world."""
     check_request(request)
     cases = [
         case
@@ -252,7 +254,7 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and
+    """Return the same ranks on their device, against a whole batch on the CPU: by S32's bound, and
     where it refuses by what two devices may differ by (`judge/oracles/between_devices.py`).
     """
     return msgspec.structs.replace(
@@ -316,7 +318,7 @@ def _batch_of(request: Request, world: int) -> int:
 def plan_checks(
     case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
-    """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
+    """Return the checks of a case in the order of the report; `sizes` are shard sizes per step."""
     model, accepted = facts.model, acceptance.read(case.accept)
     needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
@@ -374,7 +376,7 @@ def plan_checks(
 
 
 def _same_update(case: Case, contract: Contract) -> bool:
-    """Whether the reference's update is computed as the ranks' are, to the bit."""
+    """Return True if the reference's update is computed as the ranks' are, to the bit."""
     return case.reference_device is None and not rounds_by_position(case, contract)
 
 

@@ -27,8 +27,8 @@ _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 def cells_to_run(
     request: Request, world: int, *, besides: Collection[str]
 ) -> Iterator[tuple[str, Request, dict[str, Any]]]:
-    """The cells in this world, each with its request, and what is said of its case. They keep their
-    own number of steps, whatever was asked for: fewer would not show what a cell is for.
+    """Yield the cells in this world, each with its request, and what is said of its case. They keep
+    their own number of steps, whatever was asked for: fewer would not show what a cell is for.
     """
     if not request.thorough and request.workloads:
         return
@@ -53,8 +53,8 @@ def cells_to_run(
 
 
 def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str]:
-    """The workloads of the default run that are for what this strategy promises: where it says so
-    in a decorator, which can be read without an import.
+    """Yield the workloads of the default run that are for what this strategy promises: where it
+    says so in a decorator, which can be read without an import.
     """
     if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
         return
@@ -65,8 +65,9 @@ def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str
 
 
 def with_own_workload(request: Request, strategy: str) -> Request:
-    """The request for a strategy that brings its own workload, as in `@strategy(workload="mlp")`,
-    or that is itself what is trained: with that in place of the default run.
+    """Return the request for a strategy that brings its own workload, as in
+    `@strategy(workload="mlp")`, or that is itself what is trained: with that in place of the
+    default run.
     """
     if trained := trained_with(request.adaptation.form):
         return msgspec.structs.replace(request, workloads=(trained,))
@@ -75,16 +76,16 @@ def with_own_workload(request: Request, strategy: str) -> Request:
 
 
 def _fits(request: Request, world: int) -> bool:
-    """Whether the default run has cells: with gloo on the CPU, since elsewhere collectives that do
-    not fit together may take the job down; and not where what `--accept` allows, a dtype, or ranks
-    without data change what is expected of an absent gradient.
+    """Return True if the default run has cells: with gloo on the CPU, since elsewhere collectives
+    that do not fit together may take the job down; and not where what `--accept` allows, a dtype,
+    or ranks without data change what is expected of an absent gradient.
     """
     special = request.accept or request.dtype or request.adaptation.without_data
     return world > 1 and not special and (request.backend, request.device) == ("gloo", "cpu")
 
 
 def counts_if_finished(case: Case) -> bool:
-    """Whether a case counts only if its ranks finish: a cell of the default run. One that was asked
-    for is run twice.
+    """Return True if a case counts only if its ranks finish: a cell of the default run. One that
+    was asked for is run twice.
     """
     return case.workload in CELLS and not case.rerun

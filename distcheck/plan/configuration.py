@@ -43,7 +43,7 @@ TAKES = {
 
 
 def _keys(name: str, settings: Mapping[str, Setting], **more: Any) -> type[msgspec.Struct]:
-    """A table with the keys of settings; each may be left out, and no other is taken."""
+    """Return a table with the keys of settings; each may be left out, and no other is taken."""
     kinds = {**{setting.key: setting.kind for setting in settings.values()}, **more}
     return msgspec.defstruct(
         name,
@@ -73,14 +73,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         return _joined(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:
-        """The keys of a strategy's own table, however the path to its file is spelled."""
+        """Return the keys of a strategy's own table, however the path to its file is spelled."""
         wanted = _normal(strategy)
         return next((keys for name, keys in self.own.items() if _normal(name) == wanted), {})
 
 
 def read_configuration(given: str | None) -> Configuration:
-    """The file that was `given`, or the nearest pyproject.toml from here upwards that has a section
-    for distcheck. Raises UsageError, naming the key, for what cannot be taken.
+    """Return the file that was `given`, or the nearest pyproject.toml from here upwards that has a
+    section for distcheck. Raises UsageError, naming the key, for what cannot be taken.
     """
     if given is not None:
         path = Path(given)
@@ -149,7 +149,7 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
 
 
 def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct]) -> None:
-    """Raises UsageError: which key is wrong, what it was, and what it takes."""
+    """Raise UsageError: which key is wrong, what it was, and what it takes."""
     try:
         msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -174,7 +174,7 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
 
 
 def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
-    """Raises UsageError for a name that nothing has."""
+    """Raise UsageError for a name that nothing has."""
     for key, value in keys.items():
         setting = SETTINGS[BY_KEY[key]]
         if setting.names is None:

@@ -23,7 +23,7 @@ _REFERENCES = 3.0  # batches that the judges compute beside the ranks' own
 
 
 def rough_s(case: Case) -> float:
-    """Seconds by the rough model, from the case alone: the same on every machine."""
+    """Return seconds by the rough model, from the case alone: the same on every machine."""
     sample_s = _SAMPLE_S.get(case.workload, _UNKNOWN_SAMPLE_S)
     sample_s *= 2.0 if case.dtype == "float64" else 1.0
     batches_s = case.batch * case.steps * sample_s
@@ -32,8 +32,8 @@ def rough_s(case: Case) -> float:
 
 
 def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Seconds by cell, from the reports that were kept under `folder`, the newest counting. Judges
-    run beside the worlds, so theirs are shared out among them.
+    """Return seconds by cell, from the reports that were kept under `folder`, the newest counting.
+    Judges run beside the worlds, so theirs are shared out among them.
     """
     found: dict[tuple[Any, ...], float] = {}
     for file in sorted(folder.glob("runs/*/report.json")):

@@ -64,7 +64,7 @@ class Coverage:
         )
 
     def in_every_case(self) -> list[PlannedCheck]:
-        """The checks whose line in `ORDER` says what they compare."""
+        """Return the checks whose line in `ORDER` says what they compare."""
         return [
             self.check(name.replace("_", " "), "-", getattr(self._model, tensors))
             for name, tensors in ORDER.items()
@@ -96,7 +96,9 @@ class Coverage:
         ]
 
     def loss(self, layer: str) -> PlannedCheck:
-        """The loss of every rank and step; in a mesh, of one rank of each data coordinate."""
+        """Return the loss of every rank and step; in a mesh, of one rank of each data
+        coordinate.
+        """
         required = self._all(1, self._with_data * self._case.steps)
         if self._mesh is not None:
             data, steps = self._mesh.data, self._case.steps
@@ -111,11 +113,11 @@ class Coverage:
         return PlannedCheck(check="outputs", layer=layer, scope="step", required=required)
 
     def outcome(self) -> Compared:
-        """Every rank."""
+        """Return every rank."""
         return Compared(ranks=self._case.world)
 
     def data(self) -> Compared:
-        """Every sample of every step."""
+        """Return every sample of every step."""
         return self._all(0, sum(map(sum, self._sizes)))
 
     def initial(self) -> Compared:
@@ -145,7 +147,7 @@ class Coverage:
         return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self) -> PlannedCheck:
-        """Everything that a rank records, in a second world."""
+        """Return everything that a rank records, in a second world."""
         model, case = self._model, self._case
         state = (*model.parameters, *model.buffers, *model.optimizer)
         seen = self._contract.sync != "out-of-sight"

@@ -22,7 +22,7 @@ CELLS_OF: Mapping[str, Collection[str]] = {
 
 
 def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) -> dict[str, str]:
-    """The words that are left out for a strategy, each with the reason."""
+    """Return the words that are left out for a strategy, each with the reason."""
     found = {}
     for word, cells in CELLS_OF.items():
         names = [name for name in contract.declines if name in cells]
@@ -38,7 +38,9 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
 
 
 def words_in(workload: str) -> set[str]:
-    """The words of `CELLS_OF`, and `accumulate`, of a workload; only generated ones have any."""
+    """Return the words of `CELLS_OF`, and `accumulate`, of a workload; only generated ones have
+    any.
+    """
     if not workload.startswith(PREFIX):
         return set()
     model = parse(workload.removeprefix(PREFIX))
@@ -48,7 +50,7 @@ def words_in(workload: str) -> set[str]:
 
 
 def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The words that have what these cells have, each with the cell."""
+    """Yield the words that have what these cells have, each with the cell."""
     for word, names in {**CELLS_OF, ACCUMULATE: ("accumulation",)}.items():
         yield from ((word, name) for name in cells if name in names)
 

@@ -72,8 +72,8 @@ def plan_run(
     config: str | None,
     shard: str | None,
 ) -> Planned:
-    """The cases of a run. `asked` holds every option's value by the name of its parameter, `given`
-    the names of those that were typed. Raises UsageError or CannotRunError.
+    """Return the cases of a run. `asked` holds every option's value by the name of its parameter,
+    `given` the names of those that were typed. Raises UsageError or CannotRunError.
     """
     part, parts = part_of(shard)
     matrix = read_configuration(config)
@@ -129,7 +129,7 @@ def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configur
 
 
 def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
-    """Raises UsageError for a folder of files that no data set would be read from."""
+    """Raise UsageError for a folder of files that no data set would be read from."""
     if "data_dir" in given and not data & {*FILE_DATASETS}:
         known = " or ".join(f"--data {name}" for name in FILE_DATASETS)
         raise UsageError(f"--data-dir is for a data set in files; give {known} as well")
@@ -149,9 +149,9 @@ def part_of(shard: str | None) -> tuple[int, int]:
 
 
 def split(cases: list[Case], parts: int) -> dict[str, int]:
-    """The part, from 1, of every case. Siblings stay together; the costliest group goes first, to
-    the part with the least so far. The order of `cases` plays no role, nor does anything that one
-    machine has measured: every part must come to the same.
+    """Return the part, from 1, of every case. Siblings stay together; the costliest group goes
+    first, to the part with the least so far. The order of `cases` plays no role, nor does anything
+    that one machine has measured: every part must come to the same.
     """
     groups: dict[tuple[str, int, str, int], list[Case]] = {}
     for case in cases:
@@ -167,8 +167,8 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
 
 
 def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
-    """A digest of the cases in any order, of the files that they name, of the versions, and of the
-    searches beside them.
+    """Return a digest of the cases in any order, of the files that they name, of the versions, and
+    of the searches beside them.
     """
     found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))

@@ -58,8 +58,8 @@ def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
 
 
 def seal_of(case: Case, digests: Mapping[str, str]) -> str:
-    """Return a code that only this user can make for a case that ran with code of these digests:
-    an HMAC with their secret. Return "" if no secret can be kept.
+    """Return a code that only this user can make for a case that ran with code of these digests: an
+    HMAC with their secret. Return "" if no secret can be kept.
     """
     try:
         secret = shared_secret()
@@ -77,7 +77,7 @@ def is_sealed(case: Case, made: Provenance | None) -> bool:
 
 
 def named(case: Case) -> Iterator[tuple[str, str]]:
-    """The purpose and the name of each piece of code that a case names."""
+    """Yield the purpose and the name of each piece of code that a case names."""
     yield "strategy", case.strategy
     yield "workload", case.workload
     yield "backend", case.backend
@@ -110,8 +110,8 @@ def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
 
 
 def file_digest(what: str, spec: str) -> str:
-    """A digest of the file that a name leads to, found without importing it; "none" if it is not
-    found. Two machines that load the same bytes have the same digest.
+    """Return a digest of the file that a name leads to, found without importing it; "none" if it is
+    not found. Two machines that load the same bytes have the same digest.
     """
     file = file_behind(what, spec)
     try:
@@ -121,7 +121,9 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """The file behind a strategy or workload, and the modules of its project that it imports."""
+    """Return the file behind a strategy or workload, and the modules of its project that it
+    imports.
+    """
     try:
         return {one.path for one in code_of(what, spec)[1].values()}
     except OSError:

@@ -16,5 +16,5 @@ class Request(Settings, frozen=True, kw_only=True):
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
+    """Return True if a launcher has started this process as one of its ranks."""
     return any(name in os.environ for name in ("RANK", "WORLD_SIZE"))

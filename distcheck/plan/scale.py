@@ -25,8 +25,8 @@ _BATCH = 256  # as of `verify`
 
 
 def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
-    """The cases, from the smallest world to the largest, every order at each; `asked` has the other
-    fields of a request. Raises UsageError or CannotRunError.
+    """Return the cases, from the smallest world to the largest, every order at each; `asked` has
+    the other fields of a request. Raises UsageError or CannotRunError.
     """
     if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")
@@ -56,7 +56,7 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
 
 
 def _alone(case: Case, order: str) -> Case:
-    """A case without its rerun, which would double what a large world costs."""
+    """Return a case without its rerun, which would double what a large world costs."""
     return msgspec.structs.replace(case, id=f"{case.id}-{order}", rerun=False)
 
 

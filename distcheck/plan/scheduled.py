@@ -19,7 +19,7 @@ _ENUMERATED = 1000  # schedules, where only their switches are given
 def check_schedules(
     schedules: int, schedule: str | None, backend: str, *, switches: int = 0
 ) -> None:
-    """Raises UsageError for what cannot be run."""
+    """Raise UsageError for what cannot be run."""
     if not 0 <= schedules <= _MOST:
         raise UsageError(f"--schedules {schedules} is out of range; it takes 0 to {_MOST}")
     if not 0 <= switches <= _MOST_SWITCHES:
@@ -35,7 +35,7 @@ def check_schedules(
 
 
 def check_request(asked: Request) -> None:
-    """Raises UsageError for what cannot be run."""
+    """Raise UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
 
 
@@ -44,9 +44,9 @@ def how_many(schedules: int, switches: int) -> int:
 
 
 def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
-    """The case that is searched, if one was asked for; `case_of` makes it of a workload and dtype.
-    It has no rerun: the schedules take its place. It is the first of its strategy and world, so
-    that one that hangs is named by what its schedules show.
+    """Return the case that is searched, if one was asked for; `case_of` makes it of a workload and
+    dtype. It has no rerun: the schedules take its place. It is the first of its strategy and world,
+    so that one that hangs is named by what its schedules show.
     """
     schedules = how_many(asked.schedules, asked.switches)
     if not schedules:

@@ -504,7 +504,7 @@ def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(function: F) -> F:
-    """Shows the settings that a function takes by `**asked` among its parameters."""
+    """Show the settings that a function takes by `**asked` among its parameters."""
     own = inspect.signature(function).parameters
     shown = [one for one in own.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     shown += [

@@ -101,15 +101,15 @@ def by_place(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]
 
 
 def _initializers(path: Path, root: Path) -> list[Path]:
-    """The `__init__` files of the packages that a file is in, which run before it does."""
+    """Return the `__init__` files of the packages that a file is in, which run before it does."""
     above = [folder for folder in path.parents if folder.is_relative_to(root)]
     return [file for folder in above for file in _with_any_suffix(folder / "__init__")]
 
 
 def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | None) -> list[Path]:
-    """The files that `import module` may run, if it is found in a folder. Of a package that `own`
-    is not in, and of one of which everything is imported, these are all files, if there is a set
-    `whole` of such packages.
+    """Return the files that `import module` may run, if it is found in a folder. Of a package that
+    `own` is not in, and of one of which everything is imported, these are all files, if there is a
+    set `whole` of such packages.
     """
     found: list[Path] = []
     for part in filter(None, module.split(".")):
@@ -137,7 +137,7 @@ def _with_any_suffix(path: Path) -> list[Path]:
 
 
 def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
-    """All modules at and below a folder, by links as well, if they were not found before."""
+    """Return all modules at and below a folder, by links as well, if they were not found before."""
     if whole is None or package in whole:
         return []
     whole.add(package)
@@ -154,7 +154,7 @@ def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
 
 
 def _is_installed(top: str) -> bool:
-    """Whether a module is found before the current folder, which is the last place."""
+    """Return True if a module is found before the current folder, which is the last place."""
     try:
         spec = importlib.util.find_spec(top) if top else None
     except (ImportError, ValueError):
@@ -176,8 +176,9 @@ def digest_of(digests: Mapping[str, bytes]) -> str:
 
 
 def mentions(pattern: str, spec: str) -> bool:
-    """Whether the text of a strategy that is given by name, file or module, or a module beside it
-    that it imports, has what a regular expression matches. Nothing is imported to find out.
+    """Return True if the text of a strategy that is given by name, file or module, or a module
+    beside it that it imports, has what a regular expression matches. Nothing is imported to find
+    out.
     """
     path = _file_of(spec)
     if path is None:
@@ -190,7 +191,7 @@ def mentions(pattern: str, spec: str) -> bool:
 
 
 def promises_of(spec: str) -> dict[str, object]:
-    """The words of the decorator of a strategy that is given as file, name or module, as in
+    """Return the words of the decorator of a strategy that is given as file, name or module, as in
     `@strategy(loss="tokens")`, where they are constants. Nothing is imported to find out.
     """
     path, point = _file_of(spec), strategy_names().get(spec)
@@ -256,7 +257,9 @@ def _imported(source: bytes) -> list[tuple[int, str, bool]]:
 
 
 def _named_in(call: ast.Call) -> Iterator[tuple[int, str]]:
-    """The names of modules that texts in a call can be, by themselves and within one another."""
+    """Yield the names of modules that texts in a call can be, by themselves and within one
+    another.
+    """
     texts = [
         node.value
         for node in ast.walk(call)

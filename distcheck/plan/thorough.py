@@ -54,7 +54,7 @@ NOTHING_BESIDE = Beside()
 
 
 def widened(request: Request, *, world_given: bool) -> Request:
-    """The request with the worlds of a thorough run, where none was given."""
+    """Return the request with the worlds of a thorough run, where none was given."""
     if not request.thorough or world_given:
         return request
     fits = [
@@ -68,8 +68,8 @@ def widened(request: Request, *, world_given: bool) -> Request:
 
 
 def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
-    """The searches of some requests, one for each strategy and way to call it. Raises UsageError or
-    CannotRunError.
+    """Return the searches of some requests, one for each strategy and way to call it. Raises
+    UsageError or CannotRunError.
     """
     found: dict[tuple[str, Adaptation], SearchBeside] = {}
     for request in requests:
@@ -99,7 +99,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
 def planned(
     searches: Iterable[SearchBeside], shard_of: dict[str, int]
 ) -> tuple[PlannedSearch, ...]:
-    """The searches of a plan; each is in the part that `shard_of` gives its strategy."""
+    """Return the searches of a plan; each is in the part that `shard_of` gives its strategy."""
     return tuple(
         PlannedSearch(
             strategy=search.strategy, budget_s=search.budget_s, shard=shard_of[search.strategy]

@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_place(backend: str, device: str) -> None:
-    """Raises UsageError for a backend over which the mutants are not listed, and for an unknown
+    """Raise UsageError for a backend over which the mutants are not listed, and for an unknown
     device; CannotRunError for one that is not here.
     """
     backends.check_name(backend)
@@ -79,7 +79,7 @@ def plan_selftest(
     backend: str = "gloo",
     device: str = "cpu",
 ) -> Plan:
-    """Chooses by name and by `quick`. Raises UsageError for a pattern that nothing matches."""
+    """Choose by name and by `quick`. Raises UsageError for a pattern that nothing matches."""
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
     for pattern in patterns:
@@ -137,7 +137,7 @@ _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong a
 
 @LIST.does
 def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
-    """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
+    """Return every mutant, and every built-in strategy that runs on gloo and the CPU."""
     planted = [*_planted(PACKAGE), *_planted(f"{PACKAGE}.subtle")]
     here, elsewhere = [], []
     for name, point in sorted(strategy_names().items()):
@@ -192,7 +192,7 @@ def look() -> Zoo:
 def run_plan(
     plan: Plan, *, begins: Callable[[str], None], environment: dict[str, object]
 ) -> Iterator[Row]:
-    """Judges everything that is planned; `begins` is called with the name of what comes next.
+    """Judge everything that is planned; `begins` is called with the name of what comes next.
 
     `environment` is filled with what the first report says of the machine.
     """
@@ -260,7 +260,7 @@ def selftest_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Runs the zoo and shows the table; returns the exit code."""
+    """Run the zoo and shows the table; returns the exit code."""
     check_place(backend, device)
     check_writable(json_file)
     begun = time.monotonic()
@@ -296,7 +296,7 @@ def selftest_command(
 
 
 def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], live: LiveProgress) -> None:
-    """Fills `rows` one by one, so that they are there if this is interrupted."""
+    """Fill `rows` one by one, so that they are there if this is interrupted."""
     total = len(plan.mutants) + len(plan.strategies)
     numbers = itertools.count()
 

@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether this is what a tool that can be trusted says."""
+        """True if this is what a tool that can be trusted says."""
         return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
 
 
@@ -124,7 +124,7 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts
 
 
 def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> Row:
-    """A mutant is caught where any check of its run fails, and missed where all pass."""
+    """Return a mutant is caught where any check of its run fails, and missed where all pass."""
     results = [result for case in report.cases for result in case.checks]
     failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
     causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
@@ -158,7 +158,9 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
 
 
 def judge_correct(case: CaseReport) -> Row:
-    """A correct case that fails in any check is a false alarm; an unknown one is not a pass."""
+    """Return a correct case that fails in any check is a false alarm; an unknown one is not a
+    pass.
+    """
     verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
     return Row(

@@ -45,7 +45,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(found: Detection, console: Console, *, verbose: bool = False) -> None:
-    """Prints mutants file by file, correct strategies in a line each, and the totals."""
+    """Print mutants file by file, correct strategies in a line each, and the totals."""
     found = shown(found)
     about = found.environment
     console.print(
@@ -93,7 +93,7 @@ def totals(found: Detection) -> Iterator[str]:
 
 
 def render_json(found: Detection) -> str:
-    """The same for a program; docs/selftest.md explains every key."""
+    """Return the same for a program; docs/selftest.md explains every key."""
     document = {
         "schema": SCHEMA,
         "exit_code": 130 if found.interrupted else int(found.counts.exit_code),

@@ -80,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, list[str]]:
-    """Writes the zip; returns what is in it, and what is to be known of it.
+    """Write the zip; returns what is in it, and what is to be known of it.
 
     Raises UsageError for a folder that is not a run, CannotRunError where it cannot be written.
     """
@@ -121,8 +121,8 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
 
 
 def _traces(run: Path) -> list[Path]:
-    """The files of the run's traces. Raises UsageError for a link: what it leads to is not the
-    run's, and a bundle is made to be given away.
+    """Return the files of the run's traces. Raises UsageError for a link: what it leads to is not
+    the run's, and a bundle is made to be given away.
     """
     found = sorted(path for path in run.glob("traces/*/**/*") if not path.is_dir())
     inside = run.resolve()
@@ -147,7 +147,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_replay(given: str) -> Replay:
-    """The cases of a case file, a run or a bundle. Raises UsageError."""
+    """Return the cases of a case file, a run or a bundle. Raises UsageError."""
     path = Path(given)
     if path.is_file() and zipfile.is_zipfile(path):
         return open_bundle(path)
@@ -178,13 +178,13 @@ class _Order(msgspec.Struct):
 
 
 def _order_of(report: Path) -> dict[str, int]:
-    """The place of each case in a run's report; empty where it cannot be read."""
+    """Return the place of each case in a run's report; empty where it cannot be read."""
     found = read_if_whole(report, _Order)
     return {} if found is None else {case.id: place for place, case in enumerate(found.cases)}
 
 
 def open_bundle(path: Path) -> Replay:
-    """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
+    """Unpack a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
     folder = store.own_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
     with unpacking.opened(path) as archive:
@@ -250,7 +250,7 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
 
 
 def _moved(case: Case, moved: dict[str, str]) -> Case:
-    """The case with the files of the bundle in place of those that it was made with."""
+    """Return the case with the files of the bundle in place of those that it was made with."""
 
     def follow(spec: str) -> str:
         if spec not in moved:
@@ -319,8 +319,8 @@ def _sources(
 
 
 def _is_behind(spec: str, file: str) -> bool:
-    """Whether a file that a report names can be where an installed strategy is defined: a source
-    file of the same package. A report from elsewhere may name any file.
+    """Return True if a file that a report names can be where an installed strategy is defined: a
+    source file of the same package. A report from elsewhere may name any file.
     """
     points = loading.strategy_names()
     place = spec.partition(":")[0]
@@ -338,7 +338,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _for_others(document: dict[str, Any]) -> dict[str, Any]:
-    """A document without what is of no use elsewhere and says who made it."""
+    """Return a document without what is of no use elsewhere and says who made it."""
     cleaned = dict(document)
     for key in ("environment", "made"):
         if isinstance(cleaned.get(key), dict):
@@ -377,7 +377,9 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
 
 
 def _draft_file(draft: Path) -> IO[bytes]:
-    """A file without a name, in the folder of `draft`; where the file system has none, `draft`."""
+    """Return a file without a name, in the folder of `draft`; where the file system has none,
+    `draft`.
+    """
     try:
         return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
     except OSError:

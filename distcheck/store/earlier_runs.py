@@ -37,8 +37,8 @@ class _Report(msgspec.Struct):
 
 
 def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
-    """The ids of those cases that failed in the newest of the runs that judged them: that gave them
-    a verdict other than unknown.
+    """Return the ids of those cases that failed in the newest of the runs that judged them: that
+    gave them a verdict other than unknown.
     """
     last: dict[tuple[object, ...], str] = {}
     for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
@@ -53,8 +53,8 @@ def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
 
 
 def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
-    """The cases, those of a strategy and world with one that failed before the others, and of these
-    the ones that failed.
+    """Return the cases, those of a strategy and world with one that failed before the others, and
+    of these the ones that failed.
     """
     ahead = {case.siblings for case in cases if case.id in failed}
     place = {case.siblings: number for number, case in reversed(list(enumerate(cases)))}
@@ -66,7 +66,7 @@ def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
 
 
 def the_others(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
-    """The ids of the cases that did not fail, with that as the reason to leave them out."""
+    """Return the ids of the cases that did not fail, with that as the reason to leave them out."""
     why = "you gave --last-failed, and it did not fail when it was last run"
     return {case.id: why for case in cases if case.id not in failed}
 
@@ -97,7 +97,7 @@ class _EarlierReport(msgspec.Struct):
 def since_last_green(
     runs: Path, cases: Sequence[Case], made: Mapping[str, Provenance]
 ) -> SinceGreen | None:
-    """Compares with the newest run in `runs` that passed; None where there is none. `made` says by
+    """Compare with the newest run in `runs` that passed; None where there is none. `made` says by
     the id of a case where it is run now.
     """
     asked = {case.strategy for case in cases}

@@ -40,8 +40,8 @@ def command_line() -> str:
 
 
 def _has_filters() -> bool:
-    """Whether the repository's own configuration, or one that cannot be read, names filters: git
-    runs them to see whether a file has changed.
+    """Return True if the repository's own configuration, or one that cannot be read, names filters:
+    git runs them to see whether a file has changed.
     """
     listed = run_git("config", "--list", "--show-scope", "--name-only", "-z")
     scopes, names = (listed or "").split("\0")[::2], (listed or "").split("\0")[1::2]

@@ -22,8 +22,8 @@ _SPECIAL = "__"
 def is_defined(
     file: Path, attribute: str, is_trusted: Callable[[Path], bool], most: int = _MOST_IMPORTS
 ) -> bool:
-    """Whether `attribute` (a dotted name) is defined in `file`, or in a file that `is_trusted` and
-    from which `file` imports it; by `most` statements, one after another.
+    """Return True if `attribute` (a dotted name) is defined in `file`, or in a file that
+    `is_trusted` and from which `file` imports it; by `most` statements, one after another.
     """
     name, *rest = attribute.split(".")
     if any(part.startswith(_SPECIAL) for part in (name, *rest)):
@@ -48,7 +48,7 @@ def is_defined(
 
 
 def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """The statement that makes a name, the last one counting."""
+    """Return the statement that makes a name, the last one counting."""
     found = None
     for node in _top_level(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -64,7 +64,7 @@ def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, those below `if`, `try` and `with` included."""
+    """Yield the statements of a module, those below `if`, `try` and `with` included."""
     for node in body:
         yield node
         for part in ("body", "handlers", "orelse", "finalbody"):
@@ -78,7 +78,7 @@ def _name_there(node: ast.ImportFrom, name: str) -> str:
 
 
 def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
-    """Whether a definition has, in its own body, what the rest of the name says."""
+    """Return True if a definition has, in its own body, what the rest of the name says."""
     for part in rest:
         if not isinstance(node, ast.ClassDef):
             return False
@@ -88,7 +88,9 @@ def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
 
 
 def _maker(value: ast.expr | None) -> str:
-    """The name that is called to make it: `Sync` in `sync = Sync()`; empty where there is none."""
+    """Return the name that is called to make it: `Sync` in `sync = Sync()`; empty where there is
+    none.
+    """
     called = value.func if isinstance(value, ast.Call) else None
     return called.id if isinstance(called, ast.Name) else ""
 

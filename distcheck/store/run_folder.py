@@ -93,11 +93,12 @@ class Store:
 
     @classmethod
     def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
-        """A run directory that the person named: everything is kept, or without `tensors` their
-        digests alone. Where `launch` is a restart of the run that made it, that run is taken up.
+        """Return a run directory that the person named: everything is kept, or without `tensors`
+        their digests alone. Where `launch` is a restart of the run that made it, that run is taken
+        up.
 
-        Raises UsageError for a folder that holds something else, CannotRunError where it
-        cannot be written.
+        Raises UsageError for a folder that holds something else, CannotRunError where it cannot be
+        written.
         """
         run = "" if launch is None else launch.run
         if launch is not None and _takes_up(folder, launch):
@@ -114,7 +115,7 @@ class Store:
 
     @classmethod
     def by_default(cls) -> "Store | None":
-        """A folder of this run's own in `.distcheck/`; None where that cannot be written."""
+        """Return a folder of this run's own in `.distcheck/`; None where that cannot be written."""
         try:
             return cls.of_own(keep_everything=False)
         except CannotRunError:
@@ -122,8 +123,8 @@ class Store:
 
     @classmethod
     def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
-        """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
-        `spare`. Raises CannotRunError where that cannot be written.
+        """Return a folder of this run's own in `.distcheck/`, where only the last few runs stay,
+        and `spare`. Raises CannotRunError where that cannot be written.
         """
         runs, now = own_folder("runs"), time.time()
         # A clock that was set back, or a container, may give a name for the second time.
@@ -144,13 +145,13 @@ class Store:
         return self.folder / "cases" / f"{case.id}.json"
 
     def write_case(self, case: Case, made: Provenance | None = None) -> None:
-        """Writes a case down; before it runs, so that what crashes can be replayed, and again
-        with where it is run once that is known.
+        """Write a case down; before it runs, so that what crashes can be replayed, and again with
+        where it is run once that is known.
         """
         write_case(self.case_file(case), case, made)
 
     def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
-        """The reports, by case, of what an earlier start of this run has finished."""
+        """Return the reports, by case, of what an earlier start of this run has finished."""
         found = {}
         for case in cases if self._run else ():
             file = self.folder / "finished" / f"{case.id}.json"
@@ -160,7 +161,7 @@ class Store:
         return found
 
     def write_finished(self, report: CaseReport) -> None:
-        """Notes a case that need not be run again, if this run may be started again."""
+        """Note a case that need not be run again, if this run may be started again."""
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
@@ -168,7 +169,7 @@ class Store:
         private.write(path, msgspec.json.encode(report))
 
     def check_space(self, total_bytes: int) -> None:
-        """Raises CannotRunError when traces of this size do not fit."""
+        """Raise CannotRunError when traces of this size do not fit."""
         if not self.keep_everything or not self._tensors:
             return
         free = shutil.disk_usage(self.folder).free
@@ -179,15 +180,15 @@ class Store:
             )
 
     def wants_trace(self, stored_bytes: int, *, failed: bool) -> bool:
-        """Whether a trace that takes up `stored_bytes` is to be kept."""
+        """Return True if a trace that takes up `stored_bytes` is to be kept."""
         return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
 
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
-        """Writes the traces of a case, the rerun's last. Removes them again on an error.
+        """Write the traces of a case, the rerun's last. Removes them again on an error.
 
-        Without tensors the rerun's trace is left out: nothing reads its digests.
-        Those that an earlier start of this run has left make room: it did not finish the case.
-        Raises CannotRunError or OSError.
+        Without tensors the rerun's trace is left out: nothing reads its digests. Those that an
+        earlier start of this run has left make room: it did not finish the case. Raises
+        CannotRunError or OSError.
         """
         folder = self.folder / "traces" / saved.case.id
         if self._run:
@@ -206,7 +207,7 @@ class Store:
             raise
 
     def discard_if_unused(self) -> None:
-        """Removes what was made for a run that never began: its folder holds only cases."""
+        """Remove what was made for a run that never began: its folder holds only cases."""
         if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
             gone = self.folder if self._made_folder else self.folder / "cases"
             shutil.rmtree(gone, ignore_errors=True)
@@ -214,7 +215,7 @@ class Store:
                 _discard_own_folder()
 
     def write_report(self, text: str) -> None:
-        """Writes report.json."""
+        """Write report.json."""
         private.write(self.folder / "report.json", masked_json(text))
 
     def _make(self) -> None:
@@ -261,7 +262,7 @@ def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
 
 
 def _discard_own_folder() -> None:
-    """Removes `.distcheck` where it holds nothing, as before the first run."""
+    """Remove `.distcheck` where it holds nothing, as before the first run."""
     with contextlib.suppress(OSError):
         (DEFAULT_FOLDER / "runs").rmdir()
         if [path.name for path in DEFAULT_FOLDER.iterdir()] == [".gitignore"]:
@@ -270,14 +271,14 @@ def _discard_own_folder() -> None:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The folders that runs have made there, by their date: nothing else is removed."""
+    """Return the folders that runs have made there, by their date: nothing else is removed."""
     found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
     return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:
-    """Whether a folder was made by an earlier start of the same run. torchrun calls every run
-    "none" that was given no name, so that only its count of restarts can tell.
+    """Return True if a folder was made by an earlier start of the same run. torchrun calls every
+    run "none" that was given no name, so that only its count of restarts can tell.
     """
     made_by = read_if_whole(folder / "launch.json", dict[str, Any])
     same = bool(launch.run) and made_by == {"run": launch.run}
@@ -285,7 +286,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
 
 
 def _is_running(name: str) -> bool:
-    """Whether the run whose folder has this name is still going: it ends in a process id."""
+    """Return True if the run whose folder has this name is still going: it ends in a process id."""
     _, _, pid = name.rpartition("-")
     return pid.isdecimal() and psutil.pid_exists(int(pid))
 
@@ -303,7 +304,7 @@ KEPT_RUNS = f"distcheck runs lists those that are kept in {DEFAULT_FOLDER} here"
 
 
 def latest_run() -> Path:
-    """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
+    """Return the last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
     runs = kept_runs()
     if not runs:
         raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of a run")
@@ -311,13 +312,13 @@ def latest_run() -> Path:
 
 
 def kept_runs() -> list[Path]:
-    """The runs that are kept in `.distcheck/`, the latest last."""
+    """Return the runs that are kept in `.distcheck/`, the latest last."""
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
 def read_case(path: Path, *, jobs: bool = False) -> Case:
-    """A case that `write_case` wrote; with `jobs` a whole job's as well, of which its words alone
-    mean something. Raises UsageError where the file is not a case.
+    """Return a case that `write_case` wrote; with `jobs` a whole job's as well, of which its words
+    alone mean something. Raises UsageError where the file is not a case.
     """
     try:
         case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)

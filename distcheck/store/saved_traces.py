@@ -55,7 +55,7 @@ def _read_about(folder: Path) -> SavedTrace:
 
 
 def _check_memory(folder: Path) -> None:
-    """Raises CannotRunError where the files of a trace are larger than memory: they may have holes,
+    """Raise CannotRunError where the files of a trace are larger than memory: they may have holes,
     which take no disk.
     """
     try:
@@ -71,7 +71,7 @@ def _check_memory(folder: Path) -> None:
 
 
 def require_tensors(trace: SavedTrace) -> None:
-    """Raises UsageError for a trace that keeps digests alone."""
+    """Raise UsageError for a trace that keeps digests alone."""
     if not trace.saved.tensors:
         raise UsageError(
             f"the trace in {trace.folder} keeps digests and no tensors; judging needs the tensors; "
@@ -80,7 +80,7 @@ def require_tensors(trace: SavedTrace) -> None:
 
 
 def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) -> list[int]:
-    """The traces of a saved case, in shared memory again; the caller closes the descriptors.
+    """Return the traces of a saved case, in shared memory again; the caller closes the descriptors.
 
     Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
     unless `digests_suffice`.

@@ -246,8 +246,8 @@ def _check_within(file: str, given: Path) -> None:
 
 
 def texts_given(cases: Iterable[Case]) -> list[str]:
-    """The texts that cases give to code that is not distcheck's, in words: numbers are no commands,
-    and distcheck's own strategies run none.
+    """Return the texts that cases give to code that is not distcheck's, in words: numbers are no
+    commands, and distcheck's own strategies run none.
     """
     found: dict[str, None] = {}
     for case in cases:
@@ -259,7 +259,7 @@ def texts_given(cases: Iterable[Case]) -> list[str]:
 
 
 def _has_text(literal: str) -> bool:
-    """Whether there is a text in a literal, or it is not a literal."""
+    """Return True if there is a text in a literal, or it is not a literal."""
     try:
         values = [ast.literal_eval(literal)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -303,20 +303,22 @@ def _is_known(
 
 
 def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded: str) -> bool:
-    """Whether an object is of this checkout. Without git, nothing but the run's record says that
-    its code is still the code that ran.
+    """Return True if an object is of this checkout. Without git, nothing but the run's record says
+    that its code is still the code that ran.
     """
     is_current = checkout.is_git or recorded == digest != NO_DIGEST
     return is_current and checkout.has(file) and _defines(file, attribute, checkout)
 
 
 def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
-    """Whether an object is defined in a file of this checkout, or in another one of it."""
+    """Return True if an object is defined in a file of this checkout, or in another one of it."""
     return own_objects.is_defined(file, attribute, checkout.has)
 
 
 def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
-    """Whether a bundle has the sources of a file of this checkout, all of them and no others."""
+    """Return True if a bundle has the sources of a file of this checkout, all of them and no
+    others.
+    """
     if not checkout.has(place):
         return False
     try:

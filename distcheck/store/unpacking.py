@@ -97,7 +97,9 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder but what Python has compiled there, by its path from the folder."""
+    """Return every file in a folder but what Python has compiled there, by its path from the
+    folder.
+    """
     return {
         file.relative_to(folder).as_posix(): _digest(file)
         for file in sorted(folder.rglob("*"))
@@ -123,7 +125,7 @@ def _write_members(path: Path, archive: zipfile.ZipFile, folder: Path) -> None:
 
 
 def _copy(path: Path, source: IO[bytes], file: IO[bytes], most: int | None) -> int:
-    """Copies in pieces; returns how much of the limit was used. Raises UsageError beyond it."""
+    """Copy in pieces; returns how much of the limit was used. Raises UsageError beyond it."""
     written = 0
     while piece := source.read(_CHUNK_BYTES):
         written += len(piece)
@@ -134,7 +136,9 @@ def _copy(path: Path, source: IO[bytes], file: IO[bytes], most: int | None) -> i
 
 
 def read_member(path: Path, archive: zipfile.ZipFile, name: str, *, most: int) -> bytes:
-    """One member, of at most `most` bytes. Raises UsageError where it is missing or larger."""
+    """Return one member, of at most `most` bytes. Raises UsageError where it is missing or
+    larger.
+    """
     if name not in archive.namelist():
         raise UsageError(f"{path} is not a bundle of distcheck: it has no {name}")
     with archive.open(name) as source:

@@ -25,8 +25,8 @@ from distcheck.training.whole_tensors import dense, is_distributed, whole
 from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
 
 # Accessor of "full_parameters", "full_gradients" or "full_state": returns full tensors by name, if
-# the strategy holds them outside the model and the optimizer; None if it does not. A missing name is not
-# recorded, and so not compared; a value of None means a gradient of None.
+# the strategy holds them outside the model and the optimizer; None if it does not. A missing name
+# is not recorded, and so not compared; a value of None means a gradient of None.
 Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
 
 

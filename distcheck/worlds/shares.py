@@ -24,8 +24,9 @@ class Readable(Protocol):
 class Shared:
     """A descriptor that every rank receives, and its replacement on another machine.
 
-    `trace`  memory of `size` bytes; rank r writes only within `regions(r)` `data`   the data set
-    that was prepared last `none`   no replacement; only rank 0 uses it
+    `trace`  memory of `size` bytes; rank r writes only within `regions(r)`
+    `data`   the data set that was prepared last
+    `none`   no replacement; only rank 0 uses it
     """
 
     fd: int

@@ -1,9 +1,10 @@
 """One world of ranks: started together, supervised, and ended together.
 
-running     until every rank has reported, or one failed, or all stalled asking      remaining ranks
-are asked for their stacks shaking     those that did not answer are asked by a signal, which needs
-no Python lock ending      ranks that have not reported are killed over        every rank is gone,
-and how each ended is known
+running     until every rank has reported, or one failed, or all stalled
+asking      remaining ranks are asked for their stacks
+shaking     those that did not answer are asked by a signal, which needs no Python lock
+ending      ranks that have not reported are killed
+over        every rank is gone, and how each ended is known
 """
 
 import signal

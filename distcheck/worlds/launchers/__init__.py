@@ -22,15 +22,15 @@ class Launch:
 
     rank, world    of this process among the launched ones; `ranks_here` lists the ranks that it
         runs, usually only its own
-    local_rank     of the first of them among the `local_world` ranks of its machine meeting
-    rendezvous address of the processes, by scheme:
+    local_rank     of the first of them among the `local_world` ranks of its machine
+    meeting        rendezvous address of the processes, by scheme:
         tcp://HOST:PORT       the process with rank 0 listens there
         store://HOST:PORT     a TCPStore exists there; it holds rank 0's address
         file://PATH           the file holds rank 0's address
         unix://NAME           rank 0 listens on this abstract socket: one machine
     owned          True if the launcher is this process's parent, so that the run ends with it
-    restarts       number of times that the launcher has restarted all processes run            the
-    launcher's own name for the run, if it has one
+    restarts       number of times that the launcher has restarted all processes
+    run            the launcher's own name for the run, if it has one
     """
 
     launcher: str

@@ -1,10 +1,10 @@
 """Calls that gloo accepts and that are rarely intended. Their results may still be correct, so each
 is a warning that fails nothing; the numbers decide.
 
-NAME of a warning      finding other-shapes           ranks pass equally many elements in different
-shapes or memory layouts tensor-with-gaps       gloo reads contiguous memory from the first element
-on, gaps included overlapping-outputs    outputs of one call share memory: the one written last
-remains
+NAME of a warning      finding
+other-shapes           ranks pass equally many elements in different shapes or memory layouts
+tensor-with-gaps       gloo reads contiguous memory from the first element on, gaps included
+overlapping-outputs    outputs of one call share memory: the one written last remains
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,9 @@
 """Schedules: the choice of the next rank if several are ready, and the schedules that a search
 tries.
 
-round-robin  after every call, or every few, the next rank by number random       half of the
-choices are the default ones, the others any rank with equal probability PCT          ranks have
-random priorities, and the ready rank with the highest runs; at three
+round-robin  after every call, or every few, the next rank by number
+random       half of the choices are the default ones, the others any rank with equal probability
+PCT          ranks have random priorities, and the ready rank with the highest runs; at three
    random choices, that rank gets the lowest priority (Burckhardt et al.,
    A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010)
 """
