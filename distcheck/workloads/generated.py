@@ -29,9 +29,7 @@ from distcheck.workloads.datasets.synthetic import hash24
 LEARNING_RATE = 2.0**-10
 WEIGHT_DECAY = 0.5
 RATES = (0.25, 1.0, 0.125)  # factors of it, step by step, repeated
-_CHOSEN_BELOW = (
-    1.0  # a sample's first number, in [0.5, 1.5), below which it passes through rare layers
-)
+_CHOSEN_BELOW = 1.0  # samples whose first number, in [0.5, 1.5), is lower use rare layers
 # State of torch's optimizers for each parameter with a gradient.
 STATE = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq", "step")}
 _KERNEL = 2
