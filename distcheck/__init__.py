@@ -5,7 +5,7 @@
     def test_my_sync():
         distcheck.verify("my_pkg.sync:allreduce", world=4).raise_for_verdict()
 
-Importing this package imports no torch; the work is done in processes of its own.
+Importing this package imports no torch; the work is done in separate processes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for Tab and `dir()`."""
+    """Return the public names, for tab completion and `dir()`."""
     return sorted(__all__)
