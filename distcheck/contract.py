@@ -153,9 +153,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     workload: str | None = None
 
     def mesh(self, world: int) -> Mesh | None:
-        """Return the mesh in a world, None if none is promised. Raises ValueError if it does not
-        fit.
-        """
+        """Return the mesh in a world, None without one. Raises ValueError if it does not fit."""
         return mesh_in(self.parallel, world)
 
     def loss_given(self, asked: LossName) -> LossName:
@@ -164,9 +162,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bare(self) -> bool:
-        """True if the contract promises nothing about gradients, only on which platform the
-        strategy works.
-        """
+        """True if the contract promises nothing about gradients, only which platform it supports."""
         beside = dict.fromkeys(("backend", "device", "initial_state", "workload"))
         return msgspec.structs.replace(self, declines=(), **beside) == Contract()
 
@@ -253,9 +249,7 @@ class Batch:
 
 
 class LossOf(Protocol):
-    """The function that a strategy's `backward` receives: from a piece of the shard to its mean
-    loss.
-    """
+    """The function that `backward` receives: from a piece of the shard to its mean loss."""
 
     def __call__(self, batch: Batch) -> "torch.Tensor":
         """Return the loss of the wrapped model on the batch."""

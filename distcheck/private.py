@@ -90,9 +90,7 @@ def check_stays(path: Path) -> None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Return True if a group is root's, or has the name of this user, as if each user has their
-    own.
-    """
+    """Return True if a group is root's, or is named after this user, as a private group is."""
     try:
         return number == _ROOT or (
             grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
@@ -168,9 +166,7 @@ def followed(path: str) -> Path:
 
 
 def publish(path: str, text: str) -> None:
-    """Write a file that the user named, completely or not at all; a pipe or a device directly.
-    Raises OSError.
-    """
+    """Write a file that the user named, atomically; a pipe or a device directly. Raises OSError."""
     place = followed(path)
     is_there = Path(path).exists()
     draft = place.with_name(unique(".part-"))

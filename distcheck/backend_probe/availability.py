@@ -15,9 +15,7 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type 
 
 @LOOK.does
 def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
-    """Return the availability of a backend, in a separate process. Raises UsageError for an unknown
-    backend.
-    """
+    """Return the availability of a backend, in a separate process. Raises UsageError."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)

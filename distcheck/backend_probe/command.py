@@ -139,9 +139,7 @@ class _Episode:
             self._on_cell(self._first + len(self.cells))
 
     def _end(self, begun: int, outcomes: Sequence[Outcome], *, hung: bool) -> str:
-        """Record the probe that ended the world, regardless of partial results; return an error if
-        there was none.
-        """
+        """Record the probe that ended the world; return an error if there was none."""
         verdict: VerdictName = "hangs" if hung else "crashes"
         if begun < 0:
             return f"{verdict} before any probe: {_short(outcomes[0])}"

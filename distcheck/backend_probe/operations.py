@@ -51,9 +51,7 @@ def _neighbours(call: ProbedCall) -> tuple[int, int]:
 
 
 def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
-    """Send and receive; odd ranks receive first, so that no rank relies on a send that returns
-    early.
-    """
+    """Send and receive; odd ranks receive first, so that no rank relies on buffered sends."""
     previous, following = _neighbours(call)
     if call.scene.rank % 2 == 0:
         dist.send(t["input"][0], dst=following, group=call.group)

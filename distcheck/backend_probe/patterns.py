@@ -64,9 +64,7 @@ REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 
 def is_meaningful(reduction: str, dtype: str) -> bool:
-    """Return True unless the reduction is undefined: MIN and MAX of complex numbers, AVG of
-    integers.
-    """
+    """True unless the reduction is undefined: MIN and MAX of complex, AVG of integers."""
     if reduction in ("MIN", "MAX"):
         return dtype != "complex64"
     return reduction != "AVG" or DTYPES[dtype].floating
@@ -75,7 +73,7 @@ def is_meaningful(reduction: str, dtype: str) -> bool:
 def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
     """Return the contribution of `rank` at `position`.
 
-    The magnitudes at one position are `step` apart, in an order that rotates with the position:
+    Neighboring magnitudes at one position differ by `step`; their order rotates with the position:
     every rank is the minimum and the maximum somewhere. The sign is common to all ranks.
     """
     if dtype == "bool":
@@ -92,9 +90,7 @@ def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Val
 
 
 def factor(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
-    """Return the contribution of `rank` at `position` to a product: 3, 2 or 1, rotating with the
-    position.
-    """
+    """Return the contribution of `rank` at `position` to a product: 3, 2 or 1 in turn."""
     if dtype == "bool":
         return _bit(rank, position, salt, world)
     about = DTYPES[dtype]
@@ -139,9 +135,7 @@ def mean_bound(dtype: str, expected: Value, world: int) -> float:
 
 
 def _sign(dtype: Dtype, position: int, salt: int, world: int) -> int:
-    """Return one sign for `world` consecutive positions, in which every rank is the minimum
-    once.
-    """
+    """Return a sign for each of `world` positions, in which every rank is the minimum once."""
     return -1 if dtype.signed and (position // world + salt) % 3 == 1 else 1
 
 

@@ -43,9 +43,7 @@ from distcheck.worlds.reporter import Reporter
 
 
 def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
-    """Return the storage before the call; an output contains values that it must not contain
-    afterwards.
-    """
+    """Return the storage before the call; an output holds values that are wrong afterwards."""
     values = buffer.before
     if values is None:
         values = untouched(buffer.after or (), dtype)
@@ -165,9 +163,7 @@ class _Prober:
         self._refused = dict(job.refused)
 
     def run(self, index: int, probe: Probe) -> bool:
-        """Run a probe. Return True if the group is still in sync: every rank completed every call
-        correctly.
-        """
+        """Run a probe. Return True if every rank completed every call correctly."""
         reason = self._refused.get(probe.key("transposed"))
         if probe.form == "mixed" and reason is not None:
             # Half of the ranks would refuse, and the others block: it would show nothing new about
@@ -212,8 +208,8 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """Perform one call; return its status, a description, and the number of compared
-        elements.
+        """Perform one call; return its status, a description, and the number of elements
+        compared.
         """
         try:
             group = self._group_for(probe.form)

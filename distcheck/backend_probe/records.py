@@ -88,9 +88,7 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excused(self) -> bool:
-        """True if it is better now. Wrong instead of crashed is not better: no error reveals it any
-        more.
-        """
+        """True if it is better now. Wrong instead of crashed is not better: no error shows it."""
         verdict = self.cell.verdict
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 
@@ -160,9 +158,7 @@ class Baseline:
 
 
 class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for the availability of a backend (a name, or the place of its `register`) with
-    `world` ranks here.
-    """
+    """Request for the availability of a backend, by name or place, with `world` ranks here."""
 
     backend: str
     device: str

@@ -14,7 +14,7 @@ from distcheck.backend_probe.patterns import Value
 FORMS = ("plain", "async", "strided", "transposed", "mixed", "empty", "one", "large", "sub-group")
 GUARD = 64  # elements before and after; whole cache lines, to preserve alignment
 _SHIFT = 5  # parts begin at different positions of every pattern, for each world size
-_PERIOD = 97  # a long vector repeats after a prime number of elements, unlike any chunk
+_PERIOD = 97  # a long vector repeats after a prime number of elements, which no chunk has
 
 
 class WrongAnswerError(Exception):
@@ -23,9 +23,7 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeScene:
-    """One call from one rank's view: `rank` and `root` are group ranks in a group of `world`
-    ranks.
-    """
+    """One call as one rank sees it: `rank` and `root` are group ranks, of `world` ranks."""
 
     rank: int
     world: int

@@ -122,9 +122,7 @@ def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
 def _lines_of(
     cells: Sequence[ProbedCell], dtypes: Sequence[str], *, verbose: bool
 ) -> list[tuple[list[str], list[Text]]]:
-    """Return a row's lines: the plain call, then forms with other verdicts; identical ones are
-    merged.
-    """
+    """Return a row's lines: the plain call, then forms with other verdicts; equal ones once."""
     found: list[tuple[list[str], list[Text]]] = []
     for form, of_form in groupby(cells, key=lambda cell: cell.probe.form):
         verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
@@ -140,9 +138,7 @@ def _lines_of(
 
 
 def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
-    """Return True if a form has the verdicts of another line, in the dtypes that it was tried
-    in.
-    """
+    """Return True if a form has the verdicts of another line, in the dtypes that were tried."""
     pairs = zip(words, others, strict=True)
     return all(word.plain in ("", other.plain) for word, other in pairs)
 
@@ -164,9 +160,7 @@ def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
 def _findings(
     cells: Sequence[ProbedCell], all_cells: Sequence[ProbedCell], *, verbose: bool
 ) -> Iterator[str]:
-    """Yield a line for each operation and form, or each message of a refusal, with the details of
-    its first cell.
-    """
+    """Yield a line for each operation and form, or each refusal, with its first cell's details."""
     if verbose:
         yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
         return
@@ -190,9 +184,7 @@ def _without_figures(detail: str) -> str:
 
 
 def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterator[str]:
-    """Yield the reductions, forms and dtypes of an operation; "all dtypes" if all of them are
-    affected.
-    """
+    """Yield the reductions, forms and dtypes of an operation; "all dtypes" if all are affected."""
     for name in ("reduction", "form", "dtype"):
         here = list(dict.fromkeys(getattr(cell.probe, name) for cell in alike))
         everywhere = dict.fromkeys(getattr(cell.probe, name) for cell in others)

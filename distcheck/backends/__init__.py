@@ -87,9 +87,7 @@ def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor
 
 
 def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
-    """Return a function that sums in the order of the backend's reduce, or None if it is
-    unknown.
-    """
+    """Return a function that sums in the order of the backend's reduce, or None if unknown."""
     return _sum_of(backend, "reduce")
 
 
@@ -120,9 +118,7 @@ def missing_for(backend: str, ranks: int) -> str:
 
 
 def variables(backend: str, ranks: int) -> dict[str, str]:
-    """Return the environment variables that `ranks` ranks on this machine need, except those set
-    already.
-    """
+    """Return the environment variables that `ranks` ranks here need, except those set already."""
     if not is_known(backend):
         return {}
     ask: Callable[[int], dict[str, str]] | None

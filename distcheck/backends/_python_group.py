@@ -94,7 +94,6 @@ class PythonGroup(ProcessGroup):
         return self.torch_name
 
     def rank(self) -> int:
-        """Return this process's group rank."""
         return int(self._rank)
 
     def size(self) -> int:

@@ -72,9 +72,7 @@ def all_reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
 
 
 def reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
-    """Return the bit-identical result of gloo's reduce(SUM) on the root; `shards` as in
-    all_reduce_sum.
-    """
+    """Return the result of gloo's reduce(SUM) on the root, to the bit; `shards` as above."""
     bounds = reduce_chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards))
     return ring_sum(shards, bounds)
 

@@ -28,18 +28,14 @@ def are_shared(ranks: int) -> bool:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """Return the variables with which NCCL lets that many ranks share GPUs, except those set
-    already.
-    """
+    """Return the variables with which NCCL lets ranks share GPUs, except those set already."""
     if not are_shared(ranks):
         return {}
     return {name: value for name, value in _TO_SHARE.items() if name not in os.environ}
 
 
 def missing_for(ranks: int) -> str:
-    """Return why that many ranks cannot run on this machine with torch's NCCL; empty if they can.
-    Imports torch.
-    """
+    """Return why so many ranks cannot use torch's NCCL here; empty if they can. Imports torch."""
     if not are_shared(ranks) or can_share():
         return ""
     gpus = devices.gpu_count()

@@ -1,6 +1,4 @@
-"""Ray: a part is a task with as many CPUs, or GPUs, as it has ranks. A copy of this folder is sent
-to each worker.
-"""
+"""Ray engine: a part is a task with as many CPUs, or GPUs, as ranks, and a copy of this folder."""
 
 import importlib
 import logging

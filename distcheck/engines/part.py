@@ -1,6 +1,4 @@
-"""The task that an engine runs: judges one part of a matrix in a separate process, and returns the
-report as text.
-"""
+"""Task of an engine: judges one part of a matrix in a process, and returns the report as text."""
 
 import os
 import subprocess

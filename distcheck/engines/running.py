@@ -64,9 +64,7 @@ class Tasks(Protocol):
 def run_on(
     engine: str, plan: Callable[[str | None], Planned], *, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Run a matrix on an engine and print the whole report; return its exit code. Raises UsageError
-    or CannotRunError.
-    """
+    """Run a matrix on an engine and print the report; return its exit code. Raises UsageError."""
     name, _, address = engine.partition("://")
     if name not in ENGINES:
         raise UsageError(

@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 100_000
 
 
 def is_defect(kind: str, traceback: str) -> bool:
-    """Return True if an exception of the class named `kind`, with this traceback, is a defect of
+    """Return True if an exception of class `kind`, with this traceback, is a defect of
     distcheck.
     """
     found = getattr(builtins, kind, None)
@@ -58,9 +58,7 @@ def is_of_a_program(kind: str) -> bool:
 
 
 def place_of(traceback: str) -> str:
-    """Return the innermost place in distcheck's code, as in `distcheck/judge/job.py:61 in
-    judge`.
-    """
+    """Return the innermost place in distcheck's code: `distcheck/judge/job.py:61 in judge`."""
     own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:
         return "an unknown place"
@@ -69,9 +67,7 @@ def place_of(traceback: str) -> str:
 
 
 def save_traceback(text: str) -> str:
-    """Write a traceback without secrets of the environment; return its path, or "" if it was not
-    written.
-    """
+    """Write a traceback without secrets; return its path, or "" if it was not written."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text[-_MOST_CHARACTERS:])
     # The working folder may be read-only, or its .distcheck another user's.

@@ -145,9 +145,7 @@ _BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
 
 def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that are masked, each with the name of its variable; longer values
-    first.
-    """
+    """Return the values that are masked, each with its variable's name; longer values first."""
     found = {
         value: name
         for name, value in environ.items()

@@ -5,7 +5,7 @@
  running     runs cases on persistent ranks and a persistent judge; kept_rank is their side
  messages    requests to them
  found       storage and printing of a failure
- beside      the search of `--thorough`
+ `beside`    the search of `--thorough`
 
 For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
 and `verify_case` runs one case. They are imported on first use.

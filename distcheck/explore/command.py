@@ -176,9 +176,7 @@ def seconds_of(text: str) -> float:
 
 
 def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
-    """Return strategy, budget in seconds, and values to vary. Raises UsageError or
-    CannotRunError.
-    """
+    """Return strategy, budget in seconds, and values to vary. Raises DistcheckError."""
     if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = seconds_of(asked["budget"])

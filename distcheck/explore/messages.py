@@ -19,9 +19,7 @@ TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "
 
 
 class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to train: recorded into a pair's first trace, or `again` into its second; `bare` ones
-    are not recorded.
-    """
+    """A case to train: recorded into a pair's trace, the second if `again`, none if `bare`."""
 
     case: Case
     pair: int = 0

@@ -62,9 +62,7 @@ class Story:
 
 
 def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
-    """Return how many cases had each value, by dimension; layers and marks are counted once per
-    case.
-    """
+    """Return how many cases had each value, by dimension; layers and marks once per case."""
     counts: dict[str, Counter[str]] = {}
 
     def count(dimension: str, values: set[str]) -> None:

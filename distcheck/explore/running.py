@@ -1,6 +1,4 @@
-"""Runs explored cases: in persistent ranks while these are reliable, in fresh ones for
-confirmation.
-"""
+"""Runs explored cases: in persistent ranks while they are reliable, in fresh ones to confirm."""
 
 import os
 from collections import deque
@@ -151,9 +149,7 @@ class Runner:
         self.distrusts_kept = ""  # why ranks are no longer reused
 
     def look_at(self, samples: Sequence[Case]) -> None:
-        """Load the strategy, with each adaptation in `samples`. Raises UsageError or
-        CannotRunError.
-        """
+        """Load the strategy, with each adaptation in `samples`. Raises DistcheckError."""
         facts = preparation.inspect(self._pool, samples, Data())
         for case, about in zip(samples, facts.cases, strict=True):
             contract = about.contract
@@ -176,9 +172,7 @@ class Runner:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The words that no case may contain, each with the first reason among all inspected
-        adaptations.
-        """
+        """Words that no case may contain, each with the first reason among all adaptations."""
         found: dict[str, str] = {}
         for declined in self._declined.values():
             found = declined | found

@@ -35,9 +35,7 @@ class _WrongError(Exception):
 
 
 class _RankFailedError(Exception):
-    """Raised for a case in which a rank crashed or hung: a different bug than a mismatch, shrunk
-    separately.
-    """
+    """Raised for a case in which a rank crashed or hung: another bug, shrunk separately."""
 
 
 class _TimeIsUpError(BaseException):
@@ -176,9 +174,7 @@ class Search:
             self.show(f"hypothesis ended a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
-        """Return True if one of them fails before the budget is used up, running as few as
-        necessary.
-        """
+        """Return True if one of them fails within the budget, running as few as necessary."""
         while cases and not self._used_up():
             for report in self.runner.run_many(cases):
                 cases = cases[1:]

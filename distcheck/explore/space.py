@@ -230,9 +230,7 @@ _templates: dict[Any, Case] = {}
 def _template(
     strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float, backend: str
 ) -> Case:
-    """Return the case that `verify` would plan, created once: querying entry points takes longer
-    than a case.
-    """
+    """Return the case that `verify` would plan, cached: querying entry points is slow."""
     key = (strategy, dtype, adaptation, loss, deadline_s, backend)
     if key not in _templates:
         request = Request(

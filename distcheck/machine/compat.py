@@ -36,9 +36,7 @@ __all__ = [
 
 
 class Replaceable(NamedTuple):
-    """A function of torch that distcheck replaces, at the place where torch's own code looks it
-    up.
-    """
+    """A function of torch that distcheck replaces, where torch's own code looks it up."""
 
     owner: Any
     name: str
@@ -73,17 +71,13 @@ OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if calling a module runs compiled code: of torch.compile(module) or
-    `compile()`.
-    """
+    """Return True if calling a module runs code compiled by torch.compile or `compile()`."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or COMPILED in getattr(module, "_modules", ())
 
 
 class OpMode(TorchDispatchMode):
-    """A mode under which torch.compile still compiles; under other modes compiled code runs
-    eagerly.
-    """
+    """A mode under which torch.compile still compiles; under others it runs eagerly."""
 
     supports_higher_order_operators = True
 
@@ -306,9 +300,7 @@ def counts_calls() -> bool:
 
 
 def calls_counted(group: Any) -> int:
-    """Return the number of calls of a group. Raises RuntimeError if its backend does not count
-    them.
-    """
+    """Return the number of calls of a group. Raises RuntimeError if they are not counted."""
     return int(group._get_sequence_number_for_group())
 
 
@@ -319,9 +311,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def functional_collectives() -> int:
-    """Return the number of functional collectives whose work torch stores until it is waited
-    for.
-    """
+    """Return the number of functional collectives whose work torch stores until waited for."""
     return int(_of_c10d()._get_work_registry_size())
 
 
@@ -331,9 +321,7 @@ def isolate_threads() -> None:
 
 
 def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorder, or NCCL's, of this process, oldest
-    first.
-    """
+    """Return the collectives in torch's flight recorder, or NCCL's, here, oldest first."""
     dump = "_dump_nccl_trace" if nccl else "_dump_fr_trace"
     with _without_inductor():
         dumped = getattr(_of_c10d(), dump)(includeCollectives=True, includeStackTraces=stacks)
@@ -401,9 +389,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (getter, setter)
 
 
 def process_settings() -> list[Setting]:
-    """Return the settings that torch stores in C++, without those that the installed torch
-    lacks.
-    """
+    """Return the settings that torch stores in C++, without those that this torch lacks."""
     of_torch: Any = torch._C
     pairs: list[Setting] = [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -439,9 +425,7 @@ def print_options() -> Any:
 
 
 def flags_may_change() -> Any:
-    """Return a context in which flags of torch.backends may be set, even if user code disabled
-    that.
-    """
+    """Return a context in which flags of torch.backends may be set, even if disabled."""
     context: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
     return context()
 

@@ -24,9 +24,7 @@ _CONTEXT_BYTES = 1 << 30
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of NVIDIA GPUs that CUDA will show, according to device files and the
-    environment.
-    """
+    """Return the number of GPUs that CUDA will show, from device files and the environment."""
     environ = os.environ if environ is None else environ
     files = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
     if not files and Path("/dev/dxg").exists():  # WSL: one device file for all GPUs
@@ -80,9 +78,7 @@ def enter(device: str, local_rank: int) -> "torch.device":
 
 
 def rng_state(device: "torch.device") -> bytes:
-    """Return the states of the generators that a forward pass on a device uses: the CPU's, then the
-    GPU's.
-    """
+    """Return the states of the generators used on a device: the CPU's, then the GPU's."""
     import torch
 
     from distcheck.machine.shared_tensors import raw_bytes
@@ -165,9 +161,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _cudnn_version() -> int | None:
-    """Return cuDNN's version; None if the library found is not of torch's build, or too new for
-    this GPU.
-    """
+    """Return cuDNN's version; None if it is not of torch's build, or too new for this GPU."""
     import torch
 
     try:

@@ -56,18 +56,14 @@ def holds_all_of(dtype: torch.dtype | str, other: torch.dtype | str) -> bool:
 
 
 def spacing(dtype: torch.dtype) -> float:
-    """Return the distance from 1.0 to the next number, 2 u, for every floating-point dtype of
-    torch.
-    """
+    """Return the distance from 1.0 to the next number, 2 u, for any floating-point dtype."""
     import torch
 
     return torch.finfo(dtype).eps
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of real ones, in a last dimension of 2; real ones
-    unchanged.
-    """
+    """Return complex numbers as pairs of real ones, in a last dimension of 2."""
     import torch
 
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

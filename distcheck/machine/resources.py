@@ -14,9 +14,7 @@ _OF_THIS_PROCESS = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Return the number of cores, at least 1. A quota of 1.5 cores (docker --cpus=1.5) counts as
-    two.
-    """
+    """Return the number of cores, at least 1. A quota of 1.5 cores (docker --cpus=1.5) is two."""
     linux = hasattr(os, "sched_getaffinity")
     may_run_on = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     return max(1, min([may_run_on, *(math.ceil(share) for share in _quotas())]))
@@ -84,9 +82,7 @@ def keep_freed_memory() -> None:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that are available: the machine's, or the container's if that is
-    less.
-    """
+    """Return the bytes of memory available: the machine's, or the container's if less."""
     available: int = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

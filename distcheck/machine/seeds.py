@@ -150,9 +150,7 @@ def settings() -> int:
 
 @contextlib.contextmanager
 def under(wanted: int) -> Iterator[None]:
-    """Apply the `settings` of another process within the block, and restore the previous ones after
-    it.
-    """
+    """Apply the `settings` of another process within the block."""
     before = settings()
     _set(wanted, before)
     try:

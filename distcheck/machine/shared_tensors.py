@@ -28,9 +28,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 def mapped_tensor(
     mapping: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return the tensor at `offset` of a read-only mapping, not copied. It must not be written
-    to.
-    """
+    """Return the tensor at `offset` of a read-only mapping, not copied; do not write to it."""
     count = 1
     for extent in shape:
         count *= extent

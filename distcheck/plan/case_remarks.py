@@ -245,9 +245,7 @@ def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
-    """Return the reason that the event the workload tests cannot occur in this world; empty if it
-    can.
-    """
+    """Return the reason that the tested event cannot occur in this world; empty if it can."""
     ranks, least = len(case.with_data), least_ranks(facts.must_happen)
     if ranks >= least:
         return ""

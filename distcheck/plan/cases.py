@@ -98,9 +98,7 @@ _MOST_STEPS = 10**5
 
 
 def check_request(request: Request) -> None:
-    """Raise UsageError or CannotRunError for errors in a request that can be found without
-    torch.
-    """
+    """Raise UsageError or CannotRunError for errors that can be found without torch."""
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
@@ -152,7 +150,6 @@ def check_request(request: Request) -> None:
 
 
 def check_workload(spec: str) -> None:
-    """Raise UsageError for a name that is not a workload's."""
     loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
@@ -195,9 +192,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_case(case: Case) -> Case:
-    """Return the case if it can run. Raises UsageError for one that was edited into something
-    else.
-    """
+    """Return the case if it can run. Raises UsageError for one that was edited."""
     request = Request(
         strategies=(case.strategy,),
         worlds=(case.world,),
@@ -324,9 +319,7 @@ def _batch_of(request: Request, world: int) -> int:
 def plan_checks(
     case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
-    """Return the checks of a case in the order of the report; `sizes` are shard sizes
-    [steps][world].
-    """
+    """Return the checks of a case in the order of the report; `sizes` are [steps][world]."""
     model, accepted = facts.model, acceptance.read(case.accept)
     needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)

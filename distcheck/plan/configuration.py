@@ -43,9 +43,7 @@ TAKES = {
 
 
 def _keys(name: str, settings: Mapping[str, Setting], **more: Any) -> type[msgspec.Struct]:
-    """Return a table type with the keys of settings; each may be missing, and no other is
-    accepted.
-    """
+    """Return a table type with the keys of settings; all are optional, no other is accepted."""
     kinds = {**{setting.key: setting.kind for setting in settings.values()}, **more}
     return msgspec.defstruct(
         name,
@@ -176,7 +174,6 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
 
 
 def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unknown name."""
     for key, value in keys.items():
         setting = SETTINGS[BY_KEY[key]]
         if setting.names is None:
@@ -217,9 +214,7 @@ def _joined(section: str, key: str) -> str:
 
 
 def _relocated(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys with paths relative to the folder of the file, independent of the current
-    folder.
-    """
+    """Return the keys with paths relative to the folder of the file."""
     moved = dict(keys)
     if "workloads" in moved:
         moved["workloads"] = [_from_here(name, folder) for name in moved["workloads"]]

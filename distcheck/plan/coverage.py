@@ -54,9 +54,7 @@ class Coverage:
         *,
         state: Sequence[TensorSpec] = (),
     ) -> PlannedCheck:
-        """Return a check of `tensors` on every rank with data, and of the optimizer's `state` on
-        its holders.
-        """
+        """Return a check of `tensors` on ranks with data, and of `state` on its holders."""
         holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
         elements = sum(t.elements for t in tensors) * self._with_data
         elements += sum(t.elements for t in state) * holders
@@ -112,9 +110,7 @@ class Coverage:
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outputs(self, layer: str) -> PlannedCheck:
-        """Return the check of the model's outputs for every sample, on one rank of each data
-        coordinate.
-        """
+        """Return the check of the outputs for every sample, on one rank of each data coordinate."""
         readers = () if self._mesh is None else self._mesh.readers
         elements, steps = self._samples_of(readers) * self.numbers, self._case.steps
         required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
@@ -128,9 +124,7 @@ class Coverage:
         return self._all(0, sum(map(sum, self._sizes)))
 
     def initial(self) -> Compared:
-        """Return the amount of the initial state: parameters and buffers of every rank before the
-        first step.
-        """
+        """Return the amount of the initial state: parameters and buffers of every rank."""
         tensors = (*self._model.parameters, *self._model.buffers)
         elements = sum(t.elements for t in tensors) * self._case.world
         return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)

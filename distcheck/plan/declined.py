@@ -39,9 +39,7 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
 
 
 def words_in(workload: str) -> set[str]:
-    """Return the words of `CELLS_OF`, and `accumulate`, in a workload; only generated ones have
-    any.
-    """
+    """Return the words of `CELLS_OF`, and `accumulate`, in a generated workload."""
     if not workload.startswith(PREFIX):
         return set()
     model = parse(workload.removeprefix(PREFIX))
@@ -57,9 +55,7 @@ def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def notes_on(case: Case) -> list[str]:
-    """Return notes on the words to exclude from the next search, if a case has a property that some
-    code never meets.
-    """
+    """Return notes on words to exclude from the next search, if the case has them."""
     if not case.workload.startswith(PREFIX):
         return []
     notes = []

@@ -167,17 +167,13 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
 
 
 def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
-    """Return a digest of the cases in any order, the files that they name, the versions, and the
-    searches.
-    """
+    """Return a digest of cases in any order, their files, the versions, and the searches."""
     found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
 
 
 def _cases(request: Request, matrix: Configuration) -> list[Case]:
-    """Return the cases of a request. Its errors name options; the table that set them is added
-    here.
-    """
+    """Return the cases of a request. Its errors name options; the table is added here."""
     try:
         return plan_cases(request)
     except DistcheckError as error:

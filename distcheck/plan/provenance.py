@@ -120,9 +120,7 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """Return the file behind a strategy or workload, and the modules of its project that it
-    imports.
-    """
+    """Return the file behind a strategy or workload, and its imports from its project."""
     try:
         return {one.path for one in code_of(what, spec)[1].values()}
     except OSError:
@@ -141,9 +139,7 @@ def file_behind(what: str, spec: str) -> Path | None:
 
 
 def file_of(module: str) -> Path | None:
-    """Return a module's source file; only its top-level package is looked up, and nothing is
-    imported.
-    """
+    """Return a module's source file. Nothing is imported."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

@@ -138,9 +138,7 @@ def _with_any_suffix(path: Path) -> list[Path]:
 
 
 def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
-    """Return all modules at and below a folder, links included, if the folder was not listed
-    before.
-    """
+    """Return all modules at and below a folder, links included, if not listed before."""
     if whole is None or package in whole:
         return []
     whole.add(package)
@@ -193,9 +191,7 @@ def mentions(pattern: str, spec: str) -> bool:
 
 
 def promises_of(spec: str) -> dict[str, object]:
-    """Return the constant arguments of a strategy's decorator, as in `@strategy(loss="tokens")`.
-    Nothing is imported.
-    """
+    """Return the constant arguments of a decorator: `@strategy(loss="tokens")`. No import."""
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:

@@ -68,9 +68,7 @@ def widened(request: Request, *, world_given: bool) -> Request:
 
 
 def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
-    """Return the searches of requests, one for each strategy and way to call it. Raises UsageError
-    or CannotRunError.
-    """
+    """Return one search for each strategy and way to call it. Raises DistcheckError."""
     found: dict[tuple[str, Adaptation], SearchBeside] = {}
     for request in requests:
         _check_budget(request.explore_s)

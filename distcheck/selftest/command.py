@@ -123,9 +123,7 @@ def representatives(mutants: Sequence[Planted]) -> tuple[Planted, ...]:
 
 
 def _cost(mutant: Planted) -> tuple[int, bool, int]:
-    """Return a sort key: few checks before many, and hangs last, because they take until the
-    deadline.
-    """
+    """Return a sort key: few checks first, and hangs last, because they take the deadline."""
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
 
@@ -183,9 +181,7 @@ _OF_PROCESSES = "it shows only where ranks are processes; give --backend gloo"
 
 
 def look() -> Zoo:
-    """Return the installed mutants and strategies. Raises CannotRunError if the mutants are not
-    installed.
-    """
+    """Return the installed mutants and strategies. Raises CannotRunError without mutants."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise CannotRunError(
             f"the mutants are not installed; their package {PACKAGE} comes with distcheck; "

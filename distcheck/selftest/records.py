@@ -34,9 +34,7 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Zoo(msgspec.Struct, frozen=True, kw_only=True):
-    """Available mutants and correct strategies, and (name, reason) of those that need another
-    machine.
-    """
+    """Mutants, correct strategies, and (name, reason) of those that need another machine."""
 
     mutants: tuple[Planted, ...]
     strategies: tuple[str, ...]
@@ -96,9 +94,7 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts:
-    """Return the totals; planned cases without a row are unknown. A mutant that is left out is not
-    counted as planted.
-    """
+    """Return the totals; planned cases without a row are unknown, left-out mutants not planted."""
 
     def of(kind: str, **wanted: str) -> int:
         matching = [r for r in rows if r.kind == kind]
@@ -157,9 +153,7 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
 
 
 def judge_correct(case: CaseReport) -> Row:
-    """Return the verdict on a correct case: a failed check is a false positive; an unknown one is
-    not a pass.
-    """
+    """Return the verdict on a correct case: a failed check is a false positive."""
     verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
     return Row(

@@ -223,9 +223,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
-    """Return the manifest, in which every name is that of a file in the bundle. Raises
-    UsageError.
-    """
+    """Return the manifest; every name in it is that of a bundled file. Raises UsageError."""
     try:
         data = unpacking.read_member(path, archive, "bundle.json", most=_MOST_MANIFEST_BYTES)
         manifest = decode_json(data, Manifest)
@@ -382,9 +380,7 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
 
 
 def _draft_file(draft: Path) -> IO[bytes]:
-    """Return an unnamed file in the folder of `draft`; if the file system does not support that,
-    `draft`.
-    """
+    """Return an unnamed file in the folder of `draft`; `draft` if that is unsupported."""
     try:
         return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
     except OSError:

@@ -36,9 +36,7 @@ class _Report(msgspec.Struct):
 
 
 def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
-    """Return the ids of the cases that failed in the newest run that judged them, with a verdict
-    other than unknown.
-    """
+    """Return the ids of the cases that failed in the newest run with a verdict on them."""
     last: dict[tuple[object, ...], str] = {}
     for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
         earlier = read_if_whole(path, _Report)
@@ -130,9 +128,7 @@ def _code_of(run: Path) -> _Code:
 
 
 def _then(environment: Mapping[str, Any], code: _Code, case: Case) -> Provenance:
-    """Return the provenance that a case would have had then, from the code digests known under any
-    id.
-    """
+    """Return the provenance that a case would have had then, from known code digests."""
     known = {(what, getattr(case, what)) for what in ("strategy", "workload")} & code.keys()
     digests = {what: code[what, spec] for what, spec in sorted(known)}
     return Provenance(environment=dict(environment), digests=digests)

@@ -88,9 +88,7 @@ def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
 
 
 def _maker(value: ast.expr | None) -> str:
-    """Return the name whose call creates a value: `Sync` in `sync = Sync()`; empty if there is
-    none.
-    """
+    """Return the name whose call creates a value: `Sync` in `sync = Sync()`; else empty."""
     called = value.func if isinstance(value, ast.Call) else None
     return called.id if isinstance(called, ast.Name) else ""
 

@@ -143,9 +143,7 @@ class Store:
         return self.folder / "cases" / f"{case.id}.json"
 
     def write_case(self, case: Case, made: Provenance | None = None) -> None:
-        """Write a case: before it runs, so that a crash can be replayed; again with its provenance,
-        once known.
-        """
+        """Write a case: before it runs, for a replay after a crash; then with its provenance."""
         write_case(self.case_file(case), case, made)
 
     def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
@@ -167,7 +165,6 @@ class Store:
         private.write(path, msgspec.json.encode(report))
 
     def check_space(self, total_bytes: int) -> None:
-        """Raise CannotRunError if traces of this size do not fit on the disk."""
         if not self.keep_everything or not self._tensors:
             return
         free = shutil.disk_usage(self.folder).free
@@ -228,9 +225,7 @@ class Store:
 
 
 def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
-    """Write a case to a file in a private folder; with `made`, sealed together with its
-    provenance.
-    """
+    """Write a case to a file in a private folder; with `made`, sealed with its provenance."""
     private.folder(path.parent)
     about = {}
     if made is not None:

@@ -101,9 +101,7 @@ class Checkout:
             self._not_ours.append(path if is_around else run)
 
     def holds(self, path: Path) -> bool:
-        """Return True if a file is in the checkout, belongs to this user, and was not handed
-        over.
-        """
+        """Return True if a file is in the checkout, is this user's, and was not handed over."""
         if not is_ones_own(path):
             return False
         path = path.resolve()
@@ -114,9 +112,7 @@ class Checkout:
         )
 
     def has(self, path: Path) -> bool:
-        """Return True if a file and all that Python imports from its folder belong to the
-        checkout.
-        """
+        """Return True if a file and its imports from its folder belong to the checkout."""
         if not self.holds(path):  # the folder of an installed file is the whole library
             return False
         try:

@@ -123,9 +123,7 @@ def _write_members(path: Path, archive: zipfile.ZipFile, folder: Path) -> None:
 
 
 def _copy(path: Path, source: IO[bytes], file: IO[bytes], most: int | None) -> int:
-    """Copy in pieces and return the bytes counted against the limit. Raises UsageError beyond
-    it.
-    """
+    """Copy in pieces; return the bytes counted against the limit. Raises UsageError."""
     written = 0
     while piece := source.read(_CHUNK_BYTES):
         written += len(piece)

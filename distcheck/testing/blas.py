@@ -24,9 +24,7 @@ _counts: list[ctypes.c_int] = []
 
 
 def look() -> None:
-    """Find the loaded libraries, in the pytest process; once for each module that may have loaded
-    one.
-    """
+    """Find the loaded libraries, in the pytest process; again after any new module."""
     loaded = [name for name in _LOADED_BY if name in sys.modules]
     if loaded == _looked_with:
         return

@@ -203,9 +203,7 @@ def _within(context: Any) -> Iterator[None]:
 
 @functools.cache
 def _made() -> Any:
-    """Return an example of no test, obtained from Hypothesis rather than built from its
-    internals.
-    """
+    """Return an example of no test, obtained from Hypothesis and not from its internals."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
     from hypothesis.control import current_build_context

@@ -1,6 +1,4 @@
-"""Merges failures of several ranks: the root cause first, identical failures once, secondary
-failures in one line.
-"""
+"""Merges failures of ranks: root cause first, identical ones once, secondary ones in a line."""
 
 import re
 import sys

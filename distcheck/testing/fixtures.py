@@ -172,9 +172,7 @@ def _make_own(item: pytest.Function, names: list[str]) -> None:
 
 
 def _torn_down(item: pytest.Function) -> BaseException | None:
-    """Run all finalizers by pytest itself, in its order. Return the exception they raised, if
-    any.
-    """
+    """Run all finalizers by pytest itself. Return the exception they raised, if any."""
     try:
         pytest_compat.tear_down(item)
     except BaseException as error:
@@ -214,9 +212,7 @@ def fill_in(value: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def own_streams(item: pytest.Function) -> Iterator[None]:
-    """Make capsys and similar fixtures capture this rank's own streams, and print the uncaptured
-    rest.
-    """
+    """Make capsys and similar fixtures capture this rank's own streams."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
     _inherited.extend(pytest_compat.capture_anew(capture) for capture in captures)

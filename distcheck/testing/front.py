@@ -1,6 +1,4 @@
-"""In the pytest process: starts a world for a test, waits for it, and decides the test's
-outcome.
-"""
+"""In the pytest process: starts a world for a test, and decides the test's outcome."""
 
 import contextlib
 import copy
@@ -359,9 +357,7 @@ def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
 
 
 def _skip(reason: str) -> NoReturn:
-    """Skip with the test's location, like the marker `skip`: the frames here are pluggy's and
-    distcheck's.
-    """
+    """Skip with the test's location, like the marker `skip`; the frames here are pluggy's."""
     raise pytest.skip.Exception(reason, _use_item_location=True)
 
 

@@ -113,9 +113,7 @@ class KeptWorld:
         return not any(child.gone for child in self._ranks.world.children)
 
     def run(self, prepared: Prepared, arguments: bytes) -> Ended:
-        """Run one test, with its pickled arguments. If a rank fails, the world is over
-        afterwards.
-        """
+        """Run one test, with its pickled arguments. If a rank fails, the world is over."""
         test = KeptTest(
             nodeid=prepared.item.nodeid,
             arguments=arguments,

@@ -148,9 +148,7 @@ class _Before:
                 torch.use_deterministic_algorithms(self._deterministic)
 
     def _put_signals_back(self) -> None:
-        """Cancel timers, because an alarm of one test would end the next one, and restore signal
-        handlers.
-        """
+        """Cancel timers, which would end the next test, and restore signal handlers."""
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
         for number, handler in self._signals.items():

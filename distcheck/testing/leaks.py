@@ -25,16 +25,12 @@ _FOLDERS = {"site-packages", "dist-packages"}
 
 
 class LeakWarning(UserWarning):
-    """A test ended with open resources. The rank exits, which frees them; in training they would
-    have stayed.
-    """
+    """A test left resources open. The rank's exit frees them; training would leak them."""
 
 
 @dataclass(frozen=True)
 class Before:
-    """State before the test: threads, child processes, and functional collectives of the pytest
-    process.
-    """
+    """State before the test: threads, child processes, and functional collectives."""
 
     threads: frozenset[int]
     processes: frozenset[int]
@@ -140,9 +136,7 @@ def _stray_processes(before: frozenset[int]) -> list[str]:
 
 
 def _is_of_a_library(thread: threading.Thread) -> bool:
-    """Return True if it was created by C++, or runs code of Python, torch or an installed
-    package.
-    """
+    """Return True if it was created by C++, or runs code of Python, torch or a package."""
     if isinstance(thread, threading._DummyThread):
         return True
     # The function of a Timer is its `function`.

@@ -139,9 +139,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Make a world enforce pytest-timeout's limit itself; for other tests the timer is set as
-    usual.
-    """
+    """Make a world enforce pytest-timeout's limit itself; other tests are unaffected."""
     if item.get_closest_marker(marker.NAME) is not None:
         from distcheck.testing import timeouts
 

@@ -155,9 +155,7 @@ def take_capture_off(config: pytest.Config) -> Any:
 
 
 def capture_anew(fixture: Any) -> Any:
-    """Make capsys, or a similar fixture, capture the current streams; return the previous
-    capture.
-    """
+    """Make capsys or a similar fixture capture current streams; return the previous capture."""
     before, fixture._capture = fixture._capture, None
     fixture._start()
     return before

@@ -221,9 +221,7 @@ def _cut(text: str) -> str:
 
 
 def _short_repr(error: BaseException) -> str:
-    """Return a short representation of a long text, which pytest would take minutes to wrap and
-    copy.
-    """
+    """Return a short representation of a long text, which pytest would wrap for minutes."""
     stack = "".join(traceback.format_tb(error.__traceback__))
     return f"{stack}{type(error).__name__}: {_cut(text_of(error))}"
 

@@ -1,6 +1,4 @@
-"""In a rank: its copy of pytest's session, which reports to the pytest process and writes
-nothing.
-"""
+"""In a rank: its copy of pytest's session, which reports to the pytest process only."""
 
 import pdb
 import sys
@@ -45,9 +43,7 @@ def _no_debugger(*_: Any, **__: Any) -> None:
 
 
 def tell(report: pytest.TestReport) -> None:
-    """Send the report of a subtest, the only report in a rank; immediately, because the rank may
-    hang after it.
-    """
+    """Send the report of a subtest at once, because the rank may hang after it."""
     if _line is None:
         return
     config, say = _line

@@ -63,9 +63,7 @@ def check(item: pytest.Item) -> None:
 
 
 def _is_up(item: pytest.Item, limit: Limit) -> bool:
-    """Return True if the time is up. Then cancel pytest-timeout's timer, because ranks need time to
-    answer and to end.
-    """
+    """Return True if the time is up, and cancel pytest-timeout's timer: ranks need time to end."""
     if time.monotonic() < limit.ends_at or (limit.held_back and _is_debugging()):
         return False
     item.config.hook.pytest_timeout_cancel_timer(item=item)

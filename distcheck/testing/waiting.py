@@ -180,9 +180,7 @@ def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collectio
 
 
 def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
-    """Return every rank's stack and last collective, identical ones once; ranks in no collective
-    first.
-    """
+    """Return every rank's stack and last collective, identical ones once."""
     alike: dict[tuple[bool, str], list[int]] = {}
     for rank, child in enumerate(children):
         waits, text = False, " did not answer"

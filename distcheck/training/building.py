@@ -62,9 +62,7 @@ class Ingredients:
 
     @property
     def training(self) -> Training:
-        """The workload's requirements for the training loop. Raises UsageError for an invalid
-        value.
-        """
+        """The workload's `Training`. Raises UsageError for an invalid value."""
         training = getattr(self.loaded.workload, "training", Training())
         if not isinstance(training, Training):
             raise UsageError(
@@ -101,9 +99,7 @@ class Ingredients:
         self._of_workload("hand_over", model, rank)
 
     def prepare(self, model: nn.Module, step: int) -> None:
-        """Apply the workload's changes to its model before a step, identically in ranks and
-        references.
-        """
+        """Apply the workload's changes to its model before a step, in ranks and references."""
         self._of_workload("before_step", model, step)
 
     def optimizer(
@@ -123,9 +119,7 @@ class Ingredients:
         return hasattr(self.loaded.workload, "groups")
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Apply the workload's changes to its optimizer before a step, identically in ranks and
-        references.
-        """
+        """Apply the workload's changes to its optimizer, in ranks and references."""
         self._of_workload("schedule", optimizer, step)
 
     def _of_workload(self, name: str, *arguments: object) -> None:
@@ -171,9 +165,7 @@ def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
 def open_ingredients(
     case: Case, description: bytes, data_fd: int | None, device: torch.device | None = None
 ) -> Ingredients:
-    """Open a case's workload and samples for a device (default CPU). Raises UsageError if they do
-    not fit.
-    """
+    """Open a case's workload and samples for a device (default CPU). Raises UsageError."""
     trained = trained_with(case.adaptation.form) == case.workload
     loaded = load_trained(case.strategy, case.adaptation) if trained else None
     loaded = loaded or load_workload(case.workload)
@@ -207,9 +199,7 @@ def in_one_storage(model: nn.Module) -> set[str]:
 
 
 def can_train(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter can have a gradient: integer dtypes cannot, and no optimizer steps
-    in 8 bits.
-    """
+    """Return True if a parameter can have a gradient: not of integers or 8-bit floats."""
     return parameter.dtype.itemsize > 1 and (
         parameter.is_floating_point() or parameter.is_complex()
     )
@@ -218,9 +208,7 @@ def can_train(parameter: nn.Parameter) -> bool:
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layout: ModelLayout
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by name, numbers as tensors: all state in a trace of this
-    layout.
-    """
+    """Return the optimizer's state by name, numbers as tensors: all state in a trace."""
     tensors, numbers = tensors_and_numbers(model, optimizer)
     if layout.numbers:
         numbers |= group_numbers(optimizer)

@@ -30,9 +30,7 @@ class Stretch:
 
 
 def steps_per_epoch(size: int, batch: int, world: int) -> int:
-    """Return the number of steps per epoch. A last batch too small to give every rank a sample is
-    dropped.
-    """
+    """Return the steps per epoch; a last batch too small for every rank is dropped."""
     full, rest = divmod(size, batch)
     return full + (rest >= world)
 

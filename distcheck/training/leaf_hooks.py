@@ -25,9 +25,7 @@ _returned: dict[int, torch.Tensor] = {}  # result of torch.autograd.grad() for s
 
 
 class LeafHook:
-    """One hook on one leaf that requires a gradient: it receives the gradient that backward
-    computed.
-    """
+    """One hook on one leaf that requires a gradient, called with that gradient."""
 
     def __init__(self, leaf: torch.Tensor, hook: Hook) -> None:
         watch_registrations()
@@ -52,9 +50,7 @@ class LeafHook:
             self._node.register_prehook(self._called)
 
     def asked(self) -> None:
-        """Call the hook with the result of torch.autograd.grad() since the last registration, if
-        any.
-        """
+        """Call the hook with the last result of torch.autograd.grad(), if any."""
         gradient = _returned.pop(id(self._leaf), None)
         if gradient is not None:
             self._hook(gradient)

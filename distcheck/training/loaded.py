@@ -64,9 +64,7 @@ class LoadedStrategy:
     def promising(
         self, *, note: str | None = None, declines: tuple[CellName, ...] = (), **promised: Any
     ) -> "LoadedStrategy":
-        """Return the strategy with fields of the contract and the note replaced; `declines` are
-        added.
-        """
+        """Return the strategy with contract fields and note replaced, `declines` added."""
         declined = tuple(dict.fromkeys((*self.contract.declines, *declines)))
         contract = msgspec.structs.replace(self.contract, declines=declined, **promised)
         return replace(self, contract=contract, note=self.note if note is None else note)

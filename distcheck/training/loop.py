@@ -49,9 +49,7 @@ class Shards:
         self._epoch, self._order = -1, list[int]()
 
     def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
-        """Return the step's part of the epoch, and this rank's indices into the data set, int64
-        [n].
-        """
+        """Return the step's part of the epoch, and this rank's dataset indices, int64 [n]."""
         stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
         if self._rank is None:
             return stretch, torch.empty(0, dtype=torch.int64)
@@ -358,9 +356,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
-        """Enable gradient synchronization of a wrapped model only in the `last` backward, if
-        supported.
-        """
+        """Enable gradient synchronization of a wrapped model only in the `last` backward."""
         no_sync = getattr(self.wrapped, "no_sync", None)
         sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)
         if sharded is not None:
@@ -396,9 +392,7 @@ def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> N
 
 
 def _lengths(model: nn.Module) -> list[float]:
-    """Return the norm of each parameter that trains, to detect a changed value. DTensors and
-    one-byte dtypes are left out.
-    """
+    """Return the norms of trained parameters, to detect changes; none of DTensors or 8 bits."""
     trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize > 1]
     with torch.no_grad():
         return [float(p.norm()) for p in trained if not hasattr(p, "full_tensor")]

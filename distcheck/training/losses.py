@@ -44,7 +44,6 @@ class LossOfShard:
         return LossOfShard(self._loss, self._model, self._saw, factors)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of the wrapped model on the batch."""
         if self._saw is None or not torch.is_grad_enabled():
             return self._counted(batch, self._loss(self._model, batch))
         with calls_of(self._model, len(batch.ids)) as calls:
@@ -53,7 +52,6 @@ class LossOfShard:
         return self._counted(batch, loss)
 
     def given(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of outputs that were computed already."""
         if self._saw is not None and torch.is_grad_enabled():
             self._saw(batch.ids, per_sample(outputs, len(batch.ids)))
         return self._counted(batch, self._loss(_Answers(outputs), batch))

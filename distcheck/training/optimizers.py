@@ -27,9 +27,7 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 def tensors_and_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the optimizer's per-parameter tensors and numbers, as `<parameter>/<state key>`, in a
-    fixed order.
-    """
+    """Return the optimizer's tensors and numbers as `<parameter>/<state key>`, in fixed order."""
     optimizer = innermost(optimizer)
     tensors, numbers = {}, {}
     for name, parameter in model.named_parameters():
@@ -62,9 +60,7 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state: the inner one of a wrapper such as
-    ZeroRedundancyOptimizer.
-    """
+    """Return the optimizer with the state: inside ZeroRedundancyOptimizer and others."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -167,7 +163,5 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if it keeps its step count on the parameters' device, as fused ones on a GPU
-    do.
-    """
+    """Return True if it keeps its step count on the parameters' device (fused, on a GPU)."""
     return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

@@ -45,9 +45,7 @@ class Calls:
         self._tables: list[torch.Tensor] = []
 
     def note(self, module: nn.Module, inputs: Any, made: Any) -> None:
-        """Record an output, as a forward hook. It may be changed in place later, so it is
-        copied.
-        """
+        """Record an output, as a forward hook; copied, because it may be changed in place."""
         table = per_sample(made, self._samples)
         if table is not None:
             self._tables.append(table)

@@ -47,9 +47,7 @@ class Observer:
         """Called when the shard is known, before any computation."""
 
     def counted(self, batch: Batch) -> None:
-        """Called when the shard was read and its tokens were counted; not on a rank without
-        data.
-        """
+        """Called when the shard was read and its tokens counted, on ranks with data."""
 
     def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Called in a layout with the model's output rows for some samples of the shard, from which
@@ -57,9 +55,7 @@ class Observer:
         """
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Called before backward from `scaled`, which the strategy computed from the shard's mean
-        `loss`.
-        """
+        """Called before backward from `scaled`, computed from the mean `loss`."""
 
     def backward_over(self, stretches: int) -> None:
         """Called directly after the step's last backward. The strategy's own backward split each of
@@ -127,9 +123,7 @@ class Owners:
         self.of = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
 
     def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return this rank's gradients by name, in the parameters' dtypes; None for a missing or
-        partial gradient.
-        """
+        """Return this rank's gradients by name; None for a missing or partial gradient."""
         held: dict[str, torch.Tensor | None] = {}
         for name, parameter in model.named_parameters():
             if name in self.of:

@@ -106,9 +106,7 @@ class _ExtensionLoader(ExtensionFileLoader):
 
 
 def checked(path: str, data: bytes) -> bytes:
-    """Return the content of a file that is about to run. Raises ImportError if it was not
-    confirmed.
-    """
+    """Return the content of a file that is about to run. Raises ImportError if unconfirmed."""
     asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
     if digests - {hashlib.sha256(data).hexdigest()}:

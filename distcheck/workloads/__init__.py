@@ -72,7 +72,5 @@ DEFAULT_RUN: Mapping[str, InDefaultRun] = {
 
 
 def about(name: str) -> About:
-    """Return the facts about a workload, also a user's; for a variant (`lattice:no-scalar`), those
-    of its workload.
-    """
+    """Return the facts about a workload, also a user's; of a variant, its workload's."""
     return ABOUT.get(name.partition(":")[0], About())

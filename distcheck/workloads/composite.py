@@ -124,9 +124,7 @@ def _dropout(values: torch.Tensor, training: bool) -> torch.Tensor:
 
 
 class Vision(nn.Module):
-    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]. If it is `flat`, no parameter has five
-    dimensions.
-    """
+    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]; if `flat`, without 5-d parameters."""
 
     def __init__(self, *, flat: bool = False) -> None:
         super().__init__()
@@ -206,15 +204,14 @@ class CompositeWorkload(Classifier):
         self._gain, self._flat = gain, flat
 
     def samples(self) -> CompositeSamples:
-        """Return its own samples, which replace `--data`."""
         return CompositeSamples()
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return two groups: weights decay; parameters of at most one dimension do not, and learn
-        at half the rate.
+        """Return two groups: weights decay; vectors and scalars do not, and learn at half the
+        rate.
         """
         listed = list(parameters)
         rate = LEARNING_RATE / (FOR_ADAMW if _by_adamw(listed) else 1)
@@ -262,9 +259,7 @@ class WithAdamW(CompositeWorkload):
     must_happen = (RateChanged(),)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return AdamW; its updates depend on the signs of a gradient, and hardly on its
-        magnitude.
-        """
+        """Return AdamW: its updates depend on the signs of a gradient more than its magnitude."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE / FOR_ADAMW)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

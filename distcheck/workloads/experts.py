@@ -45,7 +45,6 @@ class Workload(Classifier):
     """A linear layer, the experts with a residual connection, a linear layer; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build the model for any sample shape."""
         return Model(prod(sample_shape), classes)
 
 

@@ -88,11 +88,9 @@ class Workload:
         return loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return SGD, learning rate 0.05."""
         return torch.optim.SGD(parameters, lr=0.05)
 
     def samples(self) -> Numbers:
-        """Return its own samples, which replace `--data`."""
         return Numbers()
 
 

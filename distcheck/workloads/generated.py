@@ -128,7 +128,6 @@ class Norm(nn.BatchNorm2d):
     """[n, channels, height, width] -> the same shape, between 0 and 1."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return positive numbers."""
         return torch.sigmoid(super().forward(inputs))
 
 
@@ -266,7 +265,6 @@ class Generated:
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum)
 
     def samples(self) -> GeneratedSamples:
-        """Return its own samples, which replace `--data`."""
         return GeneratedSamples(self._words.samples)
 
 

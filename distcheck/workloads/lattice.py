@@ -55,9 +55,7 @@ def _integers(count: int, column: int, span: int) -> torch.Tensor:
 
 
 class LatticeModel(nn.Module):
-    """A dense layer, a linear head, a convolution, one scalar (0-d, or a vector of one element),
-    and one large vector.
-    """
+    """A dense layer, a linear head, a convolution, one scalar, and one large vector."""
 
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -139,7 +137,6 @@ class Lattice:
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
     def samples(self) -> LatticeSamples:
-        """Return its own integer samples, which replace `--data`."""
         return LatticeSamples()
 
 
@@ -147,9 +144,7 @@ workload = Lattice()
 
 
 def described(words: str) -> Lattice:
-    """Return the variant `no-scalar`, for code without support of scalar (0-d) parameters. Raises
-    UsageError.
-    """
+    """Return the variant `no-scalar`, for code without scalars (0-d). Raises UsageError."""
     if words != "no-scalar":
         raise UsageError(f"workload lattice:{words} is not known; there is lattice:no-scalar")
     return Lattice((1,))

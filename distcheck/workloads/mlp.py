@@ -24,9 +24,7 @@ class FirstNumbers(nn.Module):
 
 
 class MLP(Classifier):
-    """Flatten, 128, 64, classes; SGD with momentum. It uses the first `most_inputs` numbers of a
-    sample, or all of them.
-    """
+    """Flatten, 128, 64, classes; SGD with momentum. `most_inputs` limits the inputs."""
 
     def __init__(self, most_inputs: int | None = None) -> None:
         self._most_inputs = most_inputs
@@ -48,9 +46,7 @@ workload = MLP()
 
 
 def described(words: str) -> MLP:
-    """Return the variant `small`: 17 thousand parameters, for large world sizes. Raises
-    UsageError.
-    """
+    """Return the variant `small`: 17 thousand parameters, for large worlds. Raises UsageError."""
     if words != "small":
         raise UsageError(f"workload mlp:{words} is not known; there is mlp:small")
     return MLP(_FEW_INPUTS)

@@ -107,7 +107,6 @@ class Workload:
     must_happen = (Padding(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build the model for its own samples."""
         return LanguageModel()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -122,11 +121,9 @@ class Workload:
         return batch.labels != IGNORED
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW, learning rate 0.001."""
         return torch.optim.AdamW(parameters, lr=1e-3)
 
     def samples(self) -> Sequences:
-        """Return its own sequences, which replace `--data`."""
         return Sequences()
 
 

@@ -19,9 +19,7 @@ TOKENS, WIDTH, HEADS, BLOCKS = 8, 32, 4, 2
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same shape, each head independently. A rank may hold some of the
-    heads.
-    """
+    """[n, tokens, width] -> the same shape, by independent heads, of which a rank may have some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +108,6 @@ class Workload(Classifier):
         return Transformer(numbers, classes)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW, learning rate 0.001."""
         return torch.optim.AdamW(parameters, lr=1e-3)
 
 

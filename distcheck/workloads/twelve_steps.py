@@ -60,7 +60,6 @@ class Workload(CellWorkload):
         return CellSamples(1 << 12)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return SGD, learning rate 0.05."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 

@@ -131,9 +131,7 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _of_any_end(child: Child) -> Known:
-    """Return the position of a rank, its output, and whether a message of gloo reports different
-    sizes.
-    """
+    """Return a rank's position, its output, and True if gloo reports different sizes."""
     step, phase = None, "before the first step"
     if child.spawn_error:
         phase = ""
@@ -257,9 +255,7 @@ def _lost_at(raised: messages.Raised) -> str:
 
 
 def _innermost(stacks: str) -> str:
-    """Return the innermost frame of a stack outside Python's own modules as FILE:LINE; empty if
-    none.
-    """
+    """Return the innermost frame outside Python's own modules as FILE:LINE; empty if none."""
     frames = _FRAME.findall(stacks)
     own = [f for f in frames if not f[0].startswith(_PYTHONS) or "-packages" in f[0]] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""

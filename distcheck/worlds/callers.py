@@ -19,9 +19,7 @@ PACKAGES = ("site-packages", "dist-packages")  # third-party folders inside Pyth
 
 @cache
 def is_theirs(file: str) -> bool:
-    """Return True if a file belongs to the code under test: not to torch, distcheck or Python
-    itself.
-    """
+    """Return True if a file is code under test: not torch, distcheck or Python itself."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     folder = os.path.dirname(torch) + os.sep if torch else _PACKAGE
     return not file.startswith((_PACKAGE, folder, "<frozen", "<string>")) and not is_pythons(file)

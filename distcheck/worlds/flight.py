@@ -48,9 +48,7 @@ def record_further(recorder: CallRecorder) -> None:
 
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
-    """Return the recorded entries, oldest first; `stacks` adds the Python frames, which take
-    longer.
-    """
+    """Return the recorded entries, oldest first; `stacks` adds the Python frames, slowly."""
     if _source is not None:
         return _source()
     found = _recorded(nccl=False, stacks=stacks)
@@ -102,9 +100,7 @@ def number_of(entry: dict[str, Any]) -> int:
 
 
 def latest(found: list[dict[str, Any]] | None = None) -> tuple[Collective, ...]:
-    """Return the last collectives that this process entered, oldest first, or those of the entries
-    `found`.
-    """
+    """Return the last collectives that this process entered, oldest first."""
     found = entries(stacks=False) if found is None else found
     return tuple(
         Collective(

@@ -28,9 +28,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes. Raises msgspec.DecodeError for invalid
-        data.
-        """
+        """Return the messages that `data` completes. Raises msgspec.DecodeError."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
@@ -66,9 +64,7 @@ class Line:
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
-        """Send one message; descriptors travel with its first byte. Raises OSError if the peer is
-        unreachable.
-        """
+        """Send one message, descriptors with its first byte. Raises OSError without a peer."""
         data, given = frame(message), list(fds)
         sent = socket.send_fds(self._connection, [data[:1]], given) if given else 0
         self._connection.sendall(data[sent:])

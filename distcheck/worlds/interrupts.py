@@ -20,9 +20,7 @@ _heard = 0
 
 
 def listen() -> None:
-    """Make these signals interrupt from now on, except those that the parent process ignored
-    (nohup).
-    """
+    """Make these signals interrupt from now on, unless the parent ignored them (nohup)."""
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _hear)
@@ -36,9 +34,7 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Defer these signals, and deliver the first one afterwards. A signal mask would cover this
-    thread only.
-    """
+    """Defer these signals in every thread, and deliver the first one afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -35,9 +35,7 @@ class Job(Generic[Asked, Answer]):
     def does(
         self, function: Callable[[Asked, Descriptors, Reporter], Answer]
     ) -> Callable[[bytes, Descriptors, Reporter], bytes]:
-        """Register the function that runs the job, as a decorator. Raises TypeError if its name is
-        not `target`.
-        """
+        """Register the function of the job, as a decorator. Raises TypeError for another name."""
         if (name := f"{function.__module__}:{function.__qualname__}") != self.target:
             raise TypeError(f"{name} does a job whose target is {self.target}")
         # Created at import: once in the helper for all of its forks (3 ms each).

@@ -206,9 +206,7 @@ def copy_of_socket(process: int, fd: int) -> socket.socket:
 
 
 def _end_children() -> None:
-    """Kill all children until none is left; orphaned descendants become children of this
-    process.
-    """
+    """Kill all children until none is left, adopted orphans included."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         with open(path) as file:

@@ -92,9 +92,7 @@ class Kept:
 
 
 def requests(fds: Descriptors, kind: Any) -> Iterator[Any]:
-    """Yield the front end's requests in a persistent process, until the front end closes the
-    channel.
-    """
+    """Yield the front end's requests in a persistent process, until the channel closes."""
     line = Line(socket.socket(fileno=fds[CHANNEL]), kind)
     with contextlib.suppress(EOFError):
         while True:

@@ -225,9 +225,7 @@ def end_now(pool: Pool, *worlds: World) -> None:
 def run_job(
     pool: Pool, job: Job[Asked, Answer], request: Asked, fds: Descriptors | None = None
 ) -> Answer:
-    """Run a single-process job to its end and return its result. Raises the errors of
-    `job_result`.
-    """
+    """Run a single-process job to its end; return its result, or raise as `job_result`."""
     world = start_job(pool, job, request, fds, deadline_s=_JOB_DEADLINE_S)
     run_until_over(pool, world)
     try:

@@ -71,9 +71,7 @@ def _configured_sources() -> str:
 
 
 def children_of_self() -> list[int]:
-    """Return the process ids of this process's children; empty if the kernel does not expose
-    them.
-    """
+    """Return the process ids of this process's children; empty if the kernel hides them."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in path.read_text().split()]
@@ -82,9 +80,7 @@ def children_of_self() -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    """Return the command line of a process, or its short name while it is starting; empty if it has
-    ended.
-    """
+    """Return a process's command line, or its short name while starting; empty if it ended."""
     with contextlib.suppress(OSError):
         short, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
         if rest.split()[:1] == [b"Z"]:
@@ -102,9 +98,7 @@ def name_thread(name: str) -> None:
 
 
 def ran_ns(pid: int) -> int:
-    """Return the time for which the main thread of a process has run, in nanoseconds; 0 if it is
-    gone.
-    """
+    """Return the run time of a process's main thread in nanoseconds; 0 if it is gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
     return 0
@@ -132,9 +126,7 @@ def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped by a signal such as SIGSTOP (state T), not by a debugger
-    (state t).
-    """
+    """Return True if a process is stopped by a signal (state T), not by a debugger (t)."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"T"]
     return False

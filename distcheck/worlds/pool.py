@@ -27,9 +27,7 @@ _NEEDED_BYTES = 1 << 30  # per interpreter: 0.4 GiB for torch, the rest for its 
 
 
 class Interpreter(Forker):
-    """A further interpreter. A failure to start it fails nothing: a rerun is possible without
-    it.
-    """
+    """A further interpreter. If it does not start, a rerun is possible without it."""
 
     def _helper_died(self) -> None:
         self.let_go()
@@ -105,9 +103,7 @@ class Interpreters:
 
 
 class Pool(Forker):
-    """A helper process, with `open_interpreters` further ones, and their children; closing it ends
-    all of them.
-    """
+    """A helper process, with `open_interpreters` further ones, and all their children."""
 
     def __init__(self, helper: HelperProcess | None = None) -> None:
         super().__init__(helper or CleanHelper())
@@ -152,9 +148,7 @@ class Pool(Forker):
         return "127.0.0.1"
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Make processes on other machines read the data set as well; return each one's result by
-        its name.
-        """
+        """Make processes on other machines read the data set; return their results by name."""
         return {}
 
     def ranks_here(self, world: int) -> int:
@@ -179,9 +173,7 @@ class Pool(Forker):
         return [LocalShare(self, target=target, starts=starts_here, fds=descriptors_of(fds))]
 
     def pump(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for events, and handle all of them. Raises HelperError if the
-        helper is stopped.
-        """
+        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
         super().pump(timeout_s)
         if self._interpreters is not None:
             self._interpreters.advance(others_importing=int(self.importing))

@@ -164,9 +164,7 @@ class Postings:
 
 
 def raised_in(error: BaseException | None) -> NotedCall | None:
-    """Return the call whose wait raised an exception or an earlier one in its chain; None if there
-    is none.
-    """
+    """Return the call whose wait raised an exception, or one in its chain; else None."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -280,9 +278,7 @@ def _posted(
     given: tuple[Any, ...],
     tensors: GivenAndGot,
 ) -> tuple[tuple[int, ...], Posted]:
-    """Return the ranks of a group, and its collective number `before` + 1, which is being
-    posted.
-    """
+    """Return the ranks of a group, and the number `before` + 1 of the collective."""
     group_name = str(group.group_name)
     ranks, rank = HERE.ranks_of(group, group_name)
     sent, received = ([tuple(tensor.shape) for tensor in some] for some in tensors)

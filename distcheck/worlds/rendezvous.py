@@ -84,9 +84,7 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
 
 
 def enter_world_of_one() -> None:
-    """Set up a process group of world size 1 and a launcher's variables, for code that expects
-    them.
-    """
+    """Set up a process group of world size 1 and a launcher's variables, for code under test."""
     import torch.distributed as dist
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -145,9 +143,7 @@ def _store(rendezvous: Rendezvous, store_fd: int, timeout: timedelta) -> Any:
 
 
 def wait_for(store: Any, keys: Sequence[str]) -> None:
-    """Wait until keys are in a store. A FileStore is polled here, because torch sleeps 10 ms
-    between two checks.
-    """
+    """Wait until keys are in a store. A FileStore is polled here: torch sleeps 10 ms."""
     while _is_file(store) and not store.check(keys):
         time.sleep(_LOOK_EVERY_S)
     store.wait(keys)

@@ -17,9 +17,7 @@ _noted: Path | None = None  # set in a helper, and inherited by its forks
 
 
 def keep_notes() -> None:
-    """Prepare the registration of folders in a helper, before it forks; it calls `remove_noted` at
-    its end.
-    """
+    """Prepare the registration of folders in a helper, before it forks."""
     global _noted
     _noted = Path(tempfile.gettempdir(), private.unique(f"distcheck-noted-{os.getpid()}-"))
 

@@ -160,9 +160,7 @@ def hear(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
 
 
 def memory_of(tensor: Any) -> Memory | None:
-    """Return the storage of a tensor and its range of bytes; None if it has no memory of its
-    own.
-    """
+    """Return the storage of a tensor and its range of bytes; None without own memory."""
     from distcheck.machine import compat  # imports torch, which the front must not
 
     try:

@@ -41,9 +41,7 @@ _allocated: list[bytes] = []
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """The factors that differ between ranks, and the seed from which each rank's values are
-    derived.
-    """
+    """Factors that differ between ranks, and the seed of each rank's values."""
 
     factors: tuple[str, ...] = ()
     seed: int = 0
@@ -70,15 +68,11 @@ class Surroundings(msgspec.Struct, frozen=True):
         return derive(self.seed, "environment", rank) if "environment" in self.factors else None
 
     def memory_seed(self, rank: int) -> int | None:
-        """Return the seed of a rank's allocations before code under test is imported; None: no
-        allocations.
-        """
+        """Return the seed of a rank's early allocations; None: no allocations."""
         return derive(self.seed, "memory", rank) if "memory" in self.factors else None
 
     def delays(self, world: int) -> tuple[Delay, ...]:
-        """Return one delay per rank before backward, and one before an early collective of every
-        step.
-        """
+        """Return one delay per rank before backward, and one before an early collective."""
         if "delays" not in self.factors:
             return ()
         found = []

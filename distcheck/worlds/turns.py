@@ -68,9 +68,7 @@ if hasattr(os, "register_at_fork"):  # without forks there are no worlds
 
 
 def _take() -> socket.socket | None:
-    """Acquire a turn by binding its name; return None if no waiting is needed or names are
-    unavailable.
-    """
+    """Acquire a turn by binding its name; None if that is unnecessary or impossible."""
     turns = max(_LEAST_TURNS, cores())
     if _shared is None or _shared[1] <= turns:
         return None

@@ -88,8 +88,8 @@ class Look:
             self._reporter.send(messages.GoesOn())
 
     def _in_torch(self) -> Any:
-        """Return the main thread's position in C++ code that may wait, and its run time; None if it
-        is elsewhere.
+        """Return the main thread's position in C++ code that may wait, and its run time; else
+        None.
         """
         from distcheck.machine import compat  # imports torch, which the front must not
 
@@ -199,9 +199,7 @@ def _as_posted(entry: dict[str, Any], postings: Postings) -> Posted:
 
 
 def _is_noted_message(entry: dict[str, Any]) -> bool:
-    """Return True if a recorded call is a message of a Python backend, all of which are recorded
-    elsewhere.
-    """
+    """Return True for a message of a Python backend, which is recorded elsewhere."""
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 

@@ -32,9 +32,7 @@ Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the group'
 
 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
-    """Return the mismatch among the logged calls, if the first failed rank failed within a call;
-    None if there is none.
-    """
+    """Return the mismatch among the logged calls, if the first failed rank failed in a call."""
     within = cause.raised is not None and cause.raised.within_call
     died = cause.exit_signal in _FATAL and (cause.was_within_call or SIZES_DIFFER in cause.output)
     if not (within or died):
@@ -89,8 +87,8 @@ def _collectives_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
 
 
 def _messages_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
-    """Describe a send and the receive of the same number that do not match. Ranks that also receive
-    from any rank are skipped.
+    """Describe a send and its receive that do not match; ranks that receive from any are
+    skipped.
     """
     sent = {
         (logged.ranks, call.group, call.tag, call.number, call.rank, call.peer): call
@@ -286,8 +284,8 @@ class World:
             self._enter(Phase.SHAKING, now)
 
     def _heard_enough(self, waited_s: float) -> bool:
-        """Return True if every rank has answered or will not; one that holds the GIL in C answers
-        through faulthandler only.
+        """Return True if every rank has answered or will not (only faulthandler, if C holds the
+        GIL).
         """
         silent = self._silent()
         if not silent or waited_s >= _MOST_SHAKE_S:

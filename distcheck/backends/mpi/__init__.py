@@ -34,9 +34,7 @@ def missing() -> str:
 
 
 def register() -> str:
-    """Register this backend with torch; return its name, or that of torch's own MPI if it has
-    one.
-    """
+    """Register this backend with torch; return its name, or that of torch's own MPI."""
     import torch.distributed as dist
 
     if dist.is_mpi_available():

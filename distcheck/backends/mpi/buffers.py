@@ -80,9 +80,7 @@ def deal_out(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def moved(tensor: torch.Tensor) -> list[Any]:
-    """Return a contiguous tensor as a buffer for communication: memory, and a datatype of its
-    elements' size.
-    """
+    """Return a contiguous tensor as a buffer for communication: memory and a datatype."""
     return [_memory(tensor), getattr(mpi(), _BY_SIZE[tensor.element_size()])]
 
 

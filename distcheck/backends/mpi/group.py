@@ -108,7 +108,6 @@ class MPIGroup(PythonGroup):
         return calls.count_of(self._name)
 
     def set_timeout(self, timeout: Any) -> None:
-        """Set the timeout of collectives."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -119,7 +118,6 @@ class MPIGroup(PythonGroup):
     # -- collectives ----------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        """Copy the root's elements to all ranks."""
         (tensor,) = tensors
         check("broadcast", [tensor], written=True)
         data = buffers.plain(tensor)
@@ -127,7 +125,6 @@ class MPIGroup(PythonGroup):
         return self._work("broadcast", request, [tensor], data)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce each tensor over the ranks, to all ranks."""
         check("all_reduce", tensors, written=True)
         works = [self._start_allreduce(tensor, opts.reduceOp) for tensor in tensors]
         requests = [request for request, _, _ in works]
@@ -148,7 +145,6 @@ class MPIGroup(PythonGroup):
         return request, data, buffers.averages(op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce a tensor over the ranks, to the root only; other ranks' tensors are unchanged."""
         (tensor,) = tensors
         root = opts.rootRank == self._rank
         check("reduce", [tensor], written=root)
@@ -164,7 +160,6 @@ class MPIGroup(PythonGroup):
         return self._work_of("reduce", [request], [tensor], [data], finish)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Gather every rank's input on every rank, one output tensor each."""
         (output,), (tensor,) = outputs, inputs
         check_list("all_gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
@@ -175,7 +170,6 @@ class MPIGroup(PythonGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Gather every rank's input on every rank, concatenated in one tensor."""
         check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
         check("all_gather_into_tensor", [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
@@ -183,7 +177,6 @@ class MPIGroup(PythonGroup):
         return self._work("all_gather_into_tensor", request, [output], room, data, inputs=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Gather every rank's input on the root, one output tensor each."""
         (tensor,) = inputs
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
@@ -199,7 +192,6 @@ class MPIGroup(PythonGroup):
         return self._dealing("gather", request, gathered, output, data, inputs=inputs)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        """Gather every rank's input on the root, concatenated in one tensor (torch 2.15)."""
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
             check("gather_single", [tensor])
@@ -213,7 +205,6 @@ class MPIGroup(PythonGroup):
         return self._work("gather_single", request, [output], room, data, inputs=[tensor])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Send one of the root's tensors to each rank."""
         (tensor,) = outputs
         check("scatter", [tensor], written=True)
         room, sent = buffers.room_for(tensor), None
@@ -229,7 +220,6 @@ class MPIGroup(PythonGroup):
         return self._work("scatter", request, [tensor], room, sent, inputs=parts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Reduce part r of every rank's list, to rank r."""
         (output,), (parts,) = outputs, inputs
         check_list("reduce_scatter", self._size, parts, output, written=False)
         return self._reduce_scatter(
@@ -237,7 +227,6 @@ class MPIGroup(PythonGroup):
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Reduce one tensor and split it into equal parts, part r to rank r."""
         check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
         data = buffers.plain(tensor)
         return self._reduce_scatter(
@@ -259,7 +248,6 @@ class MPIGroup(PythonGroup):
         return self._work_of(what, [request], [output], [data, room], finish, inputs=inputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Send tensor r of every rank's list to rank r; sizes may differ."""
         check("all_to_all", [*outputs, *inputs])
         check("all_to_all", outputs, written=True)
         check_length("all_to_all", self._size, outputs)
@@ -280,7 +268,6 @@ class MPIGroup(PythonGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """Send rows of one tensor to each rank: equally many, or as the splits specify."""
         what = "all_to_all_single"
         check(what, [output, tensor])
         check(what, [output], written=True)
@@ -292,7 +279,6 @@ class MPIGroup(PythonGroup):
         return self._work(what, request, [output], room, data, inputs=[tensor])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Complete once every rank has called it."""
         return self._work_of("barrier", [self._collective.Ibarrier()], [], [], None)
 
     # -- messages -------------------------------------------------------------------------------
@@ -305,11 +291,9 @@ class MPIGroup(PythonGroup):
         return self._work_of("send", [request], [tensor], [data], None)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        """Receive one tensor from one rank; the message must fill it."""
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """Receive one tensor from any rank."""
         return self._receive(tensors, mpi().ANY_SOURCE, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
@@ -384,9 +368,7 @@ class MPIGroup(PythonGroup):
         *,
         inputs: Tensors | None = None,
     ) -> MPIWork:
-        """Return a started operation. `inputs` are this rank's input tensors, by default
-        `results`.
-        """
+        """Return a started operation. `inputs` are this rank's inputs, by default `results`."""
         given = results if inputs is None else inputs
         return MPIWork(
             calls.record(what, self._name, given, results),

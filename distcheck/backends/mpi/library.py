@@ -43,9 +43,7 @@ def under_launcher(environment: "os._Environ[str] | None" = None) -> bool:
 
 @functools.cache
 def find_launcher() -> Launcher | None:
-    """Return the launcher next to this Python, else that of an installed wheel, else the one on
-    PATH.
-    """
+    """Return the launcher next to this Python, else an installed wheel's, else that on PATH."""
     for path in _candidates():
         kind = _kind_of(path)
         if kind is not None:

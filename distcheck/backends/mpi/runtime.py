@@ -15,9 +15,7 @@ _SHARED_FILE = re.compile(r"/dev/shm/mpich_shm_\w+")
 
 @functools.cache
 def mpi() -> Any:
-    """Return the module mpi4py.MPI, with automatic start and end of MPI disabled. Raises
-    CannotRunError.
-    """
+    """Return mpi4py.MPI, with automatic start and end disabled. Raises CannotRunError."""
     try:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False

@@ -65,7 +65,6 @@ class MPIWork(PythonWork):
         return True
 
     def synchronize(self) -> None:
-        """Wait, as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -79,7 +78,6 @@ class MPIWork(PythonWork):
         return self._error
 
     def source_rank(self) -> int:
-        """Return the group rank of the sender of a received message."""
         return self._source
 
     _source_rank = source_rank

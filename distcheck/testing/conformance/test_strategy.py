@@ -17,9 +17,7 @@ _WITH = {"outputs": "loss"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize by strategies, world sizes and workloads of the command line, and by
-    properties.
-    """
+    """Parametrize by strategies, world sizes and workloads of the command line."""
     config = metafunc.config
     strategies = config.getoption("distcheck_strategy", None)
     if strategies is None:

@@ -1,6 +1,4 @@
-"""Turns an object into a strategy: selects its form, fills in its parameters, and checks that it
-was called.
-"""
+"""Turns an object into a strategy: selects its form, fills in parameters, checks for calls."""
 
 import dataclasses
 import inspect
@@ -44,9 +42,7 @@ _NEVER_MPI = ("torch", "numpy", "distcheck")  # packages whose functions never c
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
-    """Return the strategy, in the form that `--as` selects or the first that fits and can be built.
-    Raises UsageError.
-    """
+    """Return the strategy, in the form that `--as` selects or the first that fits."""
     _refuse_deferred(target)
     try:
         return _adapted(target, find)
@@ -160,9 +156,7 @@ def _of_script(target: Target) -> str:
 
 
 def _method_of(target: Target, method: str) -> Target:
-    """Return the target for the method of a class or an object that is called after backward.
-    Raises UsageError.
-    """
+    """Return the target for the method to call after backward. Raises UsageError."""
     if not callable(getattr(target.value, method, None)):
         raise UsageError(
             f"--finish {method}: {target.name} has no such method; {_methods(target.value)}"
@@ -285,9 +279,7 @@ def _check_used(target: Target, scene: Scene, form: Form) -> None:
 
 
 def _speaks_mpi(target: Target, scene: Scene) -> bool:
-    """Return True if it receives or holds an MPI communicator, or communicates through one of its
-    module.
-    """
+    """Return True if it receives or holds an MPI communicator, or uses one of its module."""
     meanings = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
     if "communicator" in meanings:
         return True
@@ -299,9 +291,7 @@ def _speaks_mpi(target: Target, scene: Scene) -> bool:
 
 
 def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODULES) -> bool:
-    """Return True if a function reaches mpi4py, also through functions of at most `most` other
-    modules.
-    """
+    """Return True if a function reaches mpi4py, through at most `most` other modules."""
     reached, known = Reached(function, module), vars(module)
     values = [known[name] for name in reached.read if name in known]
     # A module with torch.distributed may use MPI only for a rank or a logger.
@@ -331,9 +321,7 @@ def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODUL
 def _watched(
     loaded: LoadedStrategy, scene: Scene, free: FreeNames, start_up: StartUp, target: Target
 ) -> LoadedStrategy:
-    """Return the strategy with the scene kept up to date, and a UsageError if the code was never
-    called.
-    """
+    """Return the strategy with the scene kept up to date, and an error if never called."""
 
     def wrap(model: nn.Module) -> nn.Module:
         scene.begin(model)

@@ -1,6 +1,4 @@
-"""Calls the user's function after backward: checks for forbidden effects, and handles its
-result.
-"""
+"""Calls the user's function after backward: checks forbidden effects, handles its result."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +21,7 @@ def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def wait_for(answer: Any) -> Any:
-    """Wait for the handles that an asynchronous call returned; return any other answer
-    unchanged.
-    """
+    """Wait for the handles that an asynchronous call returned; return any other answer."""
     if isinstance(answer, list | tuple) and answer and all(hasattr(a, "wait") for a in answer):
         for work in answer:
             work.wait()
@@ -37,9 +33,7 @@ def wait_for(answer: Any) -> Any:
 
 
 def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
-    """Make a list of tensors, or a single one, the parameters' gradients. Raises UsageError for
-    other shapes.
-    """
+    """Make one or more tensors the parameters' gradients. Raises UsageError for other shapes."""
     tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
     fits = len(tensors) == len(parameters)
     for parameter, tensor in zip(parameters, tensors, strict=False):
@@ -165,9 +159,7 @@ def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
 
 
 def _could_be(parameter: nn.Parameter, tensor: Any) -> bool:
-    """Return True if a tensor can be the parameter's gradient: it has the same shape, and is not
-    the parameter itself.
-    """
+    """Return True if a tensor can be the parameter's gradient: its shape, not the parameter."""
     if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
         return False
     is_value = tensor.data_ptr() == parameter.data_ptr() and tensor.numel() > 0

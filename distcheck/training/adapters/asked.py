@@ -20,9 +20,7 @@ def adaptation_of(
     reset: str | None = None,
     without_data: Iterable[int] = (),
 ) -> Adaptation:
-    """Parse options of the command line (`name=value`) or from Python (a mapping). Raises
-    UsageError.
-    """
+    """Parse options (`name=value`) or a mapping from Python. Raises UsageError."""
     return Adaptation(
         form=form,
         arguments=_pairs("--arg", arguments),

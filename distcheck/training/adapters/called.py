@@ -135,9 +135,7 @@ def _once(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
 def _around(
     target: Target, call: Callable[[], Any]
 ) -> tuple[Callable[[torch.Tensor, Step], torch.Tensor], Sync]:
-    """Return functions that enter the context at a step's first backward and leave it after the
-    last one.
-    """
+    """Return functions that enter the context at a step's first backward, and leave it."""
     entered: list[AbstractContextManager[Any]] = []
 
     def enter(loss: torch.Tensor, step: Step) -> torch.Tensor:

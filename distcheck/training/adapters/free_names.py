@@ -54,9 +54,7 @@ class FreeNames:
         self._written: set[str] = set()
 
     def _stand_in(self, unknown: list[str], target: Target) -> None:
-        """Import modules under their usual names, and set the other names to values that raise when
-        used.
-        """
+        """Import modules under their usual names; other names get values that raise when used."""
         for name in unknown:
             value: Any = None
             if name in names.IMPORTED:
@@ -96,9 +94,7 @@ class FreeNames:
         return new
 
     def _write(self, name: str, value: Any) -> None:
-        """Set a name, or an attribute such as `args.lr` of an object that the module has. Raises
-        UsageError.
-        """
+        """Set a name, or an attribute such as `args.lr`. Raises UsageError."""
         place: Any = self._module
         *path, last = name.split(".")
         for part in path:
@@ -192,9 +188,7 @@ class StartUp:
         return made
 
     def run(self, model: nn.Module) -> nn.Module:
-        """Call them, and return the module to train. These calls do not count as calls of the code
-        under test.
-        """
+        """Call them, and return the module to train. These calls do not count as its use."""
         before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()

@@ -60,9 +60,7 @@ def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -
 
 
 def is_declared(target: Target) -> bool:
-    """Return True if it declares how it is called: by distcheck's methods, signature or
-    contract.
-    """
+    """Return True if it declares how it is called: by methods, signature or contract."""
     own = form_of("strategy").fits(target) or _takes_step(target)
     return (own and target.adaptation.form is None) or hasattr(target.value, CONTRACT_ATTRIBUTE)
 
@@ -191,9 +189,7 @@ def _own(kind: type, name: str) -> Any:
 
 
 def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:
-    """Return the alternatives with another method after backward or before every step; then with
-    both.
-    """
+    """Return the alternatives with another method after backward or before steps; both."""
     said = target.adaptation
     made = target.owner if target.is_unbound else target.value
     if form is None and not target.is_function:
@@ -218,9 +214,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
 
 
 def _exchanges_alone(kind: type) -> bool:
-    """Return True if its objects may synchronize without a call after backward: by hooks, or in
-    forward.
-    """
+    """Return True if its objects may synchronize without a call: by hooks, or in forward."""
     members = written(kind)
     sources = [Source(getattr(kind, name)) for name in members]
     forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in members]

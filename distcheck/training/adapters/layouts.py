@@ -51,9 +51,7 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
 
 
 def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
-    """Wrap a model. Raises UsageError if the strategy raises ValueError because it cannot shard
-    it.
-    """
+    """Wrap a model. Raises UsageError if the strategy cannot shard it (ValueError)."""
     try:
         return base.wrap(model)
     except ValueError as error:
@@ -155,9 +153,7 @@ class _Pieced:
 
 
 def _who_share_a_model(mesh: Mesh) -> dist.ProcessGroup:
-    """Return the group of the ranks with this rank's data coordinate. Every rank creates every
-    group, in one order.
-    """
+    """Return the group of this data coordinate. Every rank creates every group, in order."""
     groups: list[Any] = [dist.new_group(list(mesh.ranks_of(data))) for data in range(mesh.data)]
     mine: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
     return mine
@@ -180,7 +176,7 @@ class _Accessed:
         self._held: dict[str, dict[str, torch.Tensor | None]] = {}
 
     def full(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
-        """Return the last result of an accessor, as written into the full model; see
+        """Return the last result of an accessor, as written to the full model; see
         `recorder.Full`.
         """
         return self._held.get(accessor)

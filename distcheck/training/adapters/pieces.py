@@ -236,9 +236,7 @@ class Pieces:
 
 
 def _integers(dtype: torch.dtype) -> int:
-    """Return the largest b such that the dtype represents every integer up to b. Raises UsageError
-    for integer dtypes.
-    """
+    """Return the largest b such that the dtype has every integer to b. Raises UsageError."""
     if not dtype.is_floating_point:
         raise UsageError(f"parameters of {dtype} cannot be put together from pieces")
     return int(2 / spacing(dtype))

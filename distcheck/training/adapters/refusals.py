@@ -48,9 +48,7 @@ def refusal(target: Target, why: str) -> FormError:
 
 
 def template(target: Target) -> str:
-    """Return the source of a strategy that calls it after backward. Parts to be filled in are in
-    capitals.
-    """
+    """Return the source of a strategy that calls it after backward, with CAPITALS to fill in."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]

@@ -109,8 +109,8 @@ class Scene:
         self.used.update(name for name in heads if not name.startswith("self."))
 
     def reads_of(self, name: str, function: Callable[..., Any]) -> None:
-        """Record the attributes of the command line that a function reads, to list all missing ones
-        at once.
+        """Record the command-line attributes that a function reads, to list missing ones at
+        once.
         """
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
@@ -127,9 +127,7 @@ class Scene:
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
     def keep(self, name: str, text: str) -> Any:
-        """Return the value of an option, created once per name: the code may keep state in it
-        between steps.
-        """
+        """Return the value of an option, created once per name: it may hold state."""
         if text.startswith("@") and ":" not in text:
             return self.read(text)
         if name not in self._kept:
@@ -283,17 +281,13 @@ class Filling:
             raise
 
     def _read(self, name: str, text: str) -> Any:
-        """Return the value of an option; for a constructor, which may create several objects, a new
-        one.
-        """
+        """Return the value of an option; for a constructor, a new one."""
         is_made = inspect.isclass(self._function)
         return self._scene.read(text) if is_made else self._scene.keep(name, text)
 
 
 class _Arguments(SimpleNamespace):
-    """A parsed command line; a missing attribute raises an error that lists all missing ones that
-    the code `reads`.
-    """
+    """A parsed command line; a missing attribute raises an error that lists all."""
 
     def __init__(self, reads: dict[str, Callable[..., Any]], facts: dict[str, Any]) -> None:
         super().__init__(**facts)

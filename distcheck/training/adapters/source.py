@@ -44,9 +44,7 @@ _TAKE_ONE = {
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the function inside a partial or a decorator without visible parameters: the only
-    function in its closure.
-    """
+    """Return the function inside a partial, or a decorator with a single one in its closure."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
@@ -243,7 +241,6 @@ class Source:
 
     @property
     def returns_something(self) -> bool:
-        """True if it returns a value."""
         return self._returns((ast.expr,))
 
     def _returns(self, kinds: tuple[type[Any], ...]) -> bool:
@@ -268,9 +265,7 @@ class Source:
         return any(_is_name(node.iter, name) for node in pairs)
 
     def indexes(self, name: str) -> bool:
-        """Return True if it uses a variable as a list and not a generator: x[0], len(x),
-        reversed(x).
-        """
+        """Return True if it uses a variable as a list: x[0], len(x), reversed(x)."""
         for node in self._nodes:
             used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -286,14 +281,11 @@ class Source:
 
     @property
     def descends(self) -> bool:
-        """True if it subtracts from a `.data` that is not a gradient's: p.data -= ...,
-        p.data.sub_(...), p.data = p.data - ...
-        """
+        """True if it subtracts from a parameter's `.data`: p.data -= ..., p.data.sub_(...)"""
         return self._nodes.descends
 
     @property
     def registers_hooks(self) -> bool:
-        """True if it registers hooks."""
         return any(name.startswith("register_") and "hook" in name for name in self.attributes)
 
 
@@ -302,9 +294,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 
 def _elements_of(node: ast.AST, name: str) -> Iterator[str]:
-    """Yield the loop variables over elements of `name`, also of list(name), enumerate(name),
-    zip(name, ...).
-    """
+    """Yield the loop variables over `name`, list(name), enumerate(name), zip(name, ...)."""
     if not isinstance(node, ast.For | ast.comprehension):
         return
     gone_through = node.iter

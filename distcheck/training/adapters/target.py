@@ -60,7 +60,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Its own name."""
         value = decorated(self.value) or self.value
         return str(getattr(value, "__name__", type(value).__name__))
 
@@ -288,9 +287,7 @@ def written(kind: Any) -> list[str]:
 
 
 def sources_of(kind: type, name: str) -> list[Source]:
-    """Return the sources of a method, of the methods that it calls on itself, and of their base
-    methods.
-    """
+    """Return the sources of a method, of methods that it calls on itself, and their bases."""
     members, found, waiting = written(kind), dict[str, list[Source]](), [name]
     while waiting:
         called = waiting.pop()
@@ -339,9 +336,7 @@ def source_file(value: Any) -> str:
 
 
 def source_line(value: Any, *, file: str) -> int:
-    """Return the line of `file` where an object's definition begins; 0 if unknown or defined in
-    another file.
-    """
+    """Return the line of `file` where an object's definition begins; 0 if it is not there."""
     try:
         inspectable = _inspectable(value)
         if inspect.getsourcefile(inspectable) != file:
@@ -359,9 +354,7 @@ def _inspectable(value: Any) -> Any:
 
 
 def bound_later(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method as a function without `self`, whose object is constructed in the rank at the
-    first call.
-    """
+    """Return a method as a function without `self`; the rank constructs its object."""
     made: list[Any] = []
 
     @functools.wraps(method)

@@ -108,9 +108,7 @@ class _Look:
             self._known |= dict(self._assigned(node))
 
     def _assigned(self, node: ast.AST) -> Iterator[tuple[str, int]]:
-        """Yield names and attributes that are assigned an integer, and parameters with such a
-        default.
-        """
+        """Yield names and attributes that are assigned integers, and parameters with defaults."""
         pairs: list[tuple[ast.AST | ast.arg, ast.expr]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]

@@ -247,9 +247,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def _shown_by(workload: str, training: Training) -> list[str]:
-    """Return the cells whose feature a workload has: the cell itself, and those of its training
-    loop.
-    """
+    """Return the cells whose feature a workload has: itself, and those of its training loop."""
     loop = {
         "accumulation": training.accumulate > 1,
         "clipping": training.clip_norm is not None,

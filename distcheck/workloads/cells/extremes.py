@@ -32,9 +32,7 @@ class _Silent(torch.autograd.Function):
 
 
 class Gate(nn.Module):
-    """A parameter whose gradient is the mean, over samples, of `factors` times a pixel's
-    magnitude.
-    """
+    """A parameter with the mean of `factors` times a pixel's magnitude as its gradient."""
 
     def __init__(self, factors: Sequence[float]) -> None:
         super().__init__()

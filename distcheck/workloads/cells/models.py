@@ -68,9 +68,7 @@ class FrozenParameters(CellWorkload):
     must_happen = (Frozen(parameter="middle.weight"),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Return a model whose middle layer is frozen; gradients pass through it to the first
-        one.
-        """
+        """Return a model with a frozen middle layer, through which gradients pass."""
         model = Layers(classes)
         model.middle.requires_grad_(False)
         return model
@@ -138,7 +136,7 @@ class Averages(Layers):
         self.register_buffer("mean", torch.zeros(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layers; the mean is assigned, not updated in place, and does not affect the
+        """Run the layers; the mean is assigned, not updated in place, without effect on the
         loss.
         """
         self.mean = 0.9 * self.mean + 0.1 * inputs.detach().flatten(1).mean(0)

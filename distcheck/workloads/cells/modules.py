@@ -70,9 +70,7 @@ class Factors(nn.Module):
 
 
 class OddKinds(nn.Module):
-    """inputs [n, 3, 8, 8] -> logits [n, classes], through modules that simple models do not
-    have.
-    """
+    """inputs [n, 3, 8, 8] -> logits [n, classes], through modules absent from simple models."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -94,9 +92,7 @@ class OddKinds(nn.Module):
         self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Process rows and columns of an image as sequences, and its first row as a bag of
-        letters.
-        """
+        """Process rows and columns of an image as sequences, its first row as a bag of letters."""
         rows = inputs.transpose(1, 2).flatten(2)  # [n, 8, 24]
         columns = inputs.permute(0, 3, 1, 2).flatten(2)
         by_row = self.rows(rows.transpose(0, 1))[0].transpose(0, 1)
@@ -154,9 +150,7 @@ class Counts(Layers):
 
 
 class IntegerBuffers(CellWorkload):
-    """Buffers of int64, int32 and bool; one of them holds an odd integer beyond 2^24. They do not
-    affect the loss.
-    """
+    """Buffers of int64, int32 and bool without effect on the loss, one beyond 2^24."""
 
     must_happen = (IntegersChanged(buffer="seen", least=1 << 24),)
     layers = Counts
@@ -177,9 +171,7 @@ class Normalised(nn.Module):
 
 
 class InEvalMode(CellWorkload):
-    """A model with BatchNorm that the strategy receives in eval mode, and that trains in it for two
-    steps.
-    """
+    """A model with BatchNorm, passed to the strategy in eval mode, and trained so for two steps."""
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
     layers = Normalised

@@ -1,6 +1,4 @@
-"""Data and training of most cells: small images computed from a hash, a perceptron, cross-entropy,
-SGD with momentum.
-"""
+"""Data and training of most cells: small images, a perceptron, cross-entropy, SGD."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,9 +16,7 @@ _CLASSES = 4
 
 
 class CellSamples(ComputedSamples):
-    """`size` images of 3x8x8 with values in [-1, 1), four classes; equally many in the test
-    split.
-    """
+    """`size` images of 3x8x8 with values in [-1, 1), four classes; also in the test split."""
 
     shape = SHAPE
     classes = _CLASSES
@@ -34,9 +30,7 @@ class CellSamples(ComputedSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images [n, 3, 8, 8] in `dtype` and labels [n] int64; bit-identical in every
-        process.
-        """
+        """Return images [n, 3, 8, 8] in `dtype` and labels [n] int64, the same in every process."""
         rows = self.rows(ids, train=train)
         keys = rows.unsqueeze(1) * 1009 + torch.arange(FEATURES)
         images = hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype).view(-1, *SHAPE)
@@ -69,7 +63,6 @@ class Classifier:
     """Training of most workloads; subclasses add a model."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the cross-entropy, the mean over the shard."""
         return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -86,5 +79,4 @@ class CellWorkload(Classifier):
         return self.layers(classes)
 
     def samples(self) -> CellSamples:
-        """Return its own data, which replaces `--data`."""
         return CellSamples()

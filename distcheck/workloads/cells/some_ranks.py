@@ -1,6 +1,4 @@
-"""Cells in which ranks differ: in the layers that their samples reach, or in their initial
-parameters.
-"""
+"""Cells in which ranks differ: in layers that their samples reach, or in initial parameters."""
 
 from collections.abc import Iterable
 
@@ -114,9 +112,7 @@ class AbsentOnSome(_Divided):
         model.uses_late = step == 1
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return plain SGD: a zero gradient has the same effect as none, so code may fill in
-        zeros.
-        """
+        """Return plain SGD: a zero gradient has the effect of none, so code may fill in zeros."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 
@@ -147,9 +143,7 @@ class DifferentStarts(CellWorkload):
     layers = Noted
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
-        """Change the model on all ranks but rank 0, like a script that sets no seed, or loads a
-        checkpoint on rank 0 only.
-        """
+        """Change the model on all ranks but rank 0, like a script without a seed."""
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()) if rank else ():
                 tensor.add_(rank)

@@ -34,9 +34,7 @@ def check_dataset(name: str) -> None:
 
 
 def open_samples(name: str, description: bytes, fd: int | None) -> "Samples":
-    """Return the samples of a data set. `description` and `fd` are the results of preparing its
-    files.
-    """
+    """Return the samples of a data set from `description` and `fd` of its prepared files."""
     module: Any = importlib.import_module(dataset_names()[name])
     if fd is None:
         return module.SyntheticSamples()  # type: ignore[no-any-return]

@@ -73,14 +73,10 @@ class CIFAR10Files:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and arrays; a pickle with any other name is refused before that
-    is imported or called.
-    """
+    """Unpickler of numbers, texts, lists and arrays; it refuses any other name before a call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the functions with which arrays are pickled. Raises UnpicklingError for any
-        other.
-        """
+        """Return a function with which arrays are pickled. Raises UnpicklingError for others."""
         if (module.replace("numpy._core", "numpy.core"), name) not in _OF_ARRAYS:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, and a batch of CIFAR-10 holds arrays, numbers and texts"

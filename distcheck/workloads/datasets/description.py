@@ -18,9 +18,7 @@ PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, 
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the bytes, and their digest; `mean` and `std` are per channel, for pixels scaled
-    to 0..1.
-    """
+    """Contents of the bytes, and their digest; `mean` and `std` per channel, pixels in 0..1."""
 
     shape: tuple[int, int, int]
     classes: int

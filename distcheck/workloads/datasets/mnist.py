@@ -25,9 +25,7 @@ class MNISTFiles:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return the places for a parent folder, for `MNIST`, and for the folder of the files
-        itself.
-        """
+        """Return the places for a parent folder, for `MNIST`, and for the files' folder."""
         return [where / "MNIST" / "raw", where / "raw", where]
 
     def locate(self, where: Path) -> Path | None:

@@ -62,9 +62,7 @@ def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
 
 
 def local_number(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
-    """Return the value of an optional integer variable. Raises CannotRunError if it is not an
-    integer.
-    """
+    """Return the value of an optional integer variable. Raises CannotRunError."""
     return number(environ, name, launcher=launcher) if name in environ else default
 
 

@@ -59,9 +59,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list: "gpu03" for "gpu[03-05,9],login". Raises
-    CannotRunError.
-    """
+    """Return the first host of Slurm's list: "gpu03" for "gpu[03-05,9],login"."""
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
         raise CannotRunError(

@@ -116,9 +116,7 @@ def is_own(module: str) -> bool:
 
 
 def is_shared(module: str) -> bool:
-    """Return True if a helper may import a module for all its children: it runs no code under
-    test.
-    """
+    """Return True if a helper may import a module for all children: no code under test."""
     return is_own(module) or module == late_compiler.NAME
 
 

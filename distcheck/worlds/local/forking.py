@@ -88,9 +88,7 @@ class Forker:
         self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
 
     def will_need(self, modules: Iterable[str]) -> None:
-        """Make the helper import modules of distcheck, or torch's compiler, once for all
-        children.
-        """
+        """Make the helper import modules, or torch's compiler, once for all children."""
         self._imports.update(dict.fromkeys(modules))
 
     def wait_ready(self) -> str:
@@ -122,9 +120,7 @@ class Forker:
         return "" if self._ready is None else self._ready.error
 
     def place_of(self, interpreter: int | None) -> "Forker":
-        """Return the forker of a further interpreter; this one for None or if there are no
-        others.
-        """
+        """Return the forker of a further interpreter; this one for None or without others."""
         return self
 
     def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
@@ -187,16 +183,13 @@ class Forker:
         return child
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to a child, if it is still running."""
         if child.gone or self._connection is None:
             return
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died with the helper
             self._send(messages.Signal(child.key, number))
 
     def pump(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for events, and handle all of them. Raises HelperError if the
-        helper is stopped.
-        """
+        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self.look_at_helper()
@@ -252,9 +245,7 @@ class Forker:
         self._helper.end(0.0 if stopped or self._ready is None else _PATIENCE_S)
 
     def _send(self, request: messages.Request, fds: Iterable[int] = ()) -> None:
-        """Send a request. Raises HelperError if the helper does not read it, OSError if it is
-        gone.
-        """
+        """Send a request. Raises HelperError if the helper does not read, OSError if gone."""
         assert self._connection is not None
         assert self._line is not None
         self._connection.settimeout(_PATIENCE_S)
@@ -369,17 +360,14 @@ class LocalShare(Share):
             os.close(dump_fd)
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to a rank, if it is still running."""
         for rank, one in self.children.items():
             if one is child:
                 self._places[rank].signal(child, number)
 
     def ask(self) -> None:
-        """Make every rank report its stacks."""
         self._close_pipe("_dump")
 
     def release(self) -> None:
-        """Let finished ranks exit."""
         self._close_pipe("_release")
 
     def close(self) -> None:

@@ -72,7 +72,6 @@ class Helper:
             scratch.remove_noted()
 
     def say(self, notice: messages.Notice) -> None:
-        """Send a notice to the front end."""
         self._line.send(notice)
 
     def _say_of(self, key: int, event: messages.ChildEvent) -> None:
@@ -159,18 +158,14 @@ class Helper:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill the processes that a dead rank left behind, which are children of this process
-        now.
-        """
+        """Kill the processes that a dead rank left behind, now children of this process."""
         for pid in linux.children_of_self():
             if pid not in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _end_children(self) -> None:
-        """Kill all children until none is left; orphaned descendants become children of this
-        process.
-        """
+        """Kill all children until none is left, adopted orphans included."""
         while family := linux.children_of_self():
             for pid in family:
                 with contextlib.suppress(ProcessLookupError):
@@ -202,9 +197,7 @@ def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[st
 
 
 def serve_forked(control: socket.socket, front_pid: int) -> None:
-    """Entry point in a fork of the front end; see `helper_process.py`. Returns when the front end
-    ends.
-    """
+    """Serve in a fork of the front end (see `helper_process.py`) until the front end ends."""
     _ignore_signals()
     signal.set_wakeup_fd(-1)  # the front end's, if it has one
     linux.adopt_orphans()

@@ -64,7 +64,7 @@ class HelperProcess(Protocol):
 
     @property
     def running(self) -> bool:
-        """True if it has been started and has not ended."""
+        """True from `start` until the process has ended."""
         ...
 
     def end(self, patience_s: float) -> None:
@@ -127,7 +127,6 @@ class CleanHelper(HelperProcess):
         return self._process is not None and self._process.poll() is None
 
     def end(self, patience_s: float) -> None:
-        """Wait for the interpreter to end; kill it when the patience runs out."""
         if self._process is None:
             return
         try:
@@ -196,7 +195,6 @@ class ForkedHelper(HelperProcess):
         return self._pid > 0 and not self._reap(os.WNOHANG)
 
     def end(self, patience_s: float) -> None:
-        """Wait for the fork to end; kill it when the patience runs out."""
         deadline = time.monotonic() + patience_s
         while self.running:
             if time.monotonic() > deadline:

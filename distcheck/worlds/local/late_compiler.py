@@ -66,9 +66,7 @@ class StandIn(ModuleType):
 
 
 def install() -> None:
-    """Install the stand-in unless the compiler is imported already. Requires torch to be
-    imported.
-    """
+    """Install the stand-in unless the compiler is imported. Requires an imported torch."""
     torch = sys.modules["torch"]
     if NAME in sys.modules:
         return

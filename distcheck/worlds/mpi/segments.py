@@ -12,9 +12,7 @@ _SEGMENT = "/dev/shm/sm_segment."
 
 
 def own_segments() -> list[str]:
-    """Return the segments that this process created: those it has mapped if its MPI world has size
-    1.
-    """
+    """Return the segments created by this process: those it has mapped, in a world of 1."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return []

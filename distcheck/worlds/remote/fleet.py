@@ -62,9 +62,7 @@ class RemoteChild(Child):
 
 
 class Link:
-    """The connection to one process, and the shares of worlds that it runs. `on_lost` is called
-    when it breaks.
-    """
+    """The connection to one process, and its shares of worlds; `on_lost` is called at its end."""
 
     def __init__(
         self, line: wire.Wire, coming: wire.Coming, on_lost: Callable[["Link"], None]
@@ -122,7 +120,6 @@ class Link:
             self.take(message)
 
     def take(self, message: wire.FromHost) -> None:
-        """Handle a message of the peer."""
         if isinstance(message, wire.Hello):
             self.hello = message
         elif isinstance(message, wire.DataPrepared):
@@ -172,16 +169,13 @@ class RemoteShare(Share):
         self.children: dict[int, Child] = {rank: RemoteChild() for rank in regions}
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to a rank, if it is still running."""
         rank = next(rank for rank, other in self.children.items() if other is child)
         self._link.send(wire.ToRanks(self._world, "signal", rank, number))
 
     def ask(self) -> None:
-        """Make every rank report its stacks."""
         self._link.send(wire.ToRanks(self._world, "ask"))
 
     def release(self) -> None:
-        """Let finished ranks exit."""
         self._link.send(wire.ToRanks(self._world, "release"))
 
     def close(self) -> None:
@@ -195,7 +189,6 @@ class RemoteShare(Share):
                 child.gone, child.lost = True, self._link.lost
 
     def take(self, message: wire.FromHost) -> None:
-        """Handle a message about a rank of this share."""
         if isinstance(message, wire.Coming | wire.Hello | wire.DataPrepared):
             return
         if isinstance(message, wire.Signs):
@@ -335,9 +328,7 @@ class Fleet(Pool):
         return shares
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Make every other process read the data; return each one's result. Raises
-        CannotRunError.
-        """
+        """Make every other process read the data; return the results. Raises CannotRunError."""
         for link in self._links:
             link.prepared = None
             link.send(wire.Prepare(name, data_dir, download))
@@ -385,9 +376,7 @@ class Fleet(Pool):
             super().pump(0.05)
 
     def _on_lost(self, link: Link) -> None:
-        """Stop watching a lost peer. Raises RankLostError during startup, when there is no world to
-        report it.
-        """
+        """Stop watching a lost peer. Raises RankLostError before a world can report it."""
         self.unwatch(link.line)
         if self._is_gathering and link in self._links:
             raise RankLostError(link.lost)
@@ -432,9 +421,7 @@ class Fleet(Pool):
             yield server
 
     def _accept_all(self, server: socket.socket) -> None:
-        """Accept connections until every rank has a place. Raises CannotRunError at the
-        deadline.
-        """
+        """Accept connections until all ranks have places. Raises CannotRunError at the deadline."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
         greetings = Greetings(server, self._secret)
@@ -483,9 +470,7 @@ class Fleet(Pool):
         return [rank for rank in range(self._launch.world) if rank not in there]
 
     def _check_alike(self, own: Mapping[str, str]) -> None:
-        """Wait for every hello. Raises CannotRunError for the first version or setting that
-        differs.
-        """
+        """Wait for every hello. Raises CannotRunError for the first version that differs."""
         deadline = time.monotonic() + _IMPORT_S
         while waiting := [x for x in self._links if x.hello is None and not x.lost]:
             self.pump(wire.SIGN_EVERY_S)
@@ -539,9 +524,7 @@ def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> Ra
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface with an address; empty if there is
-    none.
-    """
+    """Return the name of the network interface with an address here; empty if none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):
             return str(name)

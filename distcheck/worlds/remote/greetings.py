@@ -37,9 +37,7 @@ class _Greeting:
 
 
 class Greetings:
-    """All pending connections; close it when every rank has connected. `kind` is the union of
-    accepted messages.
-    """
+    """All pending connections, until every rank has connected; messages are of `kind`."""
 
     def __init__(self, server: socket.socket, own_secret: bytes, kind: Any = wire.FromHost) -> None:
         self._server, self._secret, self._kind = server, own_secret, kind
@@ -48,9 +46,7 @@ class Greetings:
         server.setblocking(False)
 
     def come(self, timeout_s: float) -> list[tuple[wire.Wire, list[Any]]]:
-        """Return the peers that have introduced themselves: the connection of each, and its
-        messages, `Coming` first.
-        """
+        """Return peers that have introduced themselves: connection and messages, `Coming` first."""
         watched = select.poll()
         watched.register(self._server, select.POLLIN)
         for greeting in self._waiting:
@@ -74,7 +70,6 @@ class Greetings:
         return here
 
     def close(self) -> None:
-        """Close all pending connections."""
         for greeting in list(self._waiting):
             self._send_away(greeting)
 

@@ -59,7 +59,6 @@ class HostedChild(Child):
         self.pass_on(messages.Printed(data))
 
     def pass_on(self, event: messages.ChildEvent) -> None:
-        """Send an event to the front end."""
         assert self.host is not None
         age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
         self.host.send(messages.Of(self.rank, event, self.world, age_s))
@@ -246,9 +245,7 @@ class Host:
         self._preparing = start_job(self._pool, job, request, fds, deadline_s=_READ_DEADLINE_S)
 
     def _tick_preparing(self) -> None:
-        """Advance the job that reads a data set, and send its result. Heartbeats continue
-        meanwhile.
-        """
+        """Advance the job that reads a data set, and send its result; heartbeats continue."""
         world = self._preparing
         if world is None:
             return

@@ -100,9 +100,7 @@ def address_in(file: Path) -> tuple[str, int] | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address of this machine, or at the one that `LISTEN` defines instead. Raises
-    CannotRunError.
-    """
+    """Listen at an address of this machine, or at that of `LISTEN`. Raises CannotRunError."""
     named, host = host, os.environ.get(LISTEN) or host
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -129,9 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def place_of(server: socket.socket) -> str:
-    """Return a socket's address in the form that `address_of` reads; a wildcard address becomes the
-    machine's name.
-    """
+    """Return a socket's address for `address_of`; the machine's name for a wildcard."""
     host, port = server.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # the user asked for all interfaces
         host = socket.gethostname()
@@ -155,9 +151,7 @@ def listen_on_own() -> socket.socket:
 
 
 def listen_on_way_to(host: str, port: int) -> socket.socket:
-    """Listen at an address or, if it belongs to another machine, at the local address of the route
-    to it.
-    """
+    """Listen at an address or, on another machine, at the local end of the route to it."""
     try:
         return listen(host, 0)
     except CannotRunError:
@@ -169,9 +163,7 @@ def listen_on_way_to(host: str, port: int) -> socket.socket:
 
 
 def listen_here(name: str) -> socket.socket:
-    """Listen on an abstract socket of this machine, which leaves no file behind. Raises
-    CannotRunError.
-    """
+    """Listen on an abstract socket of this machine, without a file. Raises CannotRunError."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(f"\0{name}")

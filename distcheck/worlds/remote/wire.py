@@ -19,9 +19,7 @@ SIGN_EVERY_S = 0.25
 
 
 class Coming(msgspec.Struct, tag=True):
-    """First message: the sender's ranks, before torch is imported. `error`: why it cannot take
-    part.
-    """
+    """First message: the sender's ranks, before torch is imported; `error` if it cannot run."""
 
     protocol: int
     ranks: tuple[int, ...]

@@ -1,6 +1,4 @@
-"""Results of each collective on every rank, computed from the inputs of all ranks. Ranks are group
-ranks here.
-"""
+"""Results of each collective on every rank, from the inputs of all ranks (group ranks)."""
 
 from collections.abc import Callable, Sequence
 

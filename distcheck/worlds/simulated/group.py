@@ -69,9 +69,7 @@ class SimulatedGroup(PythonGroup):
         )
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce a tensor over the ranks, to all ranks. `opts` may be options or the reduce
-        operation.
-        """
+        """Reduce a tensor over the ranks, to all. `opts`: options or the reduce operation."""
         tensors, op = _as_list(tensors), self._operation("all_reduce", opts)
         return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
@@ -178,9 +176,7 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "barrier", "barrier", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Complete once every rank has called it, or raise after a timeout; code may catch the
-        error.
-        """
+        """Complete once every rank has called it, or raise after a timeout."""
         work = self._post(None, "monitored_barrier", "monitored_barrier", [], [])
         work.wait(*((timeout,) if timeout is not None else ()))
 

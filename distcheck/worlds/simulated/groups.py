@@ -68,9 +68,7 @@ class GroupsMade:
         return alike[-1]
 
     def mismatch(self) -> str:
-        """Return a sentence about the first group on whose ranks the ranks disagree; empty if
-        none.
-        """
+        """Return a sentence about the first group whose ranks disagree; empty if none."""
         for made in self._by_name.values():
             alike: dict[_Line, list[int]] = {}
             for rank, line in sorted(made.items()):

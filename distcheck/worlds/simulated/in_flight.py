@@ -52,9 +52,7 @@ class InFlight(compat.TorchDispatchMode):
         self._calls: dict[SimulatedCall, list[int]] = {}
 
     def begin(self, call: SimulatedCall) -> None:
-        """Record a call that is posted now, and check that no other call conflicts with its
-        tensors.
-        """
+        """Record a call that is posted now, and check its tensors against other calls."""
         of_their_code = is_called_by_theirs(call.stack)
         if not of_their_code and not self._held:
             return  # DDP gathers a tensor per rank on each: a million for 1,024 ranks
@@ -172,9 +170,7 @@ def _name(func: Any) -> str:
 def _touched(
     func: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the tensors that an operation reads, or writes (True). Tensors that it only makes a
-    view of are omitted.
-    """
+    """Yield the tensors that an operation reads, or writes (True), without views."""
     for place, argument in enumerate(compat.schema_of(func).arguments):
         given = args[place] if place < len(args) else named.get(argument.name)
         alias = argument.alias_info

@@ -129,9 +129,7 @@ def _words_of_python() -> memoryview | None:
 
 
 def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
-    """Return the memory of NumPy's Mersenne Twister; None if unknown or for another bit
-    generator.
-    """
+    """Return the memory of NumPy's Mersenne Twister; None for another generator."""
     state = numpy.get_state(legacy=False)
     if state["bit_generator"] != "MT19937" or source is None:
         return None
@@ -181,7 +179,6 @@ class ProcessSettings:
         self._now = self._torch_now()
 
     def beginning(self) -> Any:
-        """Return the current settings, as the initial ones of a rank."""
         names = [[_own(module[name]) for name in names] for module, names, _ in self._modules]
         others = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects[1:]]
         return names, [compat.fresh_groups_state(), *others], self._torch_now()
@@ -192,9 +189,7 @@ class ProcessSettings:
         return values, [one.__dict__ for one in self._objects], self._now
 
     def give(self, own: Any) -> None:
-        """Restore the settings of the rank that runs next. Those of the last one have been
-        saved.
-        """
+        """Restore the settings of the rank that runs next; the last one's are saved."""
         values, objects, of_torch = own
         before = warnings.filters
         for (module, names, _), these in zip(self._modules, values, strict=True):
@@ -295,9 +290,7 @@ class Isolation:
         self._enter(self._own[after])
 
     def end(self) -> None:
-        """Restore the state of this process before its first rank ran; call it after the last
-        one.
-        """
+        """Restore the state of this process before its first rank; call it after the last."""
         self._take_modules({})
         self._settings.take()
         self._enter(self._before)

@@ -204,9 +204,7 @@ def _hear(event: str, given: tuple[Any, ...]) -> None:
 
 
 def place_of_cuda(error: BaseException | None) -> str:
-    """Return the line that requested CUDA, as " at FILE:LINE", if that caused the error; empty
-    otherwise.
-    """
+    """Return the line that requested CUDA, as " at FILE:LINE", if that failed; else empty."""
     while error is not None:
         if getattr(error, _MARK, False):
             frames = traceback.extract_tb(error.__traceback__)

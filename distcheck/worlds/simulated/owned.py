@@ -19,9 +19,7 @@ ABSENT = Absent()
 
 @dataclass(frozen=True)
 class Owned:
-    """Attributes as (object, name), and a function that returns one rank's initial values of
-    them.
-    """
+    """Attributes as (object, name), and a function for one rank's initial values."""
 
     places: Sequence[tuple[Any, str]] = ()
     begin: Callable[[], Sequence[Any]] = tuple

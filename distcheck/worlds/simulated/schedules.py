@@ -117,9 +117,7 @@ class Tree:
         self.enter([usual])
 
     def rounds(self, limit: int) -> Iterator[list[Schedule]]:
-        """Yield at most `limit` schedules, in rounds; pass the runs of each to `enter` before
-        requesting the next.
-        """
+        """Yield at most `limit` schedules, in rounds; pass each round's runs to `enter`."""
         if self._buffers:
             if limit < 1:
                 return
@@ -149,9 +147,7 @@ class Tree:
 
     @staticmethod
     def _children(parents: Sequence[ScheduleRun]) -> Iterator[Schedule]:
-        """Yield schedules with one more preemption, later than the last one, so that each occurs
-        once.
-        """
+        """Yield schedules with one more preemption after the last, so that each occurs once."""
         for parent in parents:
             begun = read_schedule(parent.schedule)
             last = max((place for place, _ in begun.switches), default=0)

@@ -236,9 +236,7 @@ class ScheduleForks:
 
 
 class _Fork:
-    """A fork that runs some schedules in sequence; `runs` are those that have finished, in the end
-    all.
-    """
+    """A fork that runs schedules in sequence; `runs` are those that have finished."""
 
     def __init__(
         self, place: int, schedules: Sequence[Schedule], begun: tuple[int, int], deadline_s: float

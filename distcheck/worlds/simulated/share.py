@@ -191,7 +191,6 @@ class SimulatedShare(Share):
         self.children: dict[int, Child] = dict(enumerate(self._host.ranks))
 
     def look(self) -> None:
-        """Update the state of the process."""
         self._host.look()
         if self._host.gone:
             self._host.end_ranks()
@@ -201,11 +200,9 @@ class SimulatedShare(Share):
         self._share.signal(self._host, number)
 
     def ask(self) -> None:
-        """Make every rank report its stacks."""
         self._share.ask()
 
     def release(self) -> None:
-        """Let the process exit."""
         self._share.release()
 
     def close(self) -> None:

@@ -47,7 +47,6 @@ class SimulatedWork(PythonWork):
         return True
 
     def synchronize(self) -> None:
-        """Wait, as `wait` without a timeout."""
         self._finish()
 
     def is_completed(self) -> bool:

@@ -281,16 +281,13 @@ class SimulatedWorld:
                 self.baton.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
-        """Return the rank of this thread. Ends the world for a thread that the code under test
-        started.
-        """
+        """Return the rank of this thread. Ends the world for a thread started by user code."""
         rank = self.baton.rank
         if rank is None:
             self.refuse(f"a thread that is not a rank's {does}")
         return rank
 
     def refuse(self, what: str) -> NoReturn:
-        """End the world because of an operation that cannot be simulated."""
         self._ended("refused", what)
         if self.baton.rank is not None:
             self.baton.freeze()
@@ -336,9 +333,7 @@ class SimulatedWorld:
         self.baton.freeze()
 
     def _lose_peers(self) -> None:
-        """Make ranks blocked on an ended rank raise a lost peer; if there is none, all blocked
-        ranks.
-        """
+        """Make ranks blocked on an ended rank lose their peer; if none is, all blocked ranks."""
         waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:

@@ -59,7 +59,6 @@ class Form:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}")
 
     def fits(self, target: Target) -> bool:
-        """Return True if the code has this form."""
         fits: Callable[[Target], bool] = self.fits_row or self.own.fits
         return fits(target)
 
@@ -91,9 +90,7 @@ def _registers_hooks(target: Target) -> bool:
 
 
 def _calls_step(target: Target) -> bool:
-    """Return True if it takes an optimizer and calls its step, directly or through a function of
-    its module.
-    """
+    """Return True if it takes an optimizer and calls its step, directly or in its module."""
     if not target.is_function:
         return False
     if target.maker is not None and target.source.steps_its_optimizer:

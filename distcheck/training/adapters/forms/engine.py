@@ -45,9 +45,7 @@ def _taken(target: Target) -> list[str]:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that calls it once, before the first step; the engine then trains. Raises
-    UsageError.
-    """
+    """Return a strategy that calls it once, before the first step. Raises UsageError."""
     taken = _taken(target)
     if len(taken) != 2 or not callable(target.value):
         raise refusal(

@@ -53,9 +53,7 @@ def workload(target: Target, scene: Scene) -> Workload:
 
 
 def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
-    """Return the strategy judged by the full batch only: no rank's gradient is a term of the
-    mean.
-    """
+    """Return the strategy judged by the full batch only: no rank's gradient is a term."""
     return loaded.promising(parallel=(("data", -1),), sync="out-of-sight")
 
 

@@ -1,6 +1,4 @@
-"""A method of an agent or a model: called on a stand-in with the attributes that the method
-reads.
-"""
+"""A method of an agent or a model: called on a stand-in with the attributes that it reads."""
 
 import contextlib
 import dataclasses
@@ -68,9 +66,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a method that takes gradients as the corresponding function form, bound to its
-    object.
-    """
+    """Return a method that takes gradients as the function form, bound to its object."""
     uses = _Uses(target, scene)
     making = uses.making(of_a_module=True)
     stand_in = None if making is not None else uses.stand_in()

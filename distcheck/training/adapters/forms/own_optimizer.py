@@ -55,17 +55,13 @@ def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedSt
 
 
 def parameters_name(kind: type) -> str:
-    """Return the constructor parameter that takes the model's parameters; empty if there is
-    none.
-    """
+    """Return the constructor parameter for the model's parameters; empty if there is none."""
     taken = [p.name for p in named_parameters(kind)]
     return next((n for n in taken if n in names.PARAMETERS or n.startswith("param")), "")
 
 
 def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
-    """Return the torch optimizer that it is derived from; None if that is only the abstract base
-    class.
-    """
+    """Return the torch optimizer that it derives from; None if only the abstract base class."""
     for each in made.__mro__[1:]:
         if each is torch.optim.Optimizer:
             return None

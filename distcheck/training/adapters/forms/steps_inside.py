@@ -39,9 +39,7 @@ class ZeroGradientError(ArithmeticError):
 
 
 def fits(target: Target) -> bool:
-    """Return True for a function that subtracts from parameters' data, with a settable learning
-    rate.
-    """
+    """Return True for a function that subtracts from parameters' data at a settable rate."""
     is_function = target.is_function and not target.is_unbound
     return is_function and target.source.descends and bool(_rates(target))
 
@@ -129,9 +127,7 @@ def _rates(target: Target) -> list[str]:
 
 
 def _rate_of(target: Target) -> float:
-    """Return the rate set by an option, or else `RATE`. Raises UsageError for any rate that is not
-    a power of two from 1.
-    """
+    """Return the rate set by an option, or `RATE`. Raises UsageError unless a power of two."""
     values = target.arguments | dict(target.adaptation.variables)
     text = next((values[name] for name in _rates(target) if name in values), str(RATE))
     try:

@@ -22,9 +22,7 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 
 def fits(target: Target) -> bool:
-    """Return True for an object with distcheck's methods, or a class of such objects without
-    required arguments.
-    """
+    """Return True for an object with distcheck's methods, or a class of such objects."""
     return _has_methods(target) and not (target.is_class and target.required)
 
 
@@ -52,9 +50,7 @@ def _takes_what_builds(method: Any) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return the object's methods unchanged, except for supported signatures of scale_loss and
-    sync. Raises UsageError.
-    """
+    """Return the object's methods; supported signatures of scale_loss and sync are adapted."""
     if not _has_methods(target):
         raise refusal(
             target, f"strategy {target.spec!r} has none of wrap, backward, sync and scale_loss"

@@ -31,9 +31,7 @@ _BY_HOOKS = "made once before training: it registers hooks; nothing is called af
 
 
 def fits(target: Target) -> bool:
-    """Return True for a class whose constructor takes a module or its parameters, or a method of
-    such a class.
-    """
+    """Return True for a class whose constructor takes a module or parameters, or its method."""
     made = target.owner if target.is_unbound else target.value if target.is_class else None
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
@@ -55,9 +53,7 @@ def _is_there(parameter: inspect.Parameter, meaning: str) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that constructs it in place of DDP and calls its methods like a training
-    loop. Raises UsageError.
-    """
+    """Return a strategy that constructs it in place of DDP and calls its methods."""
     return adapt_wrapper(target, scene, in_pieces=False)
 
 
@@ -159,9 +155,7 @@ def _module_name(build: Callable[..., Any]) -> list[str]:
 
 
 def _is_trained(build: Callable[..., Any]) -> bool:
-    """Return True if the constructed object replaces the module. A function's result is checked
-    later.
-    """
+    """Return True if the constructed object replaces the module; unknown for functions."""
     if not inspect.isclass(build) or issubclass(build, nn.Module):
         return True
     members = {name for base in build.__mro__ if base is not object for name in vars(base)}
