@@ -162,7 +162,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bare(self) -> bool:
-        """True if the contract promises nothing about gradients, only which platform it supports."""
+        """True if the contract promises nothing about gradients, only its platforms."""
         beside = dict.fromkeys(("backend", "device", "initial_state", "workload"))
         return msgspec.structs.replace(self, declines=(), **beside) == Contract()
 

@@ -122,7 +122,7 @@ def _no_form(target: Target) -> UsageError:
 
 def _usual_method(value: Any) -> str:
     """Return the method to call after backward, of a class or an object other than an optimizer:
-    the first with a usual name, a class's `__call__`, or the only public one; of a module class,
+    the first with a common name, a class's `__call__`, or the only public one; of a module class,
     `forward` if it takes a model. Empty if there is none.
     """
     kind = value if inspect.isclass(value) else type(value)

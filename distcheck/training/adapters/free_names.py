@@ -1,7 +1,7 @@
 """Names that code reads from its module and that its module does not define.
 
 In a training script they are assigned under `if __name__ == "__main__"`, or by a function that is
-not called here. Names with a usual meaning are filled in, and modules are imported. All others get
+not called here. Names with a known meaning are filled in, and modules are imported. All others get
 a stand-in that raises when used, with the `--set` option that defines it.
 """
 
@@ -54,7 +54,7 @@ class FreeNames:
         self._written: set[str] = set()
 
     def _stand_in(self, unknown: list[str], target: Target) -> None:
-        """Import modules under their usual names; other names get values that raise when used."""
+        """Import modules under their common names; other names get values that raise when used."""
         for name in unknown:
             value: Any = None
             if name in names.IMPORTED:

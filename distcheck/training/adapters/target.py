@@ -303,7 +303,7 @@ def sources_of(kind: type, name: str) -> list[Source]:
 def begins_once(kind: Any, *, takes: str) -> str:
     """Return the method that a training loop calls once on a new object: it registers hooks that
     the constructor does not, or sets attributes that other methods read without reducing anything,
-    or has a usual name. `takes` is its argument: `model`, or empty for none. Empty if several fit.
+    or has a common name. `takes` is its argument: `model`, or empty for none. Empty if several fit.
     """
     own = {name: sources_of(kind, name) for name in written(kind)}
     if any(source.registers_hooks for source in own.pop("__init__", ())):

@@ -1,4 +1,4 @@
-"""Finds a data set's files in the usual places, and reads them through torchvision."""
+"""Finds a data set's files in standard places, and reads them through torchvision."""
 
 import contextlib
 import importlib

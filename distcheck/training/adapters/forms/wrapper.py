@@ -171,7 +171,7 @@ def _own_methods(build: Callable[..., Any]) -> str:
 
 def first_phases(target: Target) -> tuple[str, str]:
     """Return the methods to call after backward and before every step: those set by options, else
-    those with usual names; after backward also the only method of an object that is not trained
+    those with common names; after backward also the only method of an object that is not trained
     itself. Empty if there is none.
     """
     said = target.adaptation
