@@ -2,13 +2,12 @@
 
 An exception may quote the environment, and so may a strategy's output. Two kinds are recognized:
 
-- Values of variables of this process whose names indicate a secret (`_NAMES`) and that have at
-  least
-`_LEAST_CHARACTERS` characters. For a value of several lines (a private key), every long line as
-well; for an address, its password or token. They become `<$NAME>`.
+- Values of variables of this process whose names indicate a secret (`_NAMES`), if they have at
+  least `_LEAST_CHARACTERS` characters. For a value of several lines (a private key), every long
+  line as well; for an address, its password or token. They become `<$NAME>`.
 - Texts with the form of a secret (`_FORMS`), from any source: keys and tokens with known prefixes,
-passwords in addresses, credentials in headers, and values after names such as `password=`. They
-become `[masked]`.
+  passwords in addresses, credentials in headers, and values after names such as `password=`. They
+  become `[masked]`.
 
 A secret of any other form and source is not recognized.
 """

@@ -6,8 +6,7 @@ Code is trusted
 - under the name of a built-in or of an installed strategy;
 - in a case that this user has run (`provenance.is_sealed`), if its digest is the recorded one;
 - in a file of this checkout (`Checkout`) that is not at or below the given folder or file. A file
-  of
-a bundle is equivalent to a checkout file with the same bytes.
+  of a bundle is equivalent to a checkout file with the same bytes.
 
 In a trusted file, an object is trusted if the file defines it, not if the file imports it from
 elsewhere (`sync.py:os.system`). A text argument that a case passes to a function of the checkout
