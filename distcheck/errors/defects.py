@@ -36,9 +36,7 @@ _MOST_CHARACTERS = 100_000
 
 
 def is_defect(kind: str, traceback: str) -> bool:
-    """Return True if an exception of class `kind`, with this traceback, is a defect of
-    distcheck.
-    """
+    """Return True if an exception of class `kind` with this traceback is distcheck's defect."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, _MACHINE):
         return False

@@ -144,7 +144,7 @@ def listen(rank: int, *, past_python: bool) -> StepCalls:
 
 
 def _calls_counted() -> float:
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         return sum(compat.calls_counted(group) for group in list(compat.groups()))
@@ -161,7 +161,7 @@ def hear(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
 
 def memory_of(tensor: Any) -> Memory | None:
     """Return the storage of a tensor and its range of bytes; None without own memory."""
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         storage, size = compat.weak_storage(tensor), tensor.element_size()

@@ -91,7 +91,7 @@ class Look:
         """Return the main thread's position in C++ code that may wait, and its run time; else
         None.
         """
-        from distcheck.machine import compat  # imports torch, which the front must not
+        from distcheck.machine import compat  # imports torch, which the front end must not
 
         frame = sys._current_frames().get(self._main)
         if frame is None:
@@ -144,7 +144,7 @@ def _groups() -> Groups | None:
     """Return the groups of this process; None if torch does not count their calls."""
     import torch.distributed as dist
 
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         return {
@@ -161,7 +161,7 @@ def _groups() -> Groups | None:
 
 def _limits_s() -> dict[str, float]:
     """Return the timeout of each group's calls in seconds, if its backend exposes one."""
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     found = {}
     for group in list(compat.groups()):

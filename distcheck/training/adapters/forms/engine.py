@@ -114,7 +114,7 @@ class Engine:
         return self.built if shown is None else shown
 
     def clip(self, max_norm: float) -> None:
-        """Clip by the engine's own `clip(max_norm)`, if it has one."""
+        """Clip by the engine's own `clip(max_norm)`, or by torch's clip_grad_norm_."""
         clip = getattr(self.engine, "clip", None)
         if callable(clip):
             clip(max_norm)
