@@ -1,11 +1,11 @@
-"""Correctness and determinism tests for gradient synchronisation in PyTorch.
+"""Correctness and determinism tests for gradient synchronization in PyTorch.
 
     import distcheck
 
     def test_my_sync():
         distcheck.verify("my_pkg.sync:allreduce", world=4).raise_for_verdict()
 
-Importing this package imports no torch; the work is done in processes of its own.
+Importing this package imports no torch; the work is done in separate processes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Resolves the public names on first use (PEP 562), so that importing stays cheap."""
+    """Resolve the public names on first use (PEP 562), so that importing stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'distcheck' has no attribute {name!r}")
     from importlib import import_module
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for Tab and `dir()`."""
+    """Return the public names, for tab completion and `dir()`."""
     return sorted(__all__)

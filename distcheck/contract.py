@@ -1,4 +1,4 @@
-"""What a strategy and a workload offer, and what a strategy promises.
+"""Interface of strategies and workloads, and the promises of a strategy.
 
 A strategy needs no base class. It is a function, or an object with any of
 
@@ -8,12 +8,13 @@ A strategy needs no base class. It is a function, or an object with any of
                                  (with `parallel=`, None on a rank that does not have the loss)
     scale_loss(loss, step)       before backward
     sync(model, step)            after backward
-    clip(model, max_norm)        in place of torch's clip_grad_norm_, where the loop clips
+    clip(model, max_norm)        in place of torch's clip_grad_norm_, if the loop clips
     close()                      once, after the last step
 
-and a plain function is its `sync`. The promise beside it decides which layers judge it: with a
-reduction order its gradients must be bit-identical, without one within the rounding bound of
-*some* order. This module imports no torch, so that a strategy file costs nothing to declare.
+and a plain function is its `sync`. The declared contract selects the layers that judge the
+strategy: with a reduction order its gradients must be bit-identical, without one within the
+rounding bound of *some* order. This module imports no torch, so that declaring a contract costs
+nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 class RankOrder(msgspec.Struct, frozen=True, tag="rank-order"):
-    """((g0 + g1) + g2) + ..., one parameter at a time: one rank adds up what it gathered."""
+    """((g0 + g1) + g2) + ..., one parameter at a time: one rank adds the gathered gradients."""
 
 
 class BackendAllReduce(msgspec.Struct, frozen=True, tag="all-reduce"):
@@ -49,19 +50,19 @@ class BackendReduce(msgspec.Struct, frozen=True, tag="reduce"):
 class RingOrder(msgspec.Struct, frozen=True, tag="ring"):
     """A ring, one parameter at a time: the textbook's reduce-scatter.
 
-    The n elements are cut into W chunks of n // W, the first n % W of them one longer. Chunk c
-    is (((g[c] + g[c+1]) + g[c+2]) + ...) + g[c+W-1], ranks counted modulo W.
+    The n elements are split into W chunks of n // W, the first n % W of them one longer. Chunk c is
+    (((g[c] + g[c+1]) + g[c+2]) + ...) + g[c+W-1], ranks counted modulo W.
     """
 
 
 class DDPBuckets(msgspec.Struct, frozen=True, tag="ddp-buckets"):
     """The order of the backend's all_reduce over DistributedDataParallel's buckets.
 
-    Sizes are in MiB: the first bucket's limit and that of the others (`bucket_cap_mb` sets
-    both), once DDP has rebuilt its buckets in the order in which gradients became ready. That is
-    at step `rebuilt_at`: 1, after the first backward; with `static_graph=True` 2. With
-    `find_unused_parameters=True` they are never rebuilt (None): the limits then hold from the
-    first step, over the parameters in the order of their registration.
+    Sizes are in MiB: the limit of the first bucket and of the others (`bucket_cap_mb` sets both),
+    once DDP has rebuilt its buckets in the order in which gradients became ready. That is at step
+    `rebuilt_at`: 1, after the first backward; with `static_graph=True` 2. With
+    `find_unused_parameters=True` they are never rebuilt (None): the limits then hold from the first
+    step, over the parameters in the order of their registration.
     """
 
     first_mib: float = 1.0
@@ -94,43 +95,43 @@ Order = RankOrder | BackendAllReduce | BackendReduce | RingOrder | DDPBuckets
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy promises.
+    """The promises of a strategy.
 
-    order      the reduction order, or None where none is promised
+    order      the reduction order, or None if none is promised
     scale      how the sum becomes a mean: `divide-after` (sum / W), `divide-before` (each rank's
                gradient / W, then the sum), or `multiply-before` (gradient * (1 / W), then the sum)
     wire       the dtype that gradients are rounded to before they are exchanged, and summed in
                (with the scale, if that comes before); None: the gradient's own
-    weighting  what a strategy multiplies by `Step.weight` when shards are unequal: the rank's
-               `gradient` after backward, or its `loss` before. Where neither this nor an order
-               is promised, what `scale_loss` does to the loss is observed and undone
-    sync       when gradients are exchanged; says where local gradients can be seen. Where they
-               are exchanged `out-of-sight` of hooks on the model's parameters, as FSDP does, what
-               backward left on each rank is not checked by itself
-    buffers    where a forward pass finds BatchNorm's running statistics: `local` to each rank,
-               or `rank 0` (broadcast before the first forward of every step). Where neither this
-               nor an order is promised, either will do
-    initial_state  `rank 0`: before the first step every rank is given rank 0's parameters and
-               buffers. Where that is not promised, ranks have to begin alike
-    micro_batches  into how many stretches `backward` cuts a shard, the first longer by one where
-               need be. Each one's mean loss is multiplied by its share of the shard's samples
-               (and then by the weight); losses and gradients are added up in that order
-    optimizer_state  whether every rank holds the state of every parameter, or each tensor is
-               `sharded` (held whole by exactly one rank) or `cut` (each rank holds and updates a
-               piece, of the parameter as well)
-    gradients  `owner`: a parameter's gradient is complete on the one rank only whose optimizer
-               updates it, as in ZeRO-2; the others' are not compared
+    weighting  the quantity that is multiplied by `Step.weight` if shards are unequal: the rank's
+               `gradient` after backward, or its `loss` before. If neither this nor an order is
+               promised, the effect of `scale_loss` on the loss is observed and undone
+    sync       when gradients are exchanged, and thus where local gradients are visible. If they
+               are exchanged `out-of-sight` of hooks on the model's parameters, as by FSDP, the
+               gradients that backward leaves on each rank are not checked separately
+    buffers    source of BatchNorm's running statistics in a forward pass: `local` to each rank, or
+               `rank 0` (broadcast before the first forward of every step). If neither this nor an
+               order is promised, both are accepted
+    initial_state  `rank 0`: before the first step every rank receives rank 0's parameters and
+               buffers. Otherwise ranks must start with equal ones
+    micro_batches  number of pieces into which `backward` splits a shard, the first longer by one if
+               necessary. Each piece's mean loss is multiplied by its share of the shard's samples
+               (and then by the weight); losses and gradients are added in that order
+    optimizer_state  `replicated`: every rank holds the state of every parameter; `sharded`: each
+               tensor is held completely by exactly one rank; `cut`: each rank holds and updates a
+               piece, of the parameter as well
+    gradients  `owner`: a parameter's gradient is complete only on the rank whose optimizer updates
+               it, as in ZeRO-2; the others' are not compared
     loss       `tokens`: backward gets the sum over the tokens of the rank's shard, and the strategy
                divides the ranks' sum by the tokens of all ranks; each knows its own, `Step.tokens`
-    one_group  that its optimizer has one group, whatever a workload's `groups` are
-    backend    the only backend it works on, where it speaks to that directly
-    device     the only kind of device it works on: "cpu" or "cuda"
-    declines   cells of `--thorough` that it is not made for; they are left out, with a note
+    one_group  True: its optimizer has one group, whatever a workload's `groups` are
+    backend    the only backend that it supports, if it calls one directly
+    device     the only kind of device that it supports: "cpu" or "cuda"
+    declines   cells of `--thorough` that it does not support; they are left out, with a note
     parallel   the axes of the mesh in which ranks train one model together, each with its size
-               (-1: what the others leave of the world). Ranks that differ in another axis than
-               `data` are given the same samples
-    workload   what it is verified with where no workload is asked for: a layout divides the layers
-               of the models that it was written for
+               (-1: the rest of the world). Ranks that differ only in axes other than `data` get the
+               same samples
+    workload   the default workload of its verification: a parallel layout divides the layers of the
+               models that it was written for
     """
 
     order: Order | None = None
@@ -152,40 +153,39 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     workload: str | None = None
 
     def mesh(self, world: int) -> Mesh | None:
-        """The mesh in a world, None where none is promised. Raises ValueError where it does not
-        fit.
-        """
+        """Return the mesh in a world, None without one. Raises ValueError if it does not fit."""
         return mesh_in(self.parallel, world)
 
     def loss_given(self, asked: LossName) -> LossName:
-        """What backward gets, where `asked` is what the case says of it."""
+        """Return the loss that backward gets; `asked` is the case's."""
         return self.loss or asked
 
     @property
     def is_bare(self) -> bool:
-        """Whether it promises nothing about gradients: only where and on what it works, if that."""
+        """True if the contract promises nothing about gradients, only its platforms."""
         beside = dict.fromkeys(("backend", "device", "initial_state", "workload"))
         return msgspec.structs.replace(self, declines=(), **beside) == Contract()
 
     @property
     def observes_loss(self) -> bool:
-        """Whether what a strategy does to its loss is observed, because it promises nothing."""
+        """True if the effect of a strategy on its loss is observed, because it promises nothing."""
         return self.order is None and self.weighting is None
 
     @property
     def takes_any_buffers(self) -> bool:
-        """Whether a forward pass may start from a rank's own buffers or from rank 0's."""
+        """True if a forward pass may start from a rank's own buffers or from rank 0's."""
         return self.order is None and self.buffers is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a strategy may know about the step it synchronises.
+    """The step that a strategy synchronizes.
 
-    `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group`
-    is the process group of the world (None: the default group). `ranks_with_data` is how many
-    ranks have a shard, where it was said that some have none (None: every rank has one). `tokens`
-    is what this rank's loss is over, and may be 0: `samples` where the workload counts none.
+    `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group` is
+    the process group of the world (None: the default group). `ranks_with_data` is the number of
+    ranks with a shard, if some have none (None: every rank has one). `tokens` is the number of
+    tokens in this rank's loss, possibly 0: equal to `samples` if the workload does not count
+    tokens.
     """
 
     index: int
@@ -199,14 +199,13 @@ class Step:
 
     @property
     def shards(self) -> int:
-        """How many ranks have a shard: what a sum of their gradients is to be divided by."""
+        """Number of ranks with a shard: the divisor of a sum of their gradients."""
         return self.world_size if self.ranks_with_data is None else self.ranks_with_data
 
     @property
     def weight(self) -> float:
-        """What a rank's mean gradient must be multiplied by so that a plain mean over the ranks
-        (with data) equals the mean over all samples: samples * W / total. It is 1.0 for equal
-        shards.
+        """Factor on a rank's mean gradient that makes a plain mean over the ranks (with data) equal
+        the mean over all samples: samples * W / total, 1.0 for equal shards.
         """
         return self.samples * self.shards / self.total_samples
 
@@ -215,7 +214,7 @@ class Step:
 class Batch:
     """One rank's shard of one step: inputs [n, *sample shape], labels [n, ...], ids [n] (dataset
     indices), and `total`, the number of samples over all ranks. `real` [n, positions] is False at
-    padding, where the workload counts tokens.
+    padding, if the workload counts tokens.
     """
 
     inputs: "torch.Tensor"
@@ -226,23 +225,23 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the loss is over; samples where the workload counts none."""
+        """Number of tokens in the loss; of samples if the workload does not count tokens."""
         return len(self.ids) if self.real is None else int(self.real.sum())
 
     def share_of(self, whole: "Batch") -> float:
-        """What the mean loss of this part counts for in that of the whole."""
+        """Return the weight of this part's mean loss in that of the whole."""
         return self.tokens / max(1, whole.tokens)
 
     def part(self, begin: int, end: int) -> "Batch":
-        """A stretch of the samples; `total` stays that of the step."""
+        """Return the samples [begin, end); `total` stays that of the step."""
         columns = (self.inputs, self.labels, self.ids)
         inputs, labels, ids = (column[begin:end] for column in columns)
         real = None if self.real is None else self.real[begin:end]
         return Batch(inputs=inputs, labels=labels, ids=ids, total=self.total, real=real)
 
     def split(self, parts: int) -> "list[Batch]":
-        """The shard in at most `parts` stretches, none empty, the first longer by one if need be;
-        `total` stays that of the step.
+        """Return the shard in at most `parts` pieces, none empty, the first longer by one if
+        necessary; `total` stays that of the step.
         """
         stretches = self.ids.tensor_split(max(1, min(parts, len(self.ids))))
         ends = accumulate(map(len, stretches), initial=0)
@@ -250,14 +249,14 @@ class Batch:
 
 
 class LossOf(Protocol):
-    """What a strategy's `backward` is given: a stretch of the shard to its mean loss."""
+    """The function that `backward` receives: from a piece of the shard to its mean loss."""
 
     def __call__(self, batch: Batch) -> "torch.Tensor":
-        """The loss of what the wrapped model makes of the batch."""
+        """Return the loss of the wrapped model on the batch."""
         ...
 
     def given(self, outputs: "torch.Tensor", batch: Batch) -> "torch.Tensor":
-        """The loss of outputs that were computed already, as the last stage of a pipeline does."""
+        """Return the loss of given outputs, for the last stage of a pipeline."""
         ...
 
 
@@ -265,14 +264,14 @@ Build = Callable[..., "torch.optim.Optimizer"]  # parameters, or groups of them,
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training loop does besides forward, backward, sync and step.
+    """Features of a training loop in addition to forward, backward, sync and step.
 
-    accumulate     backward passes in a step, each over a stretch of the shard; all but the last
-                   within `no_sync()` (or FSDP2's counterpart), where the wrapped model has it
+    accumulate     backward passes in a step, each over a piece of the shard; all but the last
+                   within `no_sync()` (or FSDP2's counterpart), if the wrapped model has it
     clip_norm      clips gradients to this L2 norm, after the sync, by torch's clip_grad_norm_
     loss_scale     trains with torch's GradScaler, which begins with this scale (a power of two,
-                   so that it rounds nothing); a step whose gradients overflow is skipped
-    resume_before  the step before which all is built anew and filled from each rank's checkpoint
+                   so that scaling is exact); a step whose gradients overflow is skipped
+    resume_before  the step before which all is rebuilt and loaded from each rank's checkpoint
     keeps_gradients  clears them by zero_grad(set_to_none=False): zeros, in the same tensors
     evaluates      before every step but the first, a forward pass in eval mode, without gradients
     """
@@ -286,39 +285,39 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(Protocol):
-    """What is trained: a model, a loss that is a mean over the shard, an optimizer.
+    """The training task: a model, a loss that is a mean over the shard, an optimizer.
 
-    Further methods and attributes are looked for and have defaults:
+    Optional methods and attributes, which have defaults:
 
-    samples()                          data of the workload's own, in place of `--data`
-    tokens(batch) -> bool [n, positions]: which positions the loss is a mean over, and which are
-                                       padding. The loss of a batch without any has to be 0
+    samples()                          the workload's own data, in place of `--data`
+    tokens(batch) -> bool [n, positions]: True at positions that the loss is a mean over, False at
+                                       padding. The loss of a batch without any must be 0
     sampler(size, world, rank, seed, epoch) -> indices of this rank for one epoch, in order;
                                        by default torch's DistributedSampler
-    before_step(model, step)           what a script does to its model before a step's forward
-                                       pass, such as freezing a layer; a function of the step
+    before_step(model, step)           changes that a script makes to its model before a step's
+                                       forward, such as freezing a layer; a function of the step
     groups(parameters)                 parameter groups for `optimizer`, as a script makes them:
                                        dicts with "params" and settings of their own
-    schedule(optimizer, step)          what a script does to its optimizer before a step, such as
-                                       setting the rates in `param_groups`; a function of the step
-    hand_over(model, rank)             what a script's rank does to its model before the strategy
-                                       is given it; what counts is what rank 0 has then
-    training                           a `Training`: what the loop does besides
-    must_happen                        events of `distcheck.records.expected_events`: a run in
-                                       which one of them did not happen is unknown
-    own_dtypes                         True: `model` is left in the dtypes that it was built in
+    schedule(optimizer, step)          changes that a script makes to its optimizer before a step,
+                                       such as the rates in `param_groups`; a function of the step
+    hand_over(model, rank)             changes that a script's rank makes to its model before it is
+                                       passed to the strategy; rank 0's result counts
+    training                           a `Training`: further features of the loop
+    must_happen                        events of `distcheck.records.expected_events`: a run without
+                                       one of them is unknown
+    own_dtypes                         True: `model` keeps the dtypes that it was built in
     """
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> "torch.nn.Module":
-        """Builds the model from the current RNG state, in the default dtype."""
+        """Return a model built from the current RNG state, in the default dtype."""
         ...
 
     def loss(self, model: "torch.nn.Module", batch: Batch) -> "torch.Tensor":
-        """The mean loss over the shard: a scalar."""
+        """Return the mean loss over the shard: a scalar."""
         ...
 
     def optimizer(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
-        """Builds the optimizer, of parameters or of groups of them."""
+        """Return the optimizer of parameters or of groups of them."""
         ...
 
 
@@ -329,13 +328,13 @@ class Samples(Protocol):
     classes: int
 
     def size(self, *, train: bool) -> int:
-        """How many samples the training or the test split has."""
+        """Return the number of samples in the training or the test split."""
         ...
 
     def read(
         self, ids: "torch.Tensor", *, train: bool, dtype: "torch.dtype"
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """(inputs [n, *shape] in `dtype`, labels [n] int64) for `ids` [n] int64."""
+        """Return (inputs [n, *shape] in `dtype`, labels [n] int64) for `ids` [n] int64."""
         ...
 
 
@@ -359,11 +358,11 @@ def strategy(
     parallel: Mapping[str, int] | None = None,
     workload: str | None = None,
 ) -> Callable[[T], T]:
-    """Declares the contract of the function or class below it; see `Contract` for the words.
+    """Declare the contract of the function or class below it; `Contract` documents the arguments.
 
-    Raises ValueError for a promise that is not one of them.
+    Raises ValueError for an invalid promise.
     """
-    if parallel is not None:  # no hook sees a gradient of the whole model, nor one rank all of it
+    if parallel is not None:  # no hook sees a full gradient, and no rank has all of it
         sync, optimizer_state = "out-of-sight", "cut"
     contract = Contract(
         order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers,
@@ -400,6 +399,6 @@ def strategy(
 
 
 def contract_of(target: Any) -> Contract:
-    """The contract declared on a strategy; the empty promise when there is none."""
+    """Return the contract declared on a strategy; an empty one if there is none."""
     declared = getattr(target, CONTRACT_ATTRIBUTE, None)
     return declared if isinstance(declared, Contract) else Contract()

@@ -1,12 +1,11 @@
-"""Files and folders that distcheck makes for itself. Every one is made here.
+"""Creation of all private files and folders of distcheck.
 
-A folder has the mode 0700. It belongs to this user, is not a link, and no other user can write in
-it. A file has the mode 0600. It gets its name when it is complete, so that a full disk leaves the
-old one, and no link is written through. Failures are OSErrors whose `strerror` says what is wrong.
+A folder has the mode 0700, belongs to this user, is not a link, and is not writable for others. A
+file has the mode 0600 and is renamed into place when it is complete, so that a full disk preserves
+the old one, and links are never written through. Failures are OSErrors with a clear `strerror`.
 
-Data sets are no files of distcheck's own, as other users may read them, and neither is a report
-whose name the person gave (`publish`): unless it is in the folder of a run, it has the mode that
-the person's umask gives it.
+Data sets are not private, as other users may read them, and neither is a report whose name the user
+gave (`publish`): unless it is in the folder of a run, it has the mode of the user's umask.
 """
 
 import contextlib
@@ -20,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-FOLDER = ".distcheck"  # in the current folder, for runs and all else that is kept
-_MOST_LINKS = 40  # as Linux follows
+FOLDER = ".distcheck"  # in the current folder, for runs and everything else that is stored
+_MOST_LINKS = 40  # the limit of Linux
 _ROOT = 0
 _NOT_OURS = "it is a link, another user's, or a folder that other users can write"
 
@@ -41,8 +40,8 @@ def _owners(path: Path) -> set[int]:
 
 
 def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
-    """Return True if a path is a folder (no link) of one's own that no other user can write to;
-    `strictly` if it is this user's.
+    """Return True if a path is a folder (no link) that `is_ones_own` and that no other user can
+    write to; with `strictly`, if it belongs to this user.
     """
     try:
         about = path.lstat()
@@ -54,9 +53,10 @@ def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
 
 
 def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
-    """Make a folder, and those around it, or find one that is private, as all from `.distcheck` on
-    must be. Raises OSError for one that is not (`strictly` as for `is_private_folder`), for a link
-    of another user on the way to it, and with `is_new` for any that is there.
+    """Create a folder and its parents, or return an existing one that is private, as all from
+    `.distcheck` on must be. Raises OSError for one that is not (`strictly` as for
+    `is_private_folder`), for a link of another user in the path, and with `is_new` for any existing
+    one.
     """
     followed(str(path))
     if FOLDER in path.parent.parts:
@@ -65,7 +65,7 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
         folder(path.parent)
     try:
         path.mkdir(0o700)
-    except FileExistsError:  # also if another process has made it just now
+    except FileExistsError:  # also if another process has just created it
         if is_new or (not path.is_symlink() and not path.is_dir()):
             raise
         if _is_empty_own(path):
@@ -73,13 +73,13 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
         if not is_private_folder(path, strictly=strictly):
             raise PermissionError(errno.EPERM, _NOT_OURS, str(path)) from None
     else:
-        path.chmod(0o700)  # whatever the umask is
+        path.chmod(0o700)  # independent of the umask
     return path
 
 
 def check_stays(path: Path) -> None:
-    """Raise OSError if another user can put something else in the place of a folder, since a folder
-    around it is theirs, or may be written by others and has no sticky bit.
+    """Raise OSError if another user can replace a folder, because one of its parents is theirs, or
+    is writable for others and has no sticky bit.
     """
     for around in path.resolve().parents:
         about = around.stat()
@@ -90,7 +90,7 @@ def check_stays(path: Path) -> None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is root's, or has the name of this user, as where each has their own."""
+    """Return True if a group is root's, or is named after this user, as a private group is."""
     try:
         return number == _ROOT or (
             grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
@@ -100,7 +100,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def temporary_folder() -> Path | None:
-    """Return the folder for temporary files, or None if no file can be written in any."""
+    """Return the folder for temporary files, or None if none is writable."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:
@@ -118,21 +118,21 @@ def _is_empty_own(path: Path) -> bool:
 
 
 def new_file(path: Path | str) -> IO[bytes]:
-    """Open a file that must not be there."""
+    """Open a new file; raises FileExistsError for an existing one."""
     return os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
     )
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, or replace it at once."""
+    """Write a file, or replace it atomically."""
     with drafted(path) as draft, new_file(draft) as file:
         file.write(content if isinstance(content, bytes) else _encoded(content))
 
 
 @contextlib.contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """Yield the name of a draft, which takes the place of `path` at the end of the block."""
+    """Yield the name of a draft, which replaces `path` at the end of the block."""
     draft = path.with_name(unique(".part-"))
     try:
         yield draft
@@ -143,8 +143,8 @@ def drafted(path: Path) -> Iterator[Path]:
 
 
 def followed(path: str) -> Path:
-    """Return the place that a path leads to. Raises OSError for a link of another user in it, which
-    may lead to any file of this one.
+    """Return the target of a path. Raises OSError for a link of another user in it, which may lead
+    to any file of this one.
     """
     place, links = Path("/"), 0
     ahead = [*reversed(Path(path).absolute().parts[1:])]
@@ -166,9 +166,7 @@ def followed(path: str) -> Path:
 
 
 def publish(path: str, text: str) -> None:
-    """Write a file that the person named, whole or not at all; a pipe or a device as it is. Raises
-    OSError.
-    """
+    """Write a file that the user named, atomically; a pipe or a device directly. Raises OSError."""
     place = followed(path)
     is_there = Path(path).exists()
     draft = place.with_name(unique(".part-"))
@@ -176,18 +174,18 @@ def publish(path: str, text: str) -> None:
         try:
             file = draft.open("xb")
         except OSError:
-            pass  # the folder cannot be written; the file, perhaps
+            pass  # the folder is not writable, but the file may be
         else:
             try:
                 with file:
                     file.write(_encoded(text))
                 if is_there:
                     draft.chmod(stat.S_IMODE(place.stat().st_mode))
-                elif (place.parent / "cases").is_dir():  # a run
+                elif (place.parent / "cases").is_dir():  # of a run
                     draft.chmod(0o600)
                 draft.replace(place)
             except OSError as error:
-                if error.errno != errno.EBUSY:  # a file that is mounted by itself
+                if error.errno != errno.EBUSY:  # mounted as a single file
                     raise
             else:
                 return

@@ -1,6 +1,6 @@
 """The conformance test of a communication backend: every operation, in real worlds of ranks.
 
-Inputs and expectations are plain Python numbers (`patterns`, `scene`), `operations` says what
-each is, `rank` performs and judges them, `sweep` runs the worlds, `table` and `document` show the
-end.
+Inputs and expected results are plain Python numbers (`patterns`, `scene`), `operations` defines
+each operation, `rank` performs and judges them, `command` runs the worlds, and `table` prints and
+stores the results.
 """

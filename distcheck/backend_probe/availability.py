@@ -1,4 +1,4 @@
-"""Whether a backend can be probed on this machine, and if not, why."""
+"""Determines if a backend can be probed on this machine, and the reason if it cannot."""
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,12 @@ from distcheck.verification import inspection
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 
-_OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor only
+_OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type only
 
 
 @LOOK.does
 def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
-    """The job of one process. Raises UsageError for a backend that is not known."""
+    """Return the availability of a backend, in a separate process. Raises UsageError."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)

@@ -1,4 +1,4 @@
-"""`distcheck backends`: from words to worlds to an exit code. Imports no torch."""
+"""`distcheck backends`: from options to worlds to an exit code. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,7 +40,7 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
 
-_MOST_ENDS = 3  # worlds that an operation may end; what is left of it is not tried
+_MOST_ENDS = 3  # worlds that an operation may end; the rest of it is not tried
 
 OnCell = Callable[[int], None]
 
@@ -60,9 +60,8 @@ def sweep(
     deadline_s: float,
     on_cell: OnCell,
 ) -> tuple[list[ProbedCell], str]:
-    """A cell per probe; and how the backend failed before any probe, empty if it did not.
-
-    `on_cell` gets how many cells are finished.
+    """Return a cell per probe, and the backend's failure before any probe, empty if there is none.
+    `on_cell` is called with the number of finished cells.
     """
     cells: list[ProbedCell] = []
     ends: Counter[str] = Counter()
@@ -96,7 +95,7 @@ class _Episode:
     def run(
         self, pool: Pool, *, backend: str, device: str, refused: dict[str, str], deadline_s: float
     ) -> str:
-        """Fills `cells`; returns what went wrong where nothing was probed."""
+        """Fill `cells`; return the error if nothing was probed."""
         probes = tuple(self._probes[self._first :])
 
         def request(rendezvous: Rendezvous) -> ProbeRequest:
@@ -127,7 +126,7 @@ class _Episode:
         return self._end(begun, outcomes, hung=hung)
 
     def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
-        """Reads reports until ranks are killed: after that, reports are about lost peers only."""
+        """Read reports until ranks are killed: later reports only concern lost peers."""
         if not ranks.hung:
             self._hear(rank, said)
 
@@ -140,13 +139,13 @@ class _Episode:
             self._on_cell(self._first + len(self.cells))
 
     def _end(self, begun: int, outcomes: Sequence[Outcome], *, hung: bool) -> str:
-        """The world ended in a probe (whatever was said of it), or before there was one."""
+        """Record the probe that ended the world; return an error if there was none."""
         verdict: VerdictName = "hangs" if hung else "crashes"
         if begun < 0:
             return f"{verdict} before any probe: {_short(outcomes[0])}"
-        place = min(begun - self._first, len(self.cells))  # what not all ranks came back from
+        place = min(begun - self._first, len(self.cells))  # the probe that not all ranks completed
         if hung and place < len(self.cells):
-            # All ranks had come back from it; it is the next group that does not come about.
+            # All ranks had completed it; creating the next group failed.
             last = self.cells[place]
             after = "; afterwards the ranks could not form a new group"
             self.cells[place] = msgspec.structs.replace(last, detail=last.detail + after)
@@ -163,10 +162,10 @@ class _Episode:
 
 
 def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
-    """The verdict on a probe from which every rank came back.
+    """Return the verdict on a probe that every rank completed.
 
-    Refused is only what every rank of the group refused: where some return as if all were well,
-    the ranks go on with different ideas of what has happened.
+    A probe is refused only if every rank of the group refused it: if some return normally, the
+    ranks continue with inconsistent states.
     """
     present = {rank: r for rank, r in sorted(results.items()) if r.status != "absent"}
     elements = sum(result.elements for result in present.values())
@@ -176,7 +175,7 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
         verdict = "right"
     elif statuses == {"refused"}:
         verdict = "refused"
-    # A wrong answer says more than the refusal of another rank.
+    # A wrong result is more informative than the refusal of another rank.
     details = sorted(
         (rank for rank, r in present.items() if r.detail),
         key=lambda rank: (present[rank].status != "wrong", rank),
@@ -202,7 +201,7 @@ def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool
 
 
 def _short(outcome: Outcome) -> str:
-    """An outcome in a line: what a rank died of, or what it raised."""
+    """Return an outcome in one line: the end of a rank, or its exception."""
     lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
     if outcome.outcome == RankEnd.RAISED:
         lines = [line for line in lines if not line.startswith("last collective")]
@@ -211,17 +210,17 @@ def _short(outcome: Outcome) -> str:
     return f"rank {outcome.rank}, {said}"
 
 
-_LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others are as long
+_LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others have the same sizes
 _LEAST_RANKS = 2
-_SUB_GROUP_LEAST_RANKS = 3  # a group of all ranks but the first, with at least two in it
+_SUB_GROUP_LEAST_RANKS = 3  # a group without the first rank needs at least two ranks
 
 
 def plan_probes(
     *, world: int, operations: Sequence[str], dtypes: Sequence[str], forms: Sequence[str]
 ) -> list[Probe]:
-    """The cells in the order of the table; an empty selection means everything.
+    """Return the cells in table order; an empty selection means all.
 
-    A cell's salt does not depend on what else was asked for. What `mixed` shows depends on whether
+    A cell's salt does not depend on the selection. The result of `mixed` depends on whether
     `transposed` is refused, so that is probed with it. Raises UsageError.
     """
     if not _LEAST_RANKS <= world <= patterns.MOST_RANKS:
@@ -295,7 +294,7 @@ def backends_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Probes and shows; returns the exit code."""
+    """Probe and print; return the exit code."""
     probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
     known = known_names()
     if device not in _DEVICES:
@@ -337,7 +336,7 @@ def backends_command(
 
 
 def known_names() -> list[str]:
-    """The backends that need no module of a person's own, and move data between processes."""
+    """Return the backends that need no user module, and send data between processes."""
     return [name for name in backends.backend_names() if name != "simulated"]
 
 

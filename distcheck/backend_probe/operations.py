@@ -1,7 +1,7 @@
-"""The operations that are probed: what each is given, how it is called, what must come of it.
+"""The probed operations: their inputs, their calls, and their expected results.
 
-Where an operation has a form with a list and one with a single tensor, the tensor is the list's
-parts, one after the other.
+If an operation has a form with a list and one with a single tensor, the tensor contains the list's
+parts in order.
 """
 
 import time
@@ -18,11 +18,11 @@ from distcheck.backend_probe.scene import (
 
 _OF_MESSAGES = ("plain", "strided", "transposed", "mixed", "empty", "one", "large", "sub-group")
 _UNEVEN_FORMS = ("plain", "async", "strided", "transposed", "mixed", "large", "sub-group")
-_LATE_S = 0.1  # gives a barrier that does not wait the time to show it; a right one passes at any
+_LATE_S = 0.1  # time for an incorrect barrier to be detected; a correct one always passes
 
 
 def _brought(scene: ProbeScene, part: int = 0) -> Buffer:
-    """What a rank gives, and has unchanged afterwards."""
+    """Return a rank's input, which must be unchanged afterwards."""
     values = scene.part(scene.rank, part)
     return Buffer(scene.rows, values, list(values))
 
@@ -45,13 +45,13 @@ def _messages(scene: ProbeScene, count: int) -> Buffers:
 
 
 def _neighbours(call: ProbedCall) -> tuple[int, int]:
-    """The global ranks that this one receives from, and sends to."""
+    """Return the global ranks of this rank's sender and receiver."""
     place, members = call.scene.rank, call.members
     return members[place - 1], members[(place + 1) % len(members)]
 
 
 def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
-    """Ranks at odd places receive first, so that no rank needs a send to return early."""
+    """Send and receive; odd ranks receive first, so that no rank relies on buffered sends."""
     previous, following = _neighbours(call)
     if call.scene.rank % 2 == 0:
         dist.send(t["input"][0], dst=following, group=call.group)
@@ -63,7 +63,7 @@ def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
 
 
 def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
-    """Two messages at a time: they must arrive in the order in which they were sent."""
+    """Send two messages at a time, which must arrive in order."""
     previous, following = _neighbours(call)
     works = [dist.irecv(output, src=previous, group=call.group) for output in t["output"]]
     works += [dist.isend(sent, dst=following, group=call.group) for sent in t["input"]]
@@ -105,7 +105,7 @@ def _all_reduce(scene: ProbeScene) -> Buffers:
 
 
 def _reduce(scene: ProbeScene) -> Buffers:
-    """What the tensor holds afterwards is promised to the root only."""
+    """Return the buffers of a reduce, whose result is defined on the root only."""
     after = scene.reduced() if scene.rank == scene.root else None
     return {"tensor": [Buffer(scene.rows, scene.part(scene.rank), after)]}
 
@@ -123,7 +123,7 @@ def _reduce_scatter_tensor(scene: ProbeScene) -> Buffers:
 
 
 def _rows(scene: ProbeScene, sender: int, receiver: int) -> int:
-    """How many rows go from one rank to another where parts are unequal: one to `rows` of them."""
+    """Return the number of rows sent from one rank to another if parts are unequal: 1 to `rows`."""
     return 1 + (sender + 2 * receiver) % scene.rows
 
 
@@ -166,10 +166,10 @@ def _call_uneven(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
 
 
 def _barrier(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
-    """The root comes late: after everybody else is at the barrier, as the store says.
+    """Enter a barrier, the root last: after all others are at the barrier, according to the store.
 
-    It leaves a note in the store before it enters. A rank that comes out and finds no such note has
-    not been kept waiting; on a correct barrier the note is always there, however slow the machine.
+    The root sets a key in the store before it enters. A rank that returns and does not find the key
+    was not blocked; with a correct barrier the key is always there, however slow the machine is.
     """
     store, turn, scene = call.store, call.turn, call.scene
     if call.is_root:

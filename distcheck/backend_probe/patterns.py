@@ -1,9 +1,10 @@
-"""Numbers that give a wrong backend away, and what they must become; whole numbers only.
+"""Test values that expose an incorrect backend, and their exact reductions; integers only.
 
-After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result
-in any order, so that what is expected is known to the bit and without a backend. At each position
-the ranks' numbers differ, and neighbours differ, so that a dropped, doubled or swapped rank and a
-shifted chunk are seen; a salt changes all of them from call to call, so that an old result is.
+After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result in
+any order, so the expected result is known exactly and without a backend. At each position the
+ranks' values differ, and neighboring positions differ, which exposes a dropped, duplicated or
+swapped rank and a shifted chunk; a salt changes all values from call to call, which exposes an old
+result.
 
 No torch here, and nothing of torch.distributed.
 """
@@ -15,20 +16,20 @@ from dataclasses import dataclass
 from distcheck.machine.numerics import unit_roundoff
 
 Value = bool | int | float | complex
-MOST_RANKS = 8  # beyond it the sums no longer fit into uint8 and bfloat16
-# What no number below becomes, and bfloat16 still holds: sums end at 250 x scale, products at 144.
+MOST_RANKS = 8  # beyond it the sums exceed uint8 and bfloat16
+# Values that no result has, but bfloat16 represents: sums end at 250 x scale, products at 144.
 UNTOUCHED, AROUND = 251, 253
 
 _LARGEST_SUM = 250  # below 2**8: uint8, and bfloat16's eight significant bits
-_FACTORS = 6  # ranks that multiply by more than 1; 9 * 2**4 = 144 fits uint8 as well
+_FACTORS = 6  # ranks that multiply by more than 1; 9 * 2**4 = 144 also fits uint8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype:
-    """How far a dtype's exact whole numbers reach.
+    """Range of a dtype's exact integers.
 
-    Sums and products below 2**8 are multiplied by `scale`, so that a path through a narrower
-    dtype loses bits. `roundoff` is the unit roundoff, 0.0 where arithmetic is exact.
+    Sums and products below 2**8 are multiplied by `scale`, so that a path through a lower-precision
+    dtype loses bits. `roundoff` is the unit roundoff, 0.0 for exact arithmetic.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Dtype:
 
     @property
     def floating(self) -> bool:
-        """Whether there is a mean in this dtype."""
+        """True if a mean is defined in this dtype."""
         return self.roundoff > 0
 
 
@@ -63,17 +64,17 @@ REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 
 def is_meaningful(reduction: str, dtype: str) -> bool:
-    """Complex numbers have no order, and whole numbers no mean."""
+    """True unless the reduction is undefined: MIN and MAX of complex, AVG of integers."""
     if reduction in ("MIN", "MAX"):
         return dtype != "complex64"
     return reduction != "AVG" or DTYPES[dtype].floating
 
 
 def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
-    """What `rank` contributes at `position`.
+    """Return the contribution of `rank` at `position`.
 
-    The magnitudes at one position are `step` apart, in an order that turns with the position: every
-    rank is the least and the greatest somewhere. The sign is common to all ranks.
+    Neighboring magnitudes at one position differ by `step`; their order rotates with the position:
+    every rank is the minimum and the maximum somewhere. The sign is common to all ranks.
     """
     if dtype == "bool":
         return _bit(rank, position, salt, world)
@@ -89,7 +90,7 @@ def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Val
 
 
 def factor(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
-    """What `rank` contributes at `position` to a product: 3, 2 or 1, turning with the position."""
+    """Return the contribution of `rank` at `position` to a product: 3, 2 or 1 in turn."""
     if dtype == "bool":
         return _bit(rank, position, salt, world)
     about = DTYPES[dtype]
@@ -105,7 +106,7 @@ def factor(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Va
 
 
 def reduce_values(reduction: str, values: Sequence[Value]) -> Value:
-    """What the ranks' numbers become, exactly; a mean is rounded to float64.
+    """Return the exact reduction of the ranks' values; a mean is rounded to float64.
 
     For bool, a sum or maximum is "any", a product or minimum "all", as torch maps them.
     """
@@ -122,25 +123,25 @@ def reduce_values(reduction: str, values: Sequence[Value]) -> Value:
 
 
 def mean_bound(dtype: str, expected: Value, world: int) -> float:
-    """How far a correct AVG may be from `expected`.
+    """Return the error bound of a correct AVG.
 
-    All terms have one sign. Dividing first rounds each of them (u for the divisor's reciprocal, u
-    for the product), adding rounds W - 1 times; dividing last rounds less. `expected` itself was
-    rounded to float64, which is at most another u. To first order that is (W + 2) u of the mean;
-    1.01 covers the products of roundoffs. A complex mean is held so in magnitude, as the terms of
-    each of its parts have one sign as well.
+    Derived: all terms have one sign. Dividing first rounds each of them (u for the divisor's
+    reciprocal, u for the product), adding rounds W - 1 times; dividing last rounds less. `expected`
+    itself was rounded to float64, at most another u. To first order that is (W + 2) u of the mean;
+    1.01 covers the products of roundoffs. For a complex mean the bound applies to the magnitude,
+    because the terms of each part have one sign as well.
     """
     return 1.01 * (world + 2) * DTYPES[dtype].roundoff * abs(expected)
 
 
 def _sign(dtype: Dtype, position: int, salt: int, world: int) -> int:
-    """One sign for `world` positions in a row, in which every rank is the least one once."""
+    """Return a sign for each of `world` positions, in which every rank is the minimum once."""
     return -1 if dtype.signed and (position // world + salt) % 3 == 1 else 1
 
 
 def _bit(rank: int, position: int, salt: int, world: int) -> bool:
-    """Of four positions one is true on one rank only, one false on one rank only, one the same on
-    all ranks, and one as it comes: so any and all turn out both ways, by every rank.
+    """Return a bit: of four positions one is True on one rank only, one False on one rank only, one
+    equal on all ranks, and one pseudorandom, so every rank decides "any" and "all" both ways.
     """
     turn, kind = divmod(position + salt, 4)
     if kind < 2:

@@ -1,8 +1,8 @@
-"""One rank that performs probe after probe, and says of each how it went.
+"""One rank that performs probes in sequence, and reports each result.
 
-After every call the ranks tell each other, through the store, whether it was right: no rank runs
-ahead, and every rank knows when the group may have been left out of step. Then they go on with a
-new group, whose connections and counters nothing has touched.
+After every call the ranks exchange its status through the store: no rank runs ahead, and every rank
+knows if the group may be out of sync. Then they continue with a new group with fresh connections
+and counters.
 """
 
 import warnings
@@ -43,7 +43,7 @@ from distcheck.worlds.reporter import Reporter
 
 
 def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
-    """The storage as it is handed over; an output holds what it must not hold afterwards."""
+    """Return the storage before the call; an output holds values that are wrong afterwards."""
     values = buffer.before
     if values is None:
         values = untouched(buffer.after or (), dtype)
@@ -53,7 +53,7 @@ def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
 def find_difference(
     *, actual: list[Any], buffer: Buffer, layout: Layout, scene: ProbeScene, before: list[Value]
 ) -> str:
-    """What is wrong with a storage after the call, in words; empty if nothing is."""
+    """Describe the first error in a storage after the call; empty if there is none."""
     around = surroundings(scene.dtype, layout.size)
     required: list[Any] = buffer.after if buffer.after is not None else _taken(actual, layout)
     expected = layout.place(required, around)
@@ -76,7 +76,9 @@ def _taken(storage: list[Any], layout: Layout) -> list[Any]:
 
 
 def _is_mean(actual: Any, expected: Any, scene: ProbeScene) -> bool:
-    """A mean is never an int, what surrounds it is, and is held to the bit. NaN is never near."""
+    """Return True if a value is within the bound of a mean. The surroundings are integers and must
+    be exact; NaN is never accepted.
+    """
     if isinstance(expected, int):
         return False
     return bool(abs(actual - expected) <= patterns.mean_bound(scene.dtype, expected, scene.world))
@@ -121,9 +123,9 @@ def _show(value: Any) -> str:
     return str(int(value) if whole else value)
 
 
-_MOST_GROUPS = 60  # each has sockets and threads of its own; then a fresh world goes on
-_CALLS = 2  # of an operation without a root: a second answer that is the first one again is seen
-_ROWS, _COLS, _LARGE_COLS = 4, 6, 5003  # 4 x 5003 elements are more than 64 KiB but for one byte
+_MOST_GROUPS = 60  # each has sockets and threads; then a fresh world continues
+_CALLS = 2  # of an operation without a root, to detect a repeated result
+_ROWS, _COLS, _LARGE_COLS = 4, 6, 5003  # 4 x 5003 elements exceed 64 KiB, except in one-byte dtypes
 _DETAIL_CHARACTERS = 240
 
 
@@ -131,7 +133,7 @@ _DETAIL_CHARACTERS = 240
 def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
     warnings.simplefilter(
         "ignore"
-    )  # torch renames collectives; what they do is probed all the same
+    )  # torch renames collectives; their results are probed nevertheless
     seeds.pin_determinism()
     reporter.progress(-1, "load the backend")
     name = load_backend(job.rendezvous.backend)
@@ -147,7 +149,7 @@ def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
 
 
 class _Prober:
-    """What a rank keeps from probe to probe."""
+    """State of a rank between probes."""
 
     def __init__(
         self, job: ProbeRequest, device: torch.device, store: Any, reporter: Reporter
@@ -161,10 +163,11 @@ class _Prober:
         self._refused = dict(job.refused)
 
     def run(self, index: int, probe: Probe) -> bool:
-        """Whether the group is as it was: every rank found every call right."""
+        """Run a probe. Return True if every rank completed every call correctly."""
         reason = self._refused.get(probe.key("transposed"))
         if probe.form == "mixed" and reason is not None:
-            # Half of the ranks would refuse, and the others wait for them: no news of the backend.
+            # Half of the ranks would refuse, and the others block: it would show nothing new about
+            # the backend.
             self._say(index, "refused", f"{NOT_CALLED}{reason}", 0)
             return True
         operation = OPERATIONS[probe.operation]
@@ -177,7 +180,8 @@ class _Prober:
             status, detail, compared = self._try(probe, members, number, turn)
             elements += compared
             if status in ("wrong", "refused") or number == calls - 1:
-                # Before the exchange: the rank that serves the store may die in the next probe.
+                # Report before the exchange: the rank that serves the store may die in the next
+                # probe.
                 self._say(index, status, detail, elements)
                 said = True
             told = self._exchange(turn, status)
@@ -190,7 +194,7 @@ class _Prober:
         return told <= {"right", "absent"}
 
     def renew_groups(self) -> bool:
-        """Goes on with new groups; False where it cannot, for a fresh world to go on."""
+        """Create new groups; return False if a fresh world must continue."""
         self._groups += 1
         if self._groups >= _MOST_GROUPS:
             return False
@@ -204,7 +208,9 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """One call: how it went, in words, and how many elements were compared."""
+        """Perform one call; return its status, a description, and the number of elements
+        compared.
+        """
         try:
             group = self._group_for(probe.form)
         except Exception as error:
@@ -215,7 +221,7 @@ class _Prober:
         scene = self._scene(probe, members, number)
         buffers = operation.buffers(scene)
         form = probe.form
-        if form == "mixed":  # one rank's memory is in another order than the next one's
+        if form == "mixed":  # alternate memory orders between ranks
             form = "transposed" if scene.rank % 2 else "plain"
         memory = _Memory(buffers, form, scene, self._device)
         call = ProbedCall(
@@ -267,7 +273,7 @@ class _Prober:
         self._reporter.say(msgspec.msgpack.encode(result))
 
     def _exchange(self, turn: str, status: Status) -> set[str]:
-        """Tells the other ranks, and waits for what they have to tell."""
+        """Exchange the status with the other ranks; return all statuses."""
         self._store.set(f"{turn}/ended/{self._rank}", status)
         keys = [f"{turn}/ended/{rank}" for rank in range(self._world)]
         wait_for(self._store, keys)
@@ -276,7 +282,7 @@ class _Prober:
 
 
 class _Memory:
-    """The storages of one call, as they were and as they are."""
+    """The storages of one call, before and after it."""
 
     def __init__(
         self, buffers: Buffers, form: str, scene: ProbeScene, device: torch.device
@@ -297,11 +303,11 @@ class _Memory:
 
     @property
     def elements(self) -> int:
-        """How many there are, around the buffers included."""
+        """Number of elements, including those around the buffers."""
         return sum(layout.size for _, _, layout, _, _ in self._entries)
 
     def find_difference(self) -> str:
-        """The first thing that is wrong, in words; empty if all is right."""
+        """Describe the first error; empty if there is none."""
         for label, buffer, layout, before, storage in self._entries:
             found = find_difference(
                 actual=storage.tolist(),

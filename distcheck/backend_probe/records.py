@@ -1,5 +1,5 @@
-"""What a sweep found: a verdict per cell, and the exit code that they add up to; and what the front
-asks of the processes that probe. No torch.
+"""Results of a sweep: a verdict per cell, and the exit code; and requests of the front end to
+processes that probe. No torch.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ VerdictName = Literal["right", "refused", "wrong", "crashes", "hangs", "not trie
 Status = Literal["right", "wrong", "refused", "absent"]
 
 
-NOT_CALLED = "not called, transposed is refused: "  # how the detail of such a cell begins
+NOT_CALLED = "not called, transposed is refused: "  # prefix of such a cell's detail
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell to try. `dtype` and `reduction` are empty where the operation has none."""
+    """One cell to probe. `dtype` and `reduction` are empty if the operation has none."""
 
     operation: str
     reduction: str
@@ -29,24 +29,23 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row(self) -> str:
-        """The operation with its reduction: "all_reduce SUM"."""
+        """The operation with its reduction, such as "all_reduce SUM"."""
         return f"{self.operation} {self.reduction}".strip()
 
     @property
     def name(self) -> str:
-        """The whole cell in words: "all_reduce SUM, strided, float32"."""
+        """The full name of the cell, such as "all_reduce SUM, strided, float32"."""
         form = "" if self.form == "plain" else self.form
         return ", ".join(filter(None, [self.row, form, self.dtype]))
 
     def key(self, form: str) -> str:
-        """The cell of the same operation and dtype in another form."""
+        """Return the key of the cell with the same operation and dtype in another form."""
         return f"{self.row}/{form}/{self.dtype}"
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank fared in one probe; "absent" where it is not in the group that was probed.
-
-    `elements` is how many it compared, those around the buffers included.
+    """Result of one rank in one probe; "absent" if it is not in the probed group. `elements` is the
+    number of compared ones, including those around the buffers.
     """
 
     index: int
@@ -56,7 +55,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbedCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell's end. `elements` were compared over all ranks."""
+    """Result of one cell. `elements` were compared over all ranks."""
 
     probe: Probe
     verdict: VerdictName
@@ -65,9 +64,8 @@ class ProbedCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend on one device. `missing` says why it cannot be probed here; empty if it can.
-
-    `asked` tells whether a person named it; `failure` how it ended a world before any probe.
+    """One backend on one device. `missing` is the reason why it cannot be probed here; empty if it
+    can. `asked` is True if the user named it; `failure` is its failure before any probe.
     """
 
     backend: str
@@ -81,7 +79,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell that ended otherwise than in an earlier sweep."""
+    """A cell with another verdict than in an earlier sweep."""
 
     backend: str
     device: str
@@ -90,15 +88,15 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excused(self) -> bool:
-        """Whether it is better now. Wrong instead of dead is not: no error shows it any more."""
+        """True if it is better now. Wrong instead of crashed is not better: no error shows it."""
         verdict = self.cell.verdict
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 
 
 def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) -> ExitCode:
-    """The exit code. A cell with the same verdict in the baseline, or a worse one, does not count.
+    """Return the exit code. Cells with the verdict of the baseline are ignored.
 
-    A wrong answer outweighs a rank that failed, as in `distcheck verify`.
+    A wrong result takes precedence over a failed rank, as in `distcheck verify`.
     """
     verdicts: set[VerdictName] = set()
     compared = False
@@ -117,7 +115,7 @@ def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) ->
     if any(sweep.missing and sweep.asked for sweep in sweeps):
         return ExitCode.CANNOT_RUN
     if baseline is not None and not baseline.overlap(sweeps)[0]:
-        return ExitCode.UNKNOWN  # it was asked for a comparison, and none was made
+        return ExitCode.UNKNOWN  # a comparison was requested, and none was made
     return ExitCode.PASS if compared else ExitCode.UNKNOWN
 
 
@@ -134,12 +132,12 @@ class Baseline:
         }
 
     def verdict(self, sweep: Sweep, cell: ProbedCell) -> VerdictName | None:
-        """What the cell was; None where it was not probed."""
+        """Return the earlier verdict of a cell; None if it was not probed."""
         place = (sweep.backend, sweep.device, sweep.world, cell.probe.key(cell.probe.form))
         return self._verdicts.get(place)
 
     def overlap(self, sweeps: Sequence[Sweep]) -> tuple[int, int]:
-        """How many of its cells were probed now, and how many it has."""
+        """Return how many of its cells were probed now, and how many it has."""
         probed = sum(
             self.verdict(sweep, cell) is not None for sweep in sweeps for cell in sweep.cells
         )
@@ -160,7 +158,7 @@ class Baseline:
 
 
 class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether `world` ranks could use a backend (a name, or where its `register` is) here."""
+    """Request for the availability of a backend, by name or place, with `world` ranks here."""
 
     backend: str
     device: str
@@ -168,7 +166,7 @@ class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: `missing` is empty where it can be used."""
+    """Availability of a backend; `missing` is empty if it is available."""
 
     device: str
     missing: str
@@ -176,11 +174,11 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank probes.
+    """Probes of one rank.
 
-    `first` is the number of `probes[0]` in the whole sweep. Every rank says a `RankResult` per
-    probe. It returns early where a fresh world has to go on. `refused` are the keys of the probes
-    that worlds before this one have found refused, each with the reason.
+    `first` is the number of `probes[0]` in the whole sweep. Every rank sends a `RankResult` per
+    probe. The job returns early if a fresh world must continue. `refused` are the keys of probes
+    that earlier worlds found refused, each with the reason.
     """
 
     rendezvous: Rendezvous

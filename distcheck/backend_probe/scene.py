@@ -1,7 +1,7 @@
-"""What one rank holds before a call, and what it must hold after it; plain Python.
+"""One rank's buffers before a call and their expected contents after it; plain Python.
 
-A buffer is a matrix of `rows` x `cols` numbers in row-major order, which a form lays out in memory
-among elements that must stay untouched.
+A buffer is a matrix of `rows` x `cols` numbers in row-major order, which a form places in memory
+among elements that must stay unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from distcheck.backend_probe import patterns
 from distcheck.backend_probe.patterns import Value
 
 FORMS = ("plain", "async", "strided", "transposed", "mixed", "empty", "one", "large", "sub-group")
-GUARD = 64  # elements before and after; whole cache lines, so that alignment stays what it was
-_SHIFT = 5  # parts begin at different places of every pattern, for each number of ranks
-_PERIOD = 97  # a long vector repeats after a prime number of elements, which no chunk does
+GUARD = 64  # elements before and after; whole cache lines, to preserve alignment
+_SHIFT = 5  # parts begin at different positions of every pattern, for each world size
+_PERIOD = 97  # a long vector repeats after a prime number of elements, which no chunk has
 
 
 class WrongAnswerError(Exception):
-    """An operation came back and what it did is wrong; says what."""
+    """Raised if an operation completed with a wrong result, which the message describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeScene:
-    """One call as one rank sees it: `rank` and `root` count within the group of `world` ranks."""
+    """One call as one rank sees it: `rank` and `root` are group ranks, of `world` ranks."""
 
     rank: int
     world: int
@@ -36,11 +36,11 @@ class ProbeScene:
 
     @property
     def count(self) -> int:
-        """Elements of one rank's part."""
+        """Number of elements in one rank's part."""
         return self.rows * self.cols
 
     def part(self, rank: int, part: int = 0, *, rows: int | None = None) -> list[Value]:
-        """The `part`-th vector that `rank` brings along."""
+        """Return the `part`-th vector of `rank`."""
         count = self.count if rows is None else rows * self.cols
         source = patterns.factor if self.reduction == "PRODUCT" else patterns.value
         begin = part * (min(self.count, _PERIOD) + _SHIFT)
@@ -51,7 +51,7 @@ class ProbeScene:
         return (short * -(-count // _PERIOD))[:count] if short else []
 
     def reduced(self, part: int = 0) -> list[Value]:
-        """What the ranks' `part`-th vectors become together."""
+        """Return the reduction of the ranks' `part`-th vectors."""
         vectors = [self.part(rank, part)[:_PERIOD] for rank in range(self.world)]
         columns = zip(*vectors, strict=True)
         short = [patterns.reduce_values(self.reduction, column) for column in columns]
@@ -60,9 +60,11 @@ class ProbeScene:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One tensor: what is in it before the call (None: anything else than after it), and after.
+    """One tensor: its contents before the call (None: different everywhere from those after it),
+    and after.
 
-    `after` is None where the operation leaves the content undefined; its surroundings still count.
+    `after` is None if the operation leaves the contents undefined; the surroundings are still
+    checked.
     """
 
     rows: int
@@ -75,9 +77,8 @@ Buffers = dict[str, list[Buffer]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedCall:
-    """How to perform an operation: the group and its ranks' global numbers, and what is asked.
-
-    `store` is one that the backend has no part in, and `turn` a name of this call's own in it.
+    """Context of a call: the group and its ranks' global numbers, and its parameters. `store` does
+    not use the backend, and `turn` is a unique key prefix of this call in it.
     """
 
     group: Any
@@ -90,7 +91,7 @@ class ProbedCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """group and async_op, for a collective."""
+        """`group` and `async_op`, for a collective."""
         return {"group": self.group, "async_op": self.asynchronous}
 
     @property
@@ -102,16 +103,16 @@ class ProbedCall:
         return self.scene.rank == self.scene.root
 
 
-# The work to wait for, if the call returned before it was done.
+# Returns the work to wait for, if the call may return before it is complete.
 Perform = Callable[[Any, dict[str, list[Any]], ProbedCall], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a backend: its buffers, and its call on `torch.distributed`.
+    """One operation of a backend: its buffers, and its call in `torch.distributed`.
 
-    A rooted one is called with every rank as the root in turn. A dtype of "" stands for none.
-    `witness` looks for what no buffer shows, when the call is over; it raises WrongAnswerError.
+    A rooted one is called with every rank as the root in turn. A dtype of "" means none. `witness`
+    checks effects outside buffers after the call; it raises WrongAnswerError.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a buffer's numbers lie in its storage of `size` elements."""
+    """Layout of a buffer in its storage of `size` elements."""
 
     size: int
     offset: int
@@ -134,7 +135,7 @@ class Layout:
     strides: tuple[int, int]
 
     def place(self, values: Sequence[Any], around: list[Any]) -> list[Any]:
-        """A whole storage: `values` in their places, `around` [size] everywhere else."""
+        """Return a whole storage: `values` in their places, `around` [size] everywhere else."""
         rows, cols = self.shape
         down, right = self.strides
         for row in range(rows if cols else 0):
@@ -146,7 +147,7 @@ class Layout:
 
 
 def lay_out(form: str, rows: int, cols: int) -> Layout:
-    """The layout of a form: `strided` has gaps in both directions, `transposed` has none."""
+    """Return the layout of a form: `strided` has gaps in both directions, `transposed` has none."""
     if form == "strided":
         width = 2 * cols + 1
         return Layout((rows + 2) * width + GUARD, width + 1, (rows, cols), (width, 2))
@@ -155,14 +156,14 @@ def lay_out(form: str, rows: int, cols: int) -> Layout:
 
 
 def surroundings(dtype: str, size: int) -> list[Value]:
-    """A storage [size] of numbers that no call may change."""
+    """Return a storage [size] of values that no call may change."""
     if dtype == "bool":
         return [index % 2 == 0 for index in range(size)]
     return [patterns.AROUND] * size
 
 
 def untouched(expected: Sequence[Value], dtype: str) -> list[Value]:
-    """What is in an output before the call: nowhere what must be there afterwards."""
+    """Return the contents of an output before the call: different from `expected` everywhere."""
     if dtype == "bool":
         return [not value for value in expected]
     return [patterns.UNTOUCHED] * len(expected)

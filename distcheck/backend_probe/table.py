@@ -1,5 +1,6 @@
-"""What a probe has found: a table for a person, with operations down, dtypes across and findings
-below; and `distcheck.backends/1`, and back (docs/capabilities.md explains every key).
+"""Results of a probe: a table for the terminal, with operations as rows and dtypes as columns, and
+findings below; and JSON of the schema `distcheck.backends/1`, written and read
+(docs/capabilities.md explains every key).
 """
 
 import io
@@ -32,7 +33,7 @@ from distcheck.reports import json_report
 from distcheck.reports.document import made_from
 from distcheck.reports.wrapping import print_trimmed
 
-# How a cell is shown, in what style, and what that means.
+# Text, style and meaning of each verdict.
 _SHOWN: dict[VerdictName, tuple[str, str, str]] = {
     "right": ("ok", "green", "verified right"),
     "refused": ("no", "dim", "refused, by an error on every rank"),
@@ -52,7 +53,7 @@ def render_text(sweep: Sweep, *, width: int) -> str:
 
 
 def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
-    """Prints one backend's cells; every form, and every finding by itself, if `verbose`."""
+    """Print one backend's cells; if `verbose`, every form, and every finding separately."""
     sweep = shown(sweep)
     console.print(Text(_headline(sweep), style="bold"))
     if sweep.missing or sweep.failure:
@@ -76,7 +77,7 @@ def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
 
 
 def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console) -> None:
-    """Prints what has changed since the baseline, the worse first."""
+    """Print changes since the baseline, the worse ones first."""
     changes = sorted(baseline.changes(sweeps), key=lambda change: change.excused)
     console.print()
     compared, known = baseline.overlap(sweeps)
@@ -121,11 +122,11 @@ def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
 def _lines_of(
     cells: Sequence[ProbedCell], dtypes: Sequence[str], *, verbose: bool
 ) -> list[tuple[list[str], list[Text]]]:
-    """A row's lines: the plain call, then forms that ended otherwise, alike ones together."""
+    """Return a row's lines: the plain call, then forms with other verdicts; equal ones once."""
     found: list[tuple[list[str], list[Text]]] = []
     for form, of_form in groupby(cells, key=lambda cell: cell.probe.form):
         verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
-        if "" in verdicts:  # the operation has no dtype; one verdict, in the first column
+        if "" in verdicts:  # the operation has no dtype: one verdict, in the first column
             verdicts = {dtypes[0]: verdicts[""]}
         words = [Text(*_SHOWN[verdicts[n]][:2]) if n in verdicts else Text() for n in dtypes]
         same = next((forms for forms, other in found if _fits(words, other)), None)
@@ -137,7 +138,7 @@ def _lines_of(
 
 
 def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
-    """Whether a form ended as another line has it, in the dtypes that it was tried in."""
+    """Return True if a form has the verdicts of another line, in the dtypes that were tried."""
     pairs = zip(words, others, strict=True)
     return all(word.plain in ("", other.plain) for word, other in pairs)
 
@@ -159,7 +160,7 @@ def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
 def _findings(
     cells: Sequence[ProbedCell], all_cells: Sequence[ProbedCell], *, verbose: bool
 ) -> Iterator[str]:
-    """A line for each operation and form, or each message of a refusal; its first cell's words."""
+    """Yield a line for each operation and form, or each refusal, with its first cell's details."""
     if verbose:
         yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
         return
@@ -178,12 +179,12 @@ def _findings(
 
 
 def _without_figures(detail: str) -> str:
-    """A refusal's words, which are the same in every form and dtype."""
+    """Return a refusal's message without numbers, equal for every form and dtype."""
     return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
 
 
 def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterator[str]:
-    """Which reductions, forms and dtypes of an operation; "all dtypes" where it is all of them."""
+    """Yield the reductions, forms and dtypes of an operation; "all dtypes" if all are affected."""
     for name in ("reduction", "form", "dtype"):
         here = list(dict.fromkeys(getattr(cell.probe, name) for cell in alike))
         everywhere = dict.fromkeys(getattr(cell.probe, name) for cell in others)
@@ -247,7 +248,7 @@ def render_json(
 
 
 def read_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of an earlier document. Raises UsageError for anything else."""
+    """Return the sweeps of an earlier document. Raises UsageError for anything else."""
     document = read_written(
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",
         why="was not written by distcheck backends --json: {error}",
@@ -259,7 +260,7 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 
 def read_baseline(path: str | None) -> Baseline | None:
-    """Return the sweeps that `--baseline` names, or None."""
+    """Return the baseline of `--baseline`, or None."""
     return None if path is None else Baseline(read_sweeps(Path(path)))
 
 

@@ -1,18 +1,18 @@
-"""What is known of each communication backend, one file or folder each. Importing one imports no
-torch. It may offer
+"""Registry of communication backends, one file or folder each. Importing one imports no torch. A
+backend may define
 
-    all_reduce_sum(shards)   its reduction order, where that has been established; the others are
-                             judged by bounds alone
-    reduce_sum(shards)       the order of a reduce to one rank
-    ORDERS, sum_in(order, collective)
-                             the orders that may follow its name and a colon (`simulated:tree`), in
-                             place of these two
-    missing() -> str         why it cannot run here
-    missing_for(ranks) -> str
-                             why so many ranks cannot run on this machine; it may import torch
-    variables(ranks) -> dict[str, str]
-                             what so many ranks on one machine need in their environment
-    register() -> str        makes torch know it, in a rank; returns the name that torch knows it by
+ all_reduce_sum(shards)   its reduction order, if established; other backends are judged by
+                          error bounds only
+ reduce_sum(shards)       the reduction order of a reduce to one rank
+ ORDERS, sum_in(order, collective)
+                          the orders that may follow its name and a colon (`simulated:tree`),
+                          instead of these two
+ missing() -> str         why it cannot run here
+ missing_for(ranks) -> str
+                          why that many ranks cannot run on this machine; it may import torch
+ variables(ranks) -> dict[str, str]
+                          environment variables for that many ranks on one machine
+ register() -> str        registers it with torch, in a rank; returns torch's name for it
 """
 
 import importlib
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def backend_names() -> list[str]:
-    """The backends that distcheck can make a world of."""
+    """Return the backends with which distcheck can create a world."""
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
     return sorted(name for name in found if not name.startswith("_"))
 
 
 def check_name(backend: str) -> None:
-    """Raises UsageError for a name that no backend has; it says which can run here."""
+    """Raise UsageError for an unknown backend; the message lists those that can run here."""
     known = backend_names()
     name, colon, order = backend.partition(":")
     if name in known and not colon:
@@ -56,24 +56,24 @@ def check_name(backend: str) -> None:
 
 
 def name_of(backend: str) -> str:
-    """A backend's name, without the order that may follow it: "simulated" of "simulated:tree"."""
+    """Return a backend's name without its order: "simulated" for "simulated:tree"."""
     return backend.partition(":")[0]
 
 
 def order_of(backend: str) -> str:
-    """The order in which a backend that has several was asked to add; its first, unless given."""
+    """Return the reduction order of a backend with several; by default its first."""
     order = backend.partition(":")[2]
     return order or next(iter(_orders(name_of(backend))), "")
 
 
 def names_with_orders() -> list[str]:
-    """All that `--backend` takes."""
+    """Return all values of `--backend`."""
     names = backend_names()
     return names + [f"{name}:{order}" for name in names for order in _orders(name)]
 
 
 def is_known(backend: str) -> bool:
-    """Whether it is distcheck's own: a name, with or without one of its orders."""
+    """Return True for a backend of distcheck: a name, with or without one of its orders."""
     return backend in names_with_orders()
 
 
@@ -82,12 +82,12 @@ def _orders(name: str) -> tuple[str, ...]:
 
 
 def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
-    """The backend's own order of summation, or None where it is not known."""
+    """Return a function that sums in the backend's own order, or None if the order is unknown."""
     return _sum_of(backend, "all_reduce")
 
 
 def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
-    """The order in which the backend's reduce to any one rank adds, or None: not known."""
+    """Return a function that sums in the order of the backend's reduce, or None if unknown."""
     return _sum_of(backend, "reduce")
 
 
@@ -102,23 +102,23 @@ def _sum_of(backend: str, collective: str) -> "Callable[[list[torch.Tensor]], to
 
 
 def missing(backend: str) -> str:
-    """Why a backend cannot run on this machine, in a sentence that says what to install; empty
-    where it can, as far as can be known without torch.
+    """Return why a backend cannot run on this machine, with the package to install; empty if it
+    can, as far as is known without torch.
     """
     ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
 
 
 def missing_for(backend: str, ranks: int) -> str:
-    """Why a backend cannot run so many ranks on this machine, where only its library can tell:
-    asked in a process that may import torch. Empty where it can.
+    """Return why a backend cannot run that many ranks on this machine, if only its library can
+    tell; empty if it can. Call it in a process that may import torch.
     """
     ask: Callable[[int], str] | None = getattr(_module(name_of(backend)), "missing_for", None)
     return ask(ranks) if ask is not None else ""
 
 
 def variables(backend: str, ranks: int) -> dict[str, str]:
-    """What `ranks` ranks on this machine need in their environment, but for what is set."""
+    """Return the environment variables that `ranks` ranks here need, except those set already."""
     if not is_known(backend):
         return {}
     ask: Callable[[int], dict[str, str]] | None
@@ -127,8 +127,8 @@ def variables(backend: str, ranks: int) -> dict[str, str]:
 
 
 def register(backend: str) -> str:
-    """Makes torch know a backend, in a rank, before `init_process_group`; returns the name to give
-    it. Raises CannotRunError where its library cannot be loaded.
+    """Register a backend with torch, in a rank, before `init_process_group`; return the name to
+    use. Raises CannotRunError if its library cannot be loaded.
     """
     do: Callable[[], str] | None = getattr(_module(name_of(backend)), "register", None)
     return do() if do is not None else backend

@@ -1,4 +1,4 @@
-"""What process groups that are written in Python have in common, whatever carries their data."""
+"""Base classes of process groups written in Python, independent of the transport."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ Tensors = list[torch.Tensor]
 
 
 def check_length(what: str, size: int, many: Sequence[torch.Tensor]) -> None:
-    """A list of one tensor for each of `size` ranks. Raises ValueError, as all checks here do."""
+    """Raise ValueError unless a list has one tensor for each of `size` ranks."""
     if len(many) != size:
         raise ValueError(f"{what}: {len(many)} tensors for {size} ranks")
 
 
 def check_list(what: str, size: int, many: Sequence[torch.Tensor], one: torch.Tensor) -> None:
-    """The same, of as many elements as `one`."""
+    """Raise ValueError unless a list has `size` tensors, each with as many elements as `one`."""
     check_length(what, size, many)
     for tensor in many:
         if tensor.numel() != one.numel():
@@ -27,7 +27,7 @@ def check_list(what: str, size: int, many: Sequence[torch.Tensor], one: torch.Te
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """A tensor that holds one part for each rank."""
+    """Raise ValueError unless a tensor has `size` times the elements of `part`."""
     if whole.numel() != size * part.numel():
         raise ValueError(f"{what}: {whole.numel()} elements are not {size} times {part.numel()}")
 
@@ -35,7 +35,9 @@ def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor
 def elements_by_rank(
     what: str, size: int, tensor: torch.Tensor, splits: Sequence[int]
 ) -> list[int]:
-    """Elements for each rank, from numbers of rows; without any, all ranks get as many."""
+    """Return the number of elements for each rank, from numbers of rows; equal parts without
+    `splits`. Raises ValueError if they do not fit.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
@@ -48,35 +50,36 @@ def elements_by_rank(
 
 
 class PythonWork(Work):
-    """A started operation, or several; its results are there once it was waited for."""
+    """A started operation, or several; its results are available once it was waited for."""
 
     _results: Any
 
     def result(self) -> Any:
-        """The tensors that it has written."""
+        """Wait, and return the output tensors."""
         self.wait()
         return self._results
 
     def get_future(self) -> Any:
-        """A completed future of the result."""
+        """Wait, and return a completed future of the result."""
         future: Any = torch.futures.Future()
         future.set_result(self.result())
         return future
 
     def getFuture(self) -> Any:  # noqa: N802
-        """The same, by the name that older code has for it."""
+        """Return `get_future()`, under the name in older code."""
         return self.get_future()
 
 
 class PythonGroup(ProcessGroup):
-    """One rank's end of a group: who it is, what torch calls by several names, and many operations
-    as one. A subclass has the operations, under the names without `_base` or `_coalesced`.
+    """One rank's end of a group: its rank and size, torch's alternative names of operations, and
+    coalesced operations. A subclass defines the operations, under the names without `_base` or
+    `_coalesced`.
     """
 
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
-    torch_name: str  # by which torch knows the backend
+    torch_name: str  # torch's name of the backend
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -84,19 +87,16 @@ class PythonGroup(ProcessGroup):
         self._name = str(options.group_id)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What torch prints."""
+        """Return the backend's name for torch's messages."""
         return self.torch_name
 
     def name(self) -> str:
-        """The same."""
         return self.torch_name
 
     def rank(self) -> int:
-        """This rank's place in the group."""
         return int(self._rank)
 
     def size(self) -> int:
-        """The number of ranks."""
         return int(self._size)
 
     @property
@@ -111,7 +111,7 @@ class PythonGroup(ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    # -- other names of the same operations -------------------------------------------------------
+    # -- alternative names of operations -----------------------------------------------------------
 
     def _allgather_base(self, *given: Any, **named: Any) -> Any:
         return self.all_gather_single(*given, **named)
@@ -120,28 +120,25 @@ class PythonGroup(ProcessGroup):
         return self.reduce_scatter_single(*given, **named)
 
     def alltoall_base(self, *given: Any, **named: Any) -> Any:
-        """`all_to_all_single`."""
         return self.all_to_all_single(*given, **named)
 
     def allgather_into_tensor_coalesced(self, *given: Any, **named: Any) -> Any:
-        """`all_gather_single_coalesced`."""
         return self.all_gather_single_coalesced(*given, **named)
 
     def reduce_scatter_tensor_coalesced(self, *given: Any, **named: Any) -> Any:
-        """`reduce_scatter_single_coalesced`."""
         return self.reduce_scatter_single_coalesced(*given, **named)
 
-    # -- many at once -----------------------------------------------------------------------------
+    # -- coalesced operations ---------------------------------------------------------------------
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """`all_gather_into_tensor` of several tensors."""
+        """Run `all_gather_into_tensor` for several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         return self._together([self.all_gather_single(out, data) for out, data in pairs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """`all_gather` of several tensors; `outputs` hold a list of them for each rank."""
+        """Run `all_gather` for several tensors; `outputs` holds a list of them for each rank."""
         by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
         works = [self.allgather([list(of_ranks)], [data]) for of_ranks, data in by_tensor]
         return self._together(works, [tensor for output in outputs for tensor in output])
@@ -149,11 +146,11 @@ class PythonGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """`reduce_scatter_tensor` of several tensors."""
+        """Run `reduce_scatter_tensor` for several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
         return self._together(works, outputs)
 
     @abstractmethod
     def _together(self, works: Sequence[Any], results: Tensors) -> Any:
-        """Several started operations, which are waited for as one."""
+        """Combine several started operations into one."""

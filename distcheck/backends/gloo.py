@@ -1,10 +1,11 @@
-"""gloo on CPU: the exact order in which its all_reduce and its reduce add.
+"""gloo on CPU: the exact summation order of its all_reduce and its reduce.
 
-Its default all_reduce is a ring: a reduce-scatter over chunks, then an all-gather. A chunk
-starts on the rank behind the one that will own it and travels down the ring, and every rank adds
-its own part to what arrives. How the vector is cut into chunks follows from its size in bytes
-(gloo, allreduce.cc: kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of
-the world). Its reduce is the same ring with other chunks, whatever the root.
+Its default all_reduce is a ring: a reduce-scatter over chunks, then an all-gather. A chunk starts
+on the rank behind its owner and travels down the ring, and every rank adds its own part to the
+received sum. The chunk sizes follow from the vector's size in bytes (gloo, allreduce.cc:
+kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of the world size). Its reduce
+is the same ring with other chunks, for any root.
+
 `distcheck.judge.oracles.calibration` confirms both on the machine before anything relies on them.
 """
 
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 _MOST_SEGMENT_BYTES = 1 << 20
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# Beyond it, W * W small additions take longer than a copy of all vectors: measured with 30,000
-# elements, 16 ranks take as long in both ways.
+# Measured: above it, W * W small additions take longer than a copy of all vectors; with 30,000
+# elements and 16 ranks, both take equally long.
 _FEW_RANKS = 16
 
 
 def missing() -> str:
-    """An interface that the environment names and this machine does not have."""
+    """Return an error if the environment names an interface that this machine does not have."""
     here = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get(_INTERFACES, "").split(",")):
         if name not in here:
@@ -36,10 +37,11 @@ def missing() -> str:
 
 
 def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:
-    """Where each of the `world` chunks begins and ends, in elements; trailing ones may be empty.
+    """Return begin and end of each of the `world` chunks, in elements; trailing ones may be empty.
 
-    With b bytes in all, s the largest segment: n = max(ceil(b / s), 2W) rounded up to a multiple
-    of W segments of ceil(b / n) bytes, rounded up to whole elements; n / W segments a chunk.
+    With b bytes in all and s the largest segment, there are n = max(ceil(b / s), 2W) segments,
+    rounded up to a multiple of W, of ceil(b / n) bytes, rounded up to whole elements; n / W
+    segments form a chunk.
     """
     total = elements * element_bytes
     most = element_bytes * max(1, _MOST_SEGMENT_BYTES // element_bytes)
@@ -49,9 +51,9 @@ def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[in
 
 
 def reduce_chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:
-    """The chunks of reduce (gloo, reduce.cc), as `chunk_bounds`.
+    """Return the chunks of reduce (gloo, reduce.cc), in the form of `chunk_bounds`.
 
-    Here the segment comes first: s = min(ceil(b / 2W), 1 MiB), rounded up to whole elements,
+    Here the segment size comes first: s = min(ceil(b / 2W), 1 MiB), rounded up to whole elements,
     and then n = max(ceil(b / s), 2W), rounded up to a multiple of W.
     """
     total = elements * element_bytes
@@ -61,7 +63,7 @@ def reduce_chunk_bounds(elements: int, element_bytes: int, world: int) -> list[t
 
 
 def all_reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
-    """What gloo's all_reduce(SUM) leaves on every rank, to the bit.
+    """Return the bit-identical result of gloo's all_reduce(SUM) on every rank.
 
     `shards` are the ranks' vectors [n], in rank order, all of one floating dtype. Chunk c is
     ((x[c-1] + x[c-2]) + ...) + x[c], rank indices modulo W.
@@ -70,7 +72,7 @@ def all_reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
 
 
 def reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
-    """What gloo's reduce(SUM) leaves on the root, to the bit; `shards` as in all_reduce_sum."""
+    """Return the result of gloo's reduce(SUM) on the root, to the bit; `shards` as above."""
     bounds = reduce_chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards))
     return ring_sum(shards, bounds)
 
@@ -80,10 +82,10 @@ def ring_sum(
     bounds: list[tuple[int, int]],
     combine: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None" = None,
 ) -> "torch.Tensor":
-    """What a ring leaves of the ranks' vectors [n], cut into one chunk for each rank; `combine` is
-    addition where it is not given.
+    """Return the ring reduction of the ranks' vectors [n], split into one chunk for each rank;
+    `combine` defaults to addition.
     """
-    import torch  # here, so that the front can ask about gloo
+    import torch  # imported here, so that the front end can query gloo
 
     combine, world = combine or torch.add, len(shards)
     if world > _FEW_RANKS:
@@ -104,10 +106,10 @@ def _many_ranks_ring_sum(
     bounds: list[tuple[int, int]],
     combine: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]",
 ) -> "torch.Tensor":
-    """The same, all chunks at once: W operations in place of W * W.
+    """Compute `ring_sum` for all chunks at once: W operations instead of W * W.
 
-    The vectors lie below each other, filled up to W chunks of one length. What chunk c takes at
-    distance k is row c - k, column c: a diagonal, which wraps around once.
+    The vectors are the rows of a matrix, padded to W chunks of equal length. The operand of chunk c
+    at distance k is row c - k, column c: a diagonal, which wraps around once.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""NCCL, between GPUs: which algorithm adds in which order is its own affair, and changes with
-sizes, topology and release. So no order is claimed, and what it leaves is judged by bounds.
+"""NCCL between GPUs: its algorithms and summation orders are unspecified, and change with sizes,
+topology and release. No order is claimed, and results are judged by error bounds.
 
 NCCL refuses ranks that share a GPU, unless it is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE is 1.
 A collective then waits for a kernel of every rank, so all of them must fit on the GPU: each rank
-gets few thread blocks. Where they do not fit, the world hangs, and its deadline ends it.
+gets few thread blocks. If they do not fit, the world hangs, and its deadline ends it.
 """
 
 import os
@@ -11,31 +11,31 @@ import os
 from distcheck.machine import devices
 
 SHARED_SINCE = (2, 30)
-# Chosen: 2 blocks a rank are 16 for 8 ranks; a GPU has tens of multiprocessors.
+# Heuristic: 2 blocks per rank are 16 for 8 ranks; a GPU has tens of multiprocessors.
 _TO_SHARE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 
 
 def missing() -> str:
-    """Why it cannot run here; empty where a GPU is there."""
+    """Return why it cannot run here; empty if there is a GPU."""
     if devices.gpu_count() == 0:
         return "backend nccl needs an NVIDIA GPU; this machine has none"
     return ""
 
 
 def are_shared(ranks: int) -> bool:
-    """Whether so many ranks on this machine are more than its GPUs."""
+    """Return True if there are more ranks than GPUs on this machine."""
     return 0 < devices.gpu_count() < ranks
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """The variables with which NCCL lets so many ranks share GPUs, but for those that are set."""
+    """Return the variables with which NCCL lets ranks share GPUs, except those set already."""
     if not are_shared(ranks):
         return {}
     return {name: value for name, value in _TO_SHARE.items() if name not in os.environ}
 
 
 def missing_for(ranks: int) -> str:
-    """Why so many ranks cannot run on this machine with the NCCL that torch uses. Imports torch."""
+    """Return why so many ranks cannot use torch's NCCL here; empty if they can. Imports torch."""
     if not are_shared(ranks) or can_share():
         return ""
     gpus = devices.gpu_count()
@@ -48,12 +48,12 @@ def missing_for(ranks: int) -> str:
 
 
 def can_share() -> bool:
-    """Whether the NCCL that torch uses lets ranks share a GPU. Imports torch."""
+    """Return True if torch's NCCL lets ranks share a GPU. Imports torch."""
     return devices.nccl_version()[:2] >= SHARED_SINCE
 
 
 def describe() -> str:
-    """What `distcheck doctor` says of it. Imports torch."""
+    """Return its description for `distcheck doctor`. Imports torch."""
     if not devices.nccl_version():
         return "torch has none"
     if can_share():

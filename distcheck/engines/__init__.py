@@ -1,9 +1,9 @@
-"""`distcheck verify --on ENGINE`: the parts of a matrix as tasks of an engine that a team has.
+"""`distcheck verify --on ENGINE`: runs the parts of a matrix as tasks of an existing engine.
 
-An engine places, queues and retries; distcheck cuts the matrix as `--shard` does, and joins what
-comes back as `merge` does. A task that is lost is unknown, with the engine's reason.
+The engine places, queues and retries tasks; distcheck splits the matrix like `--shard`, and merges
+the results like `merge`. A lost task is unknown, with the engine's reason.
 
-part         what a task does: one part, judged by a distcheck of its own
-running      the front: tasks are started, reports are joined
-on_ray, on_slurm    one file an engine, with `start(address, work) -> Tasks`
+part         the task: one part, judged by its own distcheck process
+running      the front end: starts tasks, merges reports
+on_ray, on_slurm    one file per engine, with `start(address, work) -> Tasks`
 """

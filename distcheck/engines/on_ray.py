@@ -1,6 +1,4 @@
-"""Ray: a part is a task with as many CPUs as it has ranks, or GPUs. A copy of this folder goes to
-each worker.
-"""
+"""Ray engine: a part is a task with as many CPUs, or GPUs, as ranks, and a copy of this folder."""
 
 import importlib
 import logging
@@ -16,7 +14,7 @@ _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "
 
 
 class OnRay:
-    """Tasks of a Ray cluster."""
+    """Engine that runs parts as tasks of a Ray cluster."""
 
     code = "a copy of this folder is sent to each worker; other paths must be there already"
 
@@ -32,7 +30,7 @@ class OnRay:
             )
         task = ray.remote(run_part)
         self._tasks = {
-            # Ranks share cores where no node has so many: an infeasible task waits for ever.
+            # Ranks share cores if no node has enough: an infeasible task would wait forever.
             task.options(
                 num_cpus=min(part.ranks, cpus), num_gpus=part.gpus, name=f"distcheck {part.name}"
             ).remote(list(part.words), None): part
@@ -40,7 +38,7 @@ class OnRay:
         }
 
     def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
-        """Those that have ended within a second."""
+        """Yield the tasks that ended within one second."""
         done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=1.0)
         for task in done:
             part = self._tasks.pop(task)
@@ -56,11 +54,11 @@ class OnRay:
 
 
 def start(address: str, work: Sequence[Work]) -> OnRay:
-    """Starts tasks on the Ray at an address, on that of RAY_ADDRESS, or on one that is started for
-    them.
+    """Start tasks on the Ray cluster at an address, on that of RAY_ADDRESS, or on a new local one.
+    Raises CannotRunError.
     """
     if not address and not os.environ.get("RAY_ADDRESS"):
-        # Without a token, one that is started here runs code of every user who reaches its port.
+        # Without a token, a new local cluster would run code of any user who can reach its port.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = importlib.import_module("ray")
     try:

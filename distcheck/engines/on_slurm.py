@@ -1,5 +1,5 @@
-"""Slurm, by submitit: a part is a job with as many CPUs as it has ranks, or GPUs. Code is found by
-its path, so this folder must be one that the nodes see.
+"""Slurm, through submitit: a part is a job with as many CPUs, or GPUs, as it has ranks. Code is
+found by its path, so this folder must be visible to the nodes.
 """
 
 import logging
@@ -17,12 +17,12 @@ from distcheck.errors import CannotRunError
 from distcheck.store.run_folder import own_folder
 
 _LOOK_EVERY_S = 1.0
-_MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT says otherwise
-HERE = "local"  # the address at which parts are processes of this machine, without Slurm
+_MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT is set
+HERE = "local"  # the address for processes of this machine, without Slurm
 
 
 class OnSlurm:
-    """Jobs of a cluster."""
+    """Jobs of a Slurm cluster."""
 
     code = "it is found by its path: nodes must see this folder"
 
@@ -42,7 +42,7 @@ class OnSlurm:
             self._jobs += started
 
     def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
-        """Those that have ended, after a second."""
+        """Yield the jobs that have ended, after one second."""
         time.sleep(_LOOK_EVERY_S)
         for job, part in list(self._jobs):
             if not job.done():
@@ -57,18 +57,18 @@ class OnSlurm:
                 yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
-        """Ends what still runs, or waits in the queue."""
+        """Cancel running and queued jobs."""
         for job, _ in self._jobs:
             job.cancel()
 
 
 def start(address: str, work: Sequence[Work]) -> OnSlurm:
-    """Submits jobs by sbatch; partition, account and time limit are those of SBATCH_PARTITION,
-    SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
+    """Submit jobs by sbatch; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT set partition,
+    account and time limit. Raises CannotRunError.
     """
     import submitit
 
-    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns where there is no accounting
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns if there is no accounting
     if address not in ("", HERE):
         raise CannotRunError(
             f"--on slurm://{address}: Slurm has no address, it is that of sbatch here; give "
@@ -78,7 +78,7 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
         raise CannotRunError(
             "--on slurm needs sbatch, which is not on PATH; run it on a machine that submits jobs"
         )
-    # Jobs and results are pickles: the folder is new, and all of it is this user's.
+    # Jobs and results are pickles: the folder is new, and belongs to this user only.
     place = own_folder("slurm").absolute() / private.unique("jobs-")
     try:
         private.folder(place, is_new=True, strictly=True)

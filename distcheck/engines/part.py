@@ -1,6 +1,4 @@
-"""What a task does where an engine has placed it: judges one part of a matrix, in a process of its
-own, and gives back the report as text.
-"""
+"""Task of an engine: judges one part of a matrix in a process, and returns the report as text."""
 
 import os
 import subprocess
@@ -12,17 +10,17 @@ from distcheck.records.decoding import read_bounded
 from distcheck.worlds import scratch
 from distcheck.worlds.linux import die_with_parent
 
-Ended = tuple[int, str, str]  # exit code, the report's text or "", the last words of stderr
-_MOST_WORDS = 2000  # characters of what was said
+Ended = tuple[int, str, str]  # exit code, the report's text or "", the end of stderr
+_MOST_WORDS = 2000  # characters of stderr
 
 
 def run_part(words: Sequence[str], folder: str | None) -> Ended:
-    """Runs `distcheck verify` with these words, in a folder or in that of the task."""
+    """Run `distcheck verify` with these arguments, in a folder or in the task's own."""
     parent = os.getpid()
     with scratch.folder(prefix="distcheck-part-") as place:
         file = Path(place, "part.json")
         ran = subprocess.run(
-            # -P: what lies in the folder is not imported in place of distcheck's own modules.
+            # -P: modules in the folder must not shadow distcheck's own.
             [sys.executable, "-P", "-m", "distcheck", "verify", *words, "--json", str(file)],
             cwd=folder,
             stdin=subprocess.DEVNULL,

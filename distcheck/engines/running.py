@@ -1,4 +1,4 @@
-"""The front of a matrix that runs on an engine: starts its parts, joins their reports."""
+"""Front end of a matrix that runs on an engine: starts its parts, merges their reports."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ from distcheck.store.origin import command_line
 from distcheck.verification.merging import Part, join, read_part, show_whole
 from distcheck.worlds import scratch
 
-# The module that starts tasks, the library that it needs, and how to install that.
+# The module that starts tasks, the library that it requires, and the command to install that.
 ENGINES = {
     "ray": ("on_ray", "ray", "pip install 'distcheck[ray]'"),
     "slurm": ("on_slurm", "submitit", "pip install 'distcheck[slurm]'"),
@@ -33,7 +33,7 @@ _OF_THE_FRONT = ("--on", *(f"--{name}" for name in (*FORMATS, GITHUB)), *_FLAGS)
 
 @dataclass(frozen=True)
 class Work:
-    """A part of a matrix: its number from 1, what it is of, what it is run with, what it needs."""
+    """A part of a matrix: its number from 1, its name, arguments, and resources."""
 
     number: int
     name: str
@@ -44,18 +44,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Lost:
-    """Why a part has no report."""
+    """Reason why a part has no report."""
 
     why: str
 
 
 class Tasks(Protocol):
-    """What runs parts. `code` says how code under test comes to be there."""
+    """Running parts. `code` describes how code under test reaches the tasks."""
 
     code: str
 
     def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
-        """Waits a moment; those that ended in it."""
+        """Wait briefly, and yield the parts that ended meanwhile."""
         ...
 
     def close(self) -> None: ...
@@ -64,7 +64,7 @@ class Tasks(Protocol):
 def run_on(
     engine: str, plan: Callable[[str | None], Planned], *, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Runs a matrix on an engine and shows the whole; returns its exit code."""
+    """Run a matrix on an engine and print the report; return its exit code. Raises UsageError."""
     name, _, address = engine.partition("://")
     if name not in ENGINES:
         raise UsageError(
@@ -117,8 +117,8 @@ def _collected(
     place: Path,
     progress: LiveProgress,
 ) -> tuple[list[Part], dict[int, str], bool]:
-    """The reports, as files are read that others wrote; and by the part's number why one is not
-    there. Ends what still runs on Ctrl-C.
+    """Return the reports, read like files from another author, the reason for each missing part by
+    its number, and True if interrupted by Ctrl-C, which ends running parts.
     """
     parts: list[Part] = []
     lost: dict[int, str] = {}

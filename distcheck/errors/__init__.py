@@ -1,10 +1,10 @@
-"""Errors that a person sees: one clear sentence each, with the exit code it leads to."""
+"""Errors for users: one clear sentence each, with the exit code that it leads to."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What `distcheck` exits with; docs/how-it-works.md explains each."""
+    """Exit codes of `distcheck`; docs/how-it-works.md explains each."""
 
     PASS = 0
     MISMATCH = 1
@@ -13,43 +13,43 @@ class ExitCode(IntEnum):
     RANK_FAILED = 4
     UNKNOWN = 5
     INTERNAL = 70  # EX_SOFTWARE of sysexits.h
-    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+    INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 class DistcheckError(Exception):
-    """Base of the errors whose text is meant for the person who ran distcheck."""
+    """Base of the errors whose text is meant for the user who ran distcheck."""
 
     exit_code = ExitCode.UNKNOWN
 
 
 class UsageError(DistcheckError):
-    """What was asked for is not valid: an unknown name, a bad value, a broken file."""
+    """The request is not valid: an unknown name, a bad value, a broken file."""
 
     exit_code = ExitCode.USAGE
 
 
 class LeftOutError(UsageError):
-    """Nothing was asked for but what has nothing to show for this strategy."""
+    """All requested cases are left out, because they have nothing to show for this strategy."""
 
 
 class CannotRunError(DistcheckError):
-    """What was asked for is sound, but this machine cannot run it."""
+    """The request is valid, but this machine cannot run it."""
 
     exit_code = ExitCode.CANNOT_RUN
 
 
 class NotSimulatedError(CannotRunError):
-    """The code under test does something that a simulated world cannot do."""
+    """The code under test does something that a simulated world does not support."""
 
 
 class MembershipError(DistcheckError):
-    """The launcher has changed the number of ranks of a run that had begun: nothing is known."""
+    """The launcher changed the number of ranks of a running job: nothing is known."""
 
     exit_code = ExitCode.UNKNOWN
 
 
 class RankLostError(CannotRunError):
-    """A process with ranks of the world cannot be reached any more."""
+    """A process with ranks of the world is unreachable."""
 
     exit_code = ExitCode.RANK_FAILED
 
@@ -66,17 +66,17 @@ class FolderGoneError(RankLostError):
 
 
 class HelperError(DistcheckError):
-    """The process that forks the ranks ended on its own account."""
+    """The process that forks the ranks ended unexpectedly."""
 
     exit_code = ExitCode.CANNOT_RUN
 
 
 class AnswerError(CannotRunError):
-    """A process of distcheck's has answered with something that its field cannot hold."""
+    """A process of distcheck answered with a value that its field cannot hold."""
 
 
 class InternalError(DistcheckError):
-    """A defect of distcheck itself; `traceback` is that of the process in which it showed."""
+    """A defect of distcheck; `traceback` is that of the process in which it occurred."""
 
     exit_code = ExitCode.INTERNAL
 
@@ -86,7 +86,7 @@ class InternalError(DistcheckError):
 
 
 class VerdictError(DistcheckError, AssertionError):
-    """Raised by `Report.raise_for_verdict()`; its text is the report's failing part."""
+    """Raised by `Report.raise_for_verdict()`; its text is the failing part of the report."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)

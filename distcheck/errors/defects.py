@@ -1,4 +1,4 @@
-"""Defects of distcheck itself: how they are recognised, and where their tracebacks go.
+"""Recognition of defects of distcheck itself, and storage of their tracebacks.
 
 An exception is a defect of distcheck if it was not raised as a message for the user, and every
 frame of its traceback is in distcheck, in the standard library, or in a library that distcheck
@@ -25,22 +25,22 @@ _LIBRARIES = (
     "jinja2", "markupsafe", "hypothesis", "mpi4py",
 )  # fmt: skip
 _MACHINE = (OSError, MemoryError, RecursionError)
-# What programs get wrong. Libraries tell of peers, devices and networks by RuntimeError, and by
-# classes of their own.
+# Errors of programs. Libraries report peers, devices and networks by RuntimeError and by classes of
+# their own.
 _OF_PROGRAMS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError,
     StopIteration, TypeError, ValueError,
 )  # fmt: skip
-_OF_MESSAGES = ("DecodeError", "ValidationError")  # msgspec's
+_OF_MESSAGES = ("DecodeError", "ValidationError")  # of msgspec
 _MOST_CHARACTERS = 100_000
 
 
 def is_defect(kind: str, traceback: str) -> bool:
-    """Whether an exception of the class named `kind` is a defect of distcheck's own."""
+    """Return True if an exception of class `kind` with this traceback is distcheck's defect."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, _MACHINE):
         return False
-    if kind == "OutOfMemoryError":  # torch's
+    if kind == "OutOfMemoryError":  # of torch
         return False
     files = [file for file, _, _ in _FRAME.findall(traceback)]
     own = [file for file in files if _is_below(file, OWN_CODE)]
@@ -48,15 +48,15 @@ def is_defect(kind: str, traceback: str) -> bool:
 
 
 def is_of_a_program(kind: str) -> bool:
-    """Whether a class of exceptions is one that a program's own mistakes raise, and never a lost
-    peer, a device or a network.
+    """Return True if a class of exceptions is raised by programming errors only, and never by a
+    lost peer, a device or a network.
     """
     found = getattr(builtins, kind, None)
     return kind in _OF_MESSAGES or (isinstance(found, type) and issubclass(found, _OF_PROGRAMS))
 
 
 def place_of(traceback: str) -> str:
-    """The innermost place in distcheck's own code, as `distcheck/judge/job.py:61 in judge`."""
+    """Return the innermost place in distcheck's code: `distcheck/judge/job.py:61 in judge`."""
     own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:
         return "an unknown place"
@@ -65,7 +65,7 @@ def place_of(traceback: str) -> str:
 
 
 def save_traceback(text: str) -> str:
-    """Writes a traceback, without secrets of the environment; returns where, or "" if nowhere."""
+    """Write a traceback without secrets; return its path, or "" if it was not written."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text[-_MOST_CHARACTERS:])
     # The working folder may be read-only, or its .distcheck another user's.

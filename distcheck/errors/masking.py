@@ -1,15 +1,15 @@
-"""Secrets in texts: masked in everything that is shown, kept, sent or packed.
+"""Secrets in texts, masked in everything that is shown, stored, sent or packed.
 
-An exception may quote the environment, and so may a strategy's output. Two kinds are found:
+An exception may quote the environment, and so may a strategy's output. Two kinds are recognized:
 
-- Values of variables of this process whose names say so (`_NAMES`) and that have at least
-  `_LEAST_CHARACTERS` characters. Of a value of several lines (a private key), every long line as
-  well; of a value that is an address, its password or token. They become `<$NAME>`.
-- Texts whose form says so (`_FORMS`), wherever they come from: keys and tokens with known prefixes,
+- Values of variables of this process whose names indicate a secret (`_NAMES`), if they have at
+  least `_LEAST_CHARACTERS` characters. For a value of several lines (a private key), every long
+  line as well; for an address, its password or token. They become `<$NAME>`.
+- Texts with the form of a secret (`_FORMS`), from any source: keys and tokens with known prefixes,
   passwords in addresses, credentials in headers, and values after names such as `password=`. They
   become `[masked]`.
 
-A secret of any other form that comes from elsewhere is not found.
+A secret of any other form and source is not recognized.
 """
 
 import base64
@@ -29,14 +29,15 @@ _NAMES = re.compile(
     r"|(^|_)(API|ACCESS|ACCOUNT|AUTH|ENCRYPTION|PRIVATE|SECRET|SIGNING|SSH)?KEYS?(_|$)",
     re.I,
 )
-_PLACES = re.compile(r"_(FILE|PATH|SOCK|DIR)$", re.I)  # which say where a secret is
+_PLACES = re.compile(r"_(FILE|PATH|SOCK|DIR)$", re.I)  # names of places where a secret is
 _NUMBERED = re.compile(r"_ID$", re.I)
 _SECRET_THOUGH_NUMBERED = re.compile(r"SECRET|KEY|(^|_)(PW|PASS)|PASSW", re.I)
 _LEAST_CHARACTERS = 6
 _LEAST_OF_A_LINE = 16
 MASK = "[masked]"
 
-# (each of which a text of the form has one, the form): its group `secret` is masked, or all of it.
+# (substrings of which a match contains one, the pattern): its group `secret`, or all of it, is
+# masked.
 _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
     (tuple(hints.split()), re.compile(pattern))
     for hints, pattern in (
@@ -95,7 +96,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),
     )
 )  # fmt: skip
-# A value after a name, from the beginning of the name. `key` and `token` alone name tensors.
+# A value after a name, from the start of the name. `key` and `token` alone are names of tensors.
 _WORDS = tuple(map(re.compile, (
     "passw", "passphrase", "pwd", "secret", "credential", r"(?<=[\w-])key", r"(?<=[\w-])token",
     r"(?<=\w[_-])pw\b",
@@ -128,7 +129,7 @@ _ASSIGNED = re.compile(
     rf"(?P<k>(?:(?!(?P=p))[^\r\n<>]){{4,}})|{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}}))",
     re.I | re.M,
 )
-# As a shell and a file of settings name variables: `is_secret` says which.
+# Variables as in a shell or a file of settings; `is_secret` decides by the name.
 _VARIABLE = re.compile(
     r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})(?:(?:=|[\"']\s*[:,]\s*b?)(?P<q>[\"'])"
     r"(?P<quoted>(?:(?!(?P=q))[^\\\r\n<>]){4,})|=(?P<plain>[^\s\"'&;,<>]{4,}))"
@@ -143,14 +144,14 @@ _BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
 
 def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Values that are masked, and the name of the variable of each; longer values first."""
+    """Return the values that are masked, each with its variable's name; longer values first."""
     found = {
         value: name
         for name, value in environ.items()
         if len(value) >= _LEAST_CHARACTERS and is_secret(name)
     }
     for value, name in list(found.items()):
-        lines = [line.strip() for line in value.splitlines()[1:-1]]  # not BEGIN and END of a key
+        lines = [line.strip() for line in value.splitlines()[1:-1]]  # without BEGIN and END
         found |= {line: name for line in lines if len(line) >= _LEAST_OF_A_LINE}
     for name, value in environ.items():
         for pattern in (p for hints, p in _FORMS if hints == ("://",) and "://" in value):
@@ -161,7 +162,7 @@ def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Return True if the name of a variable says that its value is a secret."""
+    """Return True if the name of a variable indicates that its value is a secret."""
     if not _NAMES.search(name) or _PLACES.search(name):
         return False
     return not _NUMBERED.search(name) or bool(_SECRET_THOUGH_NUMBERED.search(name))
@@ -169,7 +170,7 @@ def is_secret(name: str) -> bool:
 
 def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
     """Return a function that masks secrets of both kinds in a text; values of variables also as
-    Python, JSON and addresses quote them.
+    Python, JSON and URLs quote them.
     """
     return _masker(tuple((os.environ if environ is None else environ).items()))
 
@@ -194,7 +195,7 @@ def _masker(environ: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
 
 
 def masked_forms(text: str) -> str:
-    """Return the text without what has the form of a secret."""
+    """Return the text with everything that has the form of a secret masked."""
     for hints, pattern in _FORMS:
         if any(hint in text for hint in hints):
             text = pattern.sub(_masked, text)
@@ -206,7 +207,7 @@ def masked_forms(text: str) -> str:
 
 
 def masked_json(text: str) -> str:
-    """The same for a JSON document: each of its texts by itself, so that it stays JSON."""
+    """Mask each string of a JSON document separately, so that the result is valid JSON."""
     return _JSON_TEXT.sub(lambda found: _masked_literal(found[0]), text)
 
 
@@ -218,7 +219,7 @@ def _masked_literal(literal: str) -> str:
 
 
 def _is_assigned(found: "re.Match[str]") -> bool:
-    """Whether a variable's name says that it is secret, and its value can be one."""
+    """Return True if a variable's name indicates a secret, and its value can be one."""
     name, value = found["name"], found["quoted"] or found["plain"]
     if not is_secret(name) or _NAMES_OF_NO_SECRET.search(name) or value.startswith("[masked"):
         return False
@@ -226,17 +227,16 @@ def _is_assigned(found: "re.Match[str]") -> bool:
 
 
 def _masked(found: "re.Match[str]") -> str:
-    """The text with the last group that was found, or all of it, masked."""
     start, end = (place - found.start() for place in found.span(found.lastindex or 0))
     return f"{found[0][:start]}{MASK}{found[0][end:]}"
 
 
 def _without_assigned(text: str) -> str:
-    """The text without values after names such as `password=`. Texts are long, and names rare: the
-    words in them are looked for first.
+    """Mask values after names such as `password=`. Texts are long and names rare, so the words in
+    the names are searched first.
     """
     low, parts, done = text.lower(), [], 0
-    if len(low) != len(text):  # there are letters that are longer in lower case
+    if len(low) != len(text):  # some letters are longer in lower case
         low = text
     places = sorted(found.start() for word in _WORDS for found in word.finditer(low))
     for place in places:
@@ -254,7 +254,7 @@ def _without_assigned(text: str) -> str:
 
 
 def _masked_basic(found: "re.Match[str]") -> str:
-    """A word of prose decodes to no `user:password`."""
+    """Mask Basic credentials; other words after "Basic" do not decode to `user:password`."""
     try:
         is_one = b":" in base64.b64decode(found[1] + "=" * (-len(found[1]) % 4))
     except binascii.Error:
@@ -263,12 +263,12 @@ def _masked_basic(found: "re.Match[str]") -> str:
 
 
 def masked(text: str) -> str:
-    """The text without secrets, as far as this process knows them."""
+    """Return the text without secrets, as far as this process knows them."""
     return masker()(text)
 
 
 def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> list[str]:
-    """The words of a command without secrets: a value may follow the name of its option."""
+    """Return the words of a command without secrets; a value may follow the name of its option."""
     found = [mask(word) for word in words]
     for place, word in enumerate(found[:-1]):
         pair = f"{word} {found[place + 1]}"
@@ -278,8 +278,8 @@ def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> l
 
 
 def masked_command(text: str, mask: Callable[[str], str] = masked) -> str:
-    """A command without secrets, quoted so that it stays one: a value can be found as it is quoted
-    there, and as it is in the word.
+    """Return a command without secrets, quoted so that it remains a valid command: a value is found
+    quoted and unquoted.
     """
     plain = mask(text)
     try:

@@ -1,10 +1,10 @@
-"""Text of other people's code, made fit to be shown: for every format but JSON, which escapes by
-its own rules and keeps every text whole.
+"""Texts of user code, made safe to display, in every format but JSON, which has its own escapes and
+includes every text in full.
 
-A strategy chooses its names, its exceptions and what it prints. Characters that do not print
-(controls, terminal escapes, marks of writing direction, characters without width) are shown as
-Python's escapes, so that a text cannot move the cursor or hide what it says. A text that is longer
-than `MOST_CHARACTERS` loses its middle before anything is wrapped.
+A strategy chooses its names, its exceptions and its output. Non-printing characters (controls,
+terminal escapes, direction marks, zero-width characters) are shown as Python's escapes, so that a
+text can neither move the cursor nor hide its contents. A text longer than `MOST_CHARACTERS` loses
+its middle before any wrapping.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from distcheck.errors.masking import masked_command, masked_words, masker
 
 T = TypeVar("T")
 
-MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
-# Keys and fields whose texts are names, numbers and verdicts: a variable may have any value.
+MOST_CHARACTERS = 20_000  # of one text; the time of wrapping grows with its square
+# Keys and fields whose texts are names, numbers and verdicts; a variable may have the same value.
 _KEPT = frozenset((
     "schema", "id", "verdict", "strategy", "workload", "backend", "device", "dtype", "data",
     "check", "checks", "layer", "layers", "scope", "outcome", "cause", "kind", "kinds", "name",
@@ -28,19 +28,19 @@ _KEPT = frozenset((
     "date", "op", "bits", "actual_bits", "expected_bits", "proven", "reduction", "operation",
     "features", "accept",
 ))  # fmt: skip
-_FREE = ("environment", "arguments", "variables")  # which hold a person's own names
+_FREE = ("environment", "arguments", "variables")  # they contain names chosen by users
 _COMMANDS = ("replay", "command")
 _SHORTEST_SECRET = 6
 _MOST_SECRET = 1 << 16  # characters
-MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
-# Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere, as Azure
-# Pipelines does "##vso[".
+MOST_REPORTED = 4 << 20  # characters of one text that a rank sends and JSON contains
+# Workflow commands: "::" at the start of a line after blanks, and "##[" anywhere in GitHub Actions;
+# "##vso[" in Azure Pipelines.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
 _OLD_COMMAND = re.compile(r"##((?:vso)?)\[")
 
 
 class _Escapes(dict[int, str]):
-    """What each character is shown as, for `str.translate`."""
+    """Displayed form of each character, for `str.translate`."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -54,20 +54,20 @@ _ESCAPES = _Escapes()
 
 
 def shown(value: T) -> T:
-    """The value with every text in it fit to be shown, and without secrets: a text, or what is made
-    of lists, dictionaries and records.
+    """Return the value with every text in it safe to display and without secrets. The value is a
+    text, or made of lists, dictionaries and records.
     """
     mask = masker()
     return _mapped(value, lambda key, text: _text(_masked(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
-    """The value with every text in it as UTF-8 can carry it, and otherwise as it is."""
+    """Return the value with every text in it encodable as UTF-8, and otherwise unchanged."""
     return _mapped(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 
 def without_secrets(document: T) -> T:
-    """A document, or a part of it, without secrets; names and verdicts stay."""
+    """Return a document, or a part of one, without secrets; names and verdicts stay."""
     mask = masker()
     return _mapped(document, lambda key, text: _masked(key, text, mask))  # type: ignore[no-any-return]
 
@@ -79,8 +79,8 @@ def _masked(key: str, text: str, mask: Callable[[str], str]) -> str:
 
 
 def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
-    """The value with `of_text(key, text)` in the place of its texts; what is in a list has the
-    list's key, and what is in one of `_FREE` has that one's.
+    """Return the value with each text replaced by `of_text(key, text)`. Elements of a list have the
+    key of the list; everything within one of `_FREE` has that key.
     """
     if isinstance(value, str):
         return of_text(key, value)
@@ -111,7 +111,7 @@ def _text(text: str) -> str:
 def shortened(
     text: str, most: int = MOST_CHARACTERS, *, why: str = "; the JSON report has them"
 ) -> str:
-    """The beginning and the end of a text of more than `most` characters."""
+    """Return the beginning and the end of a text of more than `most` characters."""
     if len(text) <= most:
         return text
     head = most // 4
@@ -121,8 +121,8 @@ def shortened(
 
 
 def reported(text: str) -> str:
-    """A text as its rank sends it, without secrets. Of a long one they are masked at its beginning
-    and its end, and what is next to the cut is left out: it may be a part of one.
+    """Return a text as its rank sends it, without secrets. In a long text they are masked in the
+    beginning and the end, and the text next to the cut is dropped, because it may be a part of one.
     """
     why, mask = f"; a rank reports {MOST_REPORTED:,} of a text", masker()
     if len(text) > 2 * MOST_REPORTED:
@@ -133,7 +133,7 @@ def reported(text: str) -> str:
 
 
 def without_commands(text: str, *, form: str = "") -> str:
-    """Text for a stream that GitHub Actions reads, with nothing in it that is a workflow command.
+    """Return text for a stream that GitHub Actions reads, without workflow commands.
 
     `form` is "json", or "xml" for XML and HTML: those keep their meaning. Other text gets a
     backslash.
@@ -146,15 +146,13 @@ def without_commands(text: str, *, form: str = "") -> str:
 
 
 class Filtered:
-    """A stream of text without workflow commands, and in everything else the stream that it is
-    made of.
-    """
+    """A stream of text without workflow commands, otherwise identical to the given stream."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         self._stream = sys.stdout if stream is None else stream
 
     def write(self, text: str) -> int:
-        """Writes whole lines."""
+        """Write whole lines."""
         return self._stream.write(without_commands(text))
 
     def __getattr__(self, name: str) -> Any:
@@ -162,12 +160,12 @@ class Filtered:
 
 
 def one_line(text: str) -> str:
-    """Text with its line ends and tabs as escapes, for a line that must stay one."""
+    """Return text with its line ends and tabs as escapes, for output on one line."""
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints a line that may quote other people's text."""
-    import click  # not in ranks, which cut their texts by this module
+    """Print a line that may quote text of user code."""
+    import click  # ranks, which shorten texts by this module, do not import it
 
     click.echo(without_commands(shown(text)), err=err)

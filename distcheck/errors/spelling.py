@@ -1,4 +1,4 @@
-"""Names that are nearly right: what was probably meant."""
+"""Suggestions for misspelled names."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ _ALIKE = 0.6  # of difflib's ratio
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like another one, in capitals or not; "" where none is."""
+    """Return the known name that is most similar to another one, ignoring case; "" if none is."""
     lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=_ALIKE)
     return lower[close[0]] if close else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question, to be put after the name; "" where no known name is like it."""
+    """Return the question to append to the name; "" if no known name is similar."""
     found = nearest(name, known)
     return f" (did you mean {found}?)" if found else ""

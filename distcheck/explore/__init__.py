@@ -1,14 +1,14 @@
-"""Searching for the smallest case in which a strategy fails.
+"""Search for the smallest case in which a strategy fails.
 
-    space       the space of cases, as hypothesis strategies
-    search      draws cases, runs them, shrinks what fails
-    running     runs cases on ranks and a judge that stay from case to case; kept_rank is their side
-    messages    what they receive
-    found       what is kept of a failure, and how it is shown
-    beside      the search of `--thorough`
+ space       the space of cases, as Hypothesis strategies
+ search      draws cases, runs them, shrinks failures
+ running     runs cases on persistent ranks and a persistent judge; kept_rank is their side
+ messages    requests to them
+ found       storage and printing of a failure
+ `beside`    the search of `--thorough`
 
-For property tests of one's own: `cases`, `models`, `layers` and `delays` are hypothesis strategies,
-and `verify_case` runs one case. They are imported when they are asked for.
+For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
+and `verify_case` runs one case. They are imported on first use.
 """
 
 import sys
@@ -23,10 +23,10 @@ __all__ = ["cases", "delays", "layers", "models", "verify_case"]
 
 
 def verify_case(case: Case) -> Report:
-    """Runs and judges one case in fresh ranks, as `distcheck replay` does.
+    """Run and judge one case in fresh ranks, as `distcheck replay` does.
 
-    Within a test of hypothesis's, a case that the strategy cannot do (several backward passes in a
-    step, where it runs backward itself or declines them) is rejected, as by `hypothesis.assume`;
+    Within a Hypothesis test, a case that the strategy does not support (several backward passes per
+    step, if it runs backward itself or declines them) is rejected, as by `hypothesis.assume`;
     elsewhere LeftOutError is raised.
     """
     from distcheck.errors import LeftOutError
@@ -44,7 +44,7 @@ def verify_case(case: Case) -> Report:
 
 
 def __getattr__(name: str) -> Any:
-    """Resolves what needs hypothesis on first use (PEP 562)."""
+    """Resolve names that require Hypothesis on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'distcheck.explore' has no attribute {name!r}")
     from importlib import import_module

@@ -22,9 +22,9 @@ from distcheck.worlds.pool import Pool
 if TYPE_CHECKING:
     from distcheck.explore.search import Finding, Search
 
-_MOST_DEADLINE_S = 3.0  # as `distcheck explore` has it: what is found is confirmed by replays
+_MOST_DEADLINE_S = 3.0  # as in `distcheck explore`: findings are confirmed by replays
 _BACKEND = "gloo"
-_MOST_UNKNOWN = 3  # that are shown
+_MOST_UNKNOWN = 3  # shown in the report
 _AFTER_FAILURE = "not searched: its cases already fail"
 _FLOAT64_ALONE = "its code computes in float32 alone"
 
@@ -41,11 +41,11 @@ def explore_beside(
     show: Callable[[str], None],
     enter: Enter,
 ) -> None:
-    """Runs one search after the other; each goes to `enter` with the cases that it adds.
+    """Run one search after another; pass each to `enter` with the cases that it adds.
 
-    `reports` are those of the cases that ran, and `left_out` the ids of those that do not count.
-    With `keep`, what is found is kept on disk, and run first the next time. On Ctrl-C what there is
-    is entered, and KeyboardInterrupt goes on.
+    `reports` are those of the cases that ran, and `left_out` the ids of those to ignore. With
+    `keep`, findings are stored on disk, and run first the next time. On Ctrl-C, the results so far
+    are entered, and KeyboardInterrupt is raised again.
     """
     for asked in searches:
         own = [report for report in reports if report.case.strategy == asked.strategy]
@@ -67,7 +67,9 @@ def explore_beside(
 def _without(
     asked: Asked, reports: Sequence[CaseReport], left_out: Collection[str]
 ) -> dict[str, str]:
-    """The words that are not drawn: what was asked for, and what does not count in the cases."""
+    """Return the words that are not drawn, each with the reason: requested exclusions, and features
+    excluded from the cases.
+    """
     found = {word: f"you gave --without {cell}" for word, cell in words_of_cells(asked.without)}
     if asked.dtypes:
         others = [name for name in EXPLORED_DTYPES if name not in asked.dtypes]
@@ -139,7 +141,7 @@ def _explore(
         search.again([case for case in kept.read() if _is_of(case, asked, without)] if keep else [])
         if search.finding is None:
             search.run()
-    except KeyboardInterrupt:  # ranks may have been left in the middle of a message
+    except KeyboardInterrupt:  # ranks may have been interrupted within a message
         search.give_up()
         over("interrupted")
         raise
@@ -152,7 +154,7 @@ def _explore(
 
 
 def _is_of(case: Case, asked: Asked, without: Collection[str]) -> bool:
-    """Whether a case that was found earlier is one of those that are searched now."""
+    """Return True if a case found earlier belongs to the current search space."""
     words = {*re.findall("[a-z]+", case.workload), case.dtype}
     alike = case.adaptation == asked.adaptation and case.backend == _BACKEND
     return alike and not words & {*without}
@@ -207,7 +209,7 @@ def _told(
 
 
 def _shown(finding: "Finding", kept: KeptCases | None) -> CaseReport:
-    """The report of what was found, with what a person should know about it."""
+    """Return the report of a finding, with notes for the user."""
     report = finding.report
     notes = ["found by explore: no smaller case was seen to fail"]
     if finding.replays and finding.failed < finding.replays:

@@ -1,4 +1,4 @@
-"""`distcheck explore`, from words to exit code."""
+"""`distcheck explore`: from command line options to an exit code."""
 
 import importlib.util
 import itertools
@@ -34,19 +34,19 @@ _MOST_COMBINATIONS = 64
 _BACKENDS = ("gloo", "simulated")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _MOST_S = 7 * 24 * 3600
-# What a search takes over from a matrix; it draws worlds, workloads and the rest itself.
+# Options that a search takes from a matrix; it draws worlds, workloads and the rest itself.
 _TAKEN = (*CALLS, "loss", "accept")
 
 
-# Of several searches, the code that says most comes first.
+# The most significant exit code of several searches comes first.
 _WORST_FIRST = (
     ExitCode.INTERRUPTED, ExitCode.MISMATCH, ExitCode.RANK_FAILED, ExitCode.UNKNOWN, ExitCode.PASS,
 )  # fmt: skip
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
-    """The options of each search: one for `--strategy`, else one for each strategy of the matrix.
-    An option that was typed is used in place of the matrix's key. Raises UsageError.
+    """Return the options of each search: one for `--strategy`, else one for each strategy of the
+    matrix. A typed option overrides the matrix's key. Raises UsageError.
     """
     matrix = read_configuration(asked.pop("config"))
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
@@ -70,8 +70,8 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
 
 
 def explore_command(searches: Sequence[dict[str, Any]]) -> int:
-    """Makes searches, which share their budget alike, one after the other, and shows what each has
-    found; returns the exit code of the worst. Raises DistcheckError.
+    """Run searches, which share the budget equally, in sequence, and print their findings; return
+    the most significant exit code. Raises DistcheckError.
     """
     checked = [_checked(asked) for asked in searches]
     check_writable(searches[0]["json_file"])
@@ -96,7 +96,7 @@ def _explore(
 
     _check_without(asked["without"], DIMENSIONS)
     begun = time.monotonic()
-    space = partial(  # what is searched, but for what it is to be `without`
+    space = partial(  # the search space, except for `without`
         cases, strategy, vary=vary, most_world=asked["world"], most_steps=asked["steps"],
         **{name: asked[name] for name in ("adaptation", "loss", "deadline_s", "backend")},
     )  # fmt: skip
@@ -154,7 +154,7 @@ def _explore(
 
 
 def settle_hypothesis() -> None:
-    """Raises CannotRunError without it; with it, it leaves no folder of its own where one is."""
+    """Raise CannotRunError if Hypothesis is missing; otherwise redirect its storage folder."""
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
             "distcheck explore draws its cases with hypothesis, which is not installed; run pip "
@@ -164,7 +164,7 @@ def settle_hypothesis() -> None:
 
 
 def seconds_of(text: str) -> float:
-    """`90s`, `5m`, `1h` in seconds. Raises UsageError."""
+    """Return `90s`, `5m` or `1h` in seconds. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds <= _MOST_S:
@@ -176,7 +176,7 @@ def seconds_of(text: str) -> float:
 
 
 def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
-    """Strategy, budget in seconds, and what to vary. Raises UsageError or CannotRunError."""
+    """Return strategy, budget in seconds, and values to vary. Raises DistcheckError."""
     if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = seconds_of(asked["budget"])

@@ -1,4 +1,4 @@
-"""What was found: kept on disk, to be run first the next time; and as a few lines of Python."""
+"""Storage of findings on disk, to be run first the next time, and their printing as Python code."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _DEFAULT_DEADLINE_S = 30.0
 
 
 class KeptCases:
-    """The cases in which a strategy once failed, in a folder of its own."""
+    """The cases in which a strategy once failed, in a folder per strategy."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
@@ -25,8 +25,8 @@ class KeptCases:
         self.unreadable: list[str] = []
 
     def read(self) -> list[Case]:
-        """Every kept case, the one found last first; none where others control the folder: they are
-        run, and nothing is asked.
+        """Return every stored case, the latest first; none if other users can write to the folder,
+        because the cases are run without confirmation.
         """
         if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
             return []
@@ -35,7 +35,7 @@ class KeptCases:
         return [case for case in found if case.strategy == self._strategy]
 
     def keep(self, case: Case) -> Path | None:
-        """Where the case is from now on; None where nothing can be written."""
+        """Store a case and return its path; None if it cannot be written."""
         path = self.folder / f"{case.id}.json"
         try:
             own_folder(_FOLDER.name)
@@ -53,7 +53,7 @@ class KeptCases:
 
 
 def as_python(case: Case) -> str:
-    """A program of a few lines that fails as the case does."""
+    """Return a short Python program that fails like the case."""
     said = case.adaptation
     words: dict[str, object] = {
         "world": case.world,
@@ -87,11 +87,11 @@ def as_python(case: Case) -> str:
 
 
 class _Written(str):
-    """Python already."""
+    """Text that is Python code already."""
 
 
 def _value(text: str) -> str:
-    """An argument of an adaptation: a literal, or `@name`, which is spelled as a text."""
+    """Return the Python code of an argument: a literal, or `@name` as a string."""
     return _quoted(text) if text.startswith("@") else text
 
 

@@ -1,8 +1,8 @@
-"""The jobs of processes that stay from case to case: a rank, and the judge.
+"""The jobs of persistent processes: a rank, and the judge.
 
-They do what the ranks and the judges of `distcheck verify` do, with the same code, but they are not
-forked anew and keep their process group. What one case leaves behind another may therefore meet;
-the caller has a failure confirmed by fresh ranks.
+They run the same code as the ranks and the judge of `distcheck verify`, but are not forked for each
+case and keep their process group. State left by one case may therefore affect another; the caller
+confirms a failure in fresh ranks.
 """
 
 import msgspec
@@ -36,7 +36,7 @@ from distcheck.worlds.reporter import Reporter
 
 @SERVE.does
 def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    """A kept rank: cases, until the front hangs up."""
+    """Train cases in a persistent rank until the front end closes the channel."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
     device = devices.enter("cpu", 0)
@@ -64,8 +64,8 @@ def _train(
         first, second = traces[:2]
         fds = (second, first) if turn.again else (first, None)
         observer = _Recorder(ingredients, rank, fds)
-    # To tell the front of every phase would cost more than the phases; where a rank gets stuck,
-    # fresh ranks will tell.
+    # Reporting every phase to the front end would cost more than the phases; if a rank hangs, fresh
+    # ranks will show the phase.
     progress = late.watching(lambda step, phase: None)
     loop = Loop(ingredients, strategy, observer, rank=rank, progress=progress)
     for step in range(case.steps):
@@ -74,15 +74,15 @@ def _train(
 
 
 class _Recorder(TraceRecorder):
-    """Lays its trace out by the model that is trained, when it sees it; the judge finds the layout
-    out as `distcheck verify` does, with a model and an optimizer's step of its own.
+    """Recorder that derives its layout from the trained model; the judge determines the layout like
+    `distcheck verify`, with a separate model and optimizer step.
     """
 
     def __init__(self, ingredients: Ingredients, rank: int, fds: tuple[int, int | None]) -> None:
         self._ingredients, self._rank, self._fds = ingredients, rank, fds
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Before anything is recorded."""
+        """Create the writer, before anything is recorded."""
         ingredients = self._ingredients
         layout = _layout(ingredients, describe(ingredients.case.workload, model))
         writer = TraceWriter(self._fds[0], layout, self._rank, self._fds[1])
@@ -106,7 +106,7 @@ def _sizes(case: Case, ingredients: Ingredients) -> list[list[int]]:
 
 @JUDGE.does
 def judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
-    """The kept judge: case after case, until the front hangs up."""
+    """Judge cases in a persistent process until the front end closes the channel."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
     for number, sitting in enumerate(requests(fds, Sitting), 1):

@@ -1,7 +1,7 @@
-"""What the search says to kept ranks and their judge, in frames over a socket of each one's own.
+"""Requests of the search to persistent ranks and their judge, in frames over one socket each.
 
-ranks   a Turn, answered by saying nothing (b"") when it is trained and recorded
-judge   a Sitting, answered by a `CaseReport`; while it is at work the ranks may have the next turn
+ranks   a CaseTurn, answered by an empty message (b"") when it is trained and recorded
+judge   a Sitting, answered by a `CaseReport`; meanwhile the ranks may receive the next case
 """
 
 import msgspec
@@ -12,16 +12,14 @@ from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.rendezvous import Rendezvous
 
-# More than any explored case needs; the file is sparse, and emptied before every case.
+# More than any explored case needs; the file is sparse, and truncated before every case.
 TRACE_BYTES = 1 << 32
-PAIRS = 2  # of traces, a first run and its rerun: one is judged while the other is recorded
+PAIRS = 2  # pairs of traces, a first run and its rerun: one is judged while the other is recorded
 TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "rerun"))
 
 
 class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to train: recorded into a pair's first trace, or `again` into its second; `bare` ones
-    are only trained.
-    """
+    """A case to train: recorded into a pair's trace, the second if `again`, none if `bare`."""
 
     case: Case
     pair: int = 0
@@ -30,9 +28,7 @@ class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sitting(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to judge, by what the front knows of it; recorded in the pair's first trace, and in
-    its second if it was run again.
-    """
+    """A case to judge, recorded in the pair's first trace, and in its second if it was rerun."""
 
     case: Case
     contract: Contract

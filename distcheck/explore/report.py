@@ -1,4 +1,4 @@
-"""What a search has found, for a person and as JSON."""
+"""Report of a search, for the terminal and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ ONE_RANK = "every case that passed has one rank, which exchanges nothing; search
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A search that is over, and what became of what it found."""
+    """A finished search, with the fate of its finding."""
 
     strategy: str
     seed: int
@@ -44,7 +44,7 @@ class Story:
 
     @property
     def exit_code(self) -> ExitCode:
-        """A search that has run nothing, or could not judge something, shows nothing."""
+        """Exit code of the search; unknown if nothing was run or something could not be judged."""
         search = self.search
         if self.interrupted:
             return ExitCode.INTERRUPTED
@@ -57,12 +57,12 @@ class Story:
 
     @property
     def replay(self) -> str:
-        """The line that runs the found case again; empty where nothing was found or kept."""
+        """The command that runs the found case again; empty if nothing was found or stored."""
         return f"distcheck replay {quote(str(self.kept_as))}" if self.kept_as else ""
 
 
 def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
-    """How many cases had what, by dimension; layers and marks are counted once per case."""
+    """Return how many cases had each value, by dimension; layers and marks once per case."""
     counts: dict[str, Counter[str]] = {}
 
     def count(dimension: str, values: set[str]) -> None:
@@ -109,7 +109,7 @@ def show(story: Story, *, quiet: bool) -> None:
     if story.search.finding is None:
         _show_coverage(story, console)
         return
-    console.print()  # at the margin, so that it can be copied
+    console.print()  # without indentation, so that it can be copied
     console.print(Text(shown(as_python(story.search.finding.report.case)).rstrip()), soft_wrap=True)
 
 
@@ -227,7 +227,7 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def _about_insensitive(search: Search) -> str:
-    """What is not counted as passed, and the first reason."""
+    """Return a note on cases that are not counted as passed, with the first reason."""
     first = search.insensitive[0]
     count, of = len(search.insensitive), len(search.cases)
     return (

@@ -1,4 +1,4 @@
-"""Running explored cases: in kept ranks while these are to be trusted, in fresh ones to be sure."""
+"""Runs explored cases: in persistent ranks while they are reliable, in fresh ones to confirm."""
 
 import os
 from collections import deque
@@ -25,22 +25,21 @@ _JUDGE_DEADLINE_S = 120.0
 
 
 class KeptRanks:
-    """Trains and judges one case after the other. Close it."""
+    """Trains and judges cases one after another in persistent processes. Close it after use."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._worlds: dict[int, Kept] = {}
         self._judge: Kept | None = None
-        self._waiting: deque[Case] = deque()  # with the judge, in order
+        self._waiting: deque[Case] = deque()  # at the judge, in order
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
     def run(self, sittings: Iterable[Sitting]) -> Iterator[CaseReport]:
-        """The cases' reports, in order. While one is judged the next is trained, so that by the
-        time a failure is known its ranks have gone on; they are ended then.
-
-        Raises what code under test raised for a person.
+        """Yield the cases' reports, in order. While one is judged the next is trained, so when a
+        failure is known its ranks have continued; they are ended then. Raises errors of code under
+        test that address the user.
         """
-        while self._waiting:  # from a caller that did not want the rest
+        while self._waiting:  # of a caller that abandoned the rest
             self._verdict()
         for number, sitting in enumerate(sittings):
             case, pair = sitting.case, number % PAIRS
@@ -59,7 +58,7 @@ class KeptRanks:
             yield self._verdict()
 
     def _verdict(self) -> CaseReport:
-        """What the judge says of the case that has waited longest."""
+        """Return the judge's report on the case that has waited longest."""
         assert self._judge is not None
         case = self._waiting.popleft()
         answer = self._judge.wait(_JUDGE_DEADLINE_S)
@@ -75,7 +74,7 @@ class KeptRanks:
         return report
 
     def _record(self, case: Case, pair: int) -> list[Outcome]:
-        """How the ranks ended, if they did; nothing where all went well."""
+        """Record a case. Return how the ranks ended, if they did; empty on success."""
         for fd in self._traces[2 * pair : 2 * pair + 2]:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, TRACE_BYTES)
@@ -85,11 +84,11 @@ class KeptRanks:
         return failed
 
     def train(self, case: Case) -> None:
-        """Trains a case and records nothing: what a world that is kept costs by itself."""
+        """Train a case without recording: the base cost of a persistent world."""
         self._train(CaseTurn(case=case, bare=True))
 
     def forget(self, world: int) -> None:
-        """Ends the ranks of a world; the next case has new ones."""
+        """End the ranks of a world; the next case starts new ones."""
         if world in self._worlds:
             self._worlds.pop(world).close()
 
@@ -103,7 +102,7 @@ class KeptRanks:
             os.close(self._traces.pop())
 
     def _train(self, turn: CaseTurn) -> list[Outcome]:
-        """How the ranks ended, if they did; nothing where all went well."""
+        """Train one request. Return how the ranks ended, if they did; empty on success."""
         case = turn.case
         if case.world not in self._worlds:
             self._worlds[case.world] = self._start_world(case)
@@ -138,7 +137,7 @@ class KeptRanks:
 
 
 class Runner:
-    """Cases to reports. What is known of the strategy is found out once."""
+    """Runs cases and returns reports. Facts about the strategy are determined once."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -147,12 +146,10 @@ class Runner:
         self._files: dict[Adaptation, str] = {}
         self._declined: dict[Adaptation, dict[str, str]] = {}
         self._calibrated: dict[tuple[int, Contract], str] = {}
-        self.distrusts_kept = ""  # why ranks are not kept any more
+        self.distrusts_kept = ""  # why ranks are no longer reused
 
     def look_at(self, samples: Sequence[Case]) -> None:
-        """Loads the strategy, with each adaptation that `samples` have. Raises UsageError or
-        CannotRunError.
-        """
+        """Load the strategy, with each adaptation in `samples`. Raises DistcheckError."""
         facts = preparation.inspect(self._pool, samples, Data())
         for case, about in zip(samples, facts.cases, strict=True):
             contract = about.contract
@@ -175,16 +172,14 @@ class Runner:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The words that no case can have, each with the reason: of any adaptation that was looked
-        at, the first.
-        """
+        """Words that no case may contain, each with the first reason among all adaptations."""
         found: dict[str, str] = {}
         for declined in self._declined.values():
             found = declined | found
         return found
 
     def why_left_out(self, case: Case) -> str:
-        """Why a case is not to be run with this strategy, as it is now; empty where it may be."""
+        """Return why a case must not be run with the current strategy; empty if it may be."""
         words = words_in(case.workload)
         if words and case.adaptation not in self._declined:
             self.look_at([case])
@@ -192,11 +187,11 @@ class Runner:
         return next((why for word, why in declined.items() if word in words), "")
 
     def run(self, case: Case) -> CaseReport:
-        """One case, in kept ranks if they are to be trusted."""
+        """Run one case, in persistent ranks if they are reliable."""
         return next(self.run_many([case]))
 
     def run_many(self, cases: Iterable[Case]) -> Iterator[CaseReport]:
-        """Cases, in order; the caller may leave the rest."""
+        """Yield the reports of cases, in order; the caller may abandon the rest."""
         if self.distrusts_kept:
             yield from map(self.run_fresh, cases)
             return
@@ -212,19 +207,19 @@ class Runner:
         return Sitting(case=case, contract=contract, calibration_failure=failure)
 
     def run_fresh(self, case: Case) -> CaseReport:
-        """The case, as `distcheck replay` runs it."""
+        """Run a case like `distcheck replay`."""
         return self.replay(case, 1)[0]
 
     def replay(self, case: Case, times: int) -> list[CaseReport]:
-        """The case in fresh ranks, several times: each a run by itself, since what follows a hang
-        in one run is left out.
+        """Run a case several times in fresh ranks, as separate runs, because cases that follow a
+        hang in one run are left out.
         """
         alike = [msgspec.structs.replace(case, id=f"{case.id}-{n}") for n in range(times)]
         reports = [report for one in alike for report in run_cases([one], self._pool).cases]
         return [msgspec.structs.replace(report, case=case) for report in reports]
 
     def train(self, case: Case) -> None:
-        """Trains a case in kept ranks, and neither records nor judges it."""
+        """Train a case in persistent ranks, without recording or judging."""
         self._kept.train(case)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The search: cases are drawn in rounds, run, and what fails is shrunk by hypothesis.
+"""The search: cases are drawn in rounds and run, and failures are shrunk by Hypothesis.
 
-A round is drawn twice from the same seed: first only to know its cases, so that one can be judged
-while the next is trained; then with their verdicts, so that hypothesis meets the failure where it
-was drawn, and shrinks it. A verdict once reached is kept for as long as the search lasts:
-hypothesis insists that what failed fails again, which a race does not.
+A round is drawn twice from the same seed: first only to collect its cases, so that one can be
+judged while the next is trained; then with their verdicts, so that Hypothesis encounters the
+failure where it was drawn, and shrinks it. Verdicts are cached for the whole search: Hypothesis
+requires a failure to be reproducible, which a race condition is not.
 """
 
 import time
@@ -24,28 +24,28 @@ from distcheck.records import Case, CaseReport, Delay
 from distcheck.records.causes import APART
 
 _FIRST_ROUND, _ROUND = 25, 100
-_REPLAYS = 3  # of what was found, in fresh ranks
+_REPLAYS = 3  # of a finding, in fresh ranks
 _LATE_MS = 200
 _LEAST_SHRINKING_S = 60.0
 _MOST_SHRINKING_CASES = 300
 
 
 class _WrongError(Exception):
-    """A case whose ranks finished and were wrong."""
+    """Raised for a case whose ranks finished with wrong results."""
 
 
 class _RankFailedError(Exception):
-    """A case in which a rank crashed or hung; another bug than a mismatch, and shrunk apart."""
+    """Raised for a case in which a rank crashed or hung: another bug, shrunk separately."""
 
 
 class _TimeIsUpError(BaseException):
-    """Passes through hypothesis, which takes every Exception for a failure of the case."""
+    """Passes through Hypothesis, which treats every Exception as a failure of the case."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The smallest case that fails, its report, and how often it failed when it was replayed in
-    fresh ranks. `unshrunk` says why it may not be the smallest.
+    """The smallest failing case, its report, and how often it failed when replayed in fresh ranks.
+    `unshrunk` is the reason why it may not be the smallest.
     """
 
     report: CaseReport
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass
 class Search:
-    """One search. What it knows so far can be read at any time, also after Ctrl-C.
+    """One search, whose results so far can be read at any time, also after Ctrl-C.
 
     `until` is a time of the monotonic clock, in seconds; at most `most_cases` cases are drawn.
     """
@@ -70,11 +70,11 @@ class Search:
     most_world: int = MOST_WORLD
     passed: list[Case] = field(default_factory=list)
     unknown: list[CaseReport] = field(default_factory=list)
-    # Compared all and found nothing, but some of the simplest mistakes could not have shown.
+    # Nothing differed, but some of the simplest errors would not have been detected.
     insensitive: list[CaseReport] = field(default_factory=list)
     finding: Finding | None = None
-    once: list[CaseReport] = field(default_factory=list)  # failed in kept ranks, not in fresh ones
-    shrunk_in: int = 0  # cases
+    once: list[CaseReport] = field(default_factory=list)  # failed in persistent ranks only
+    shrunk_in: int = 0  # number of cases
     _verdicts: dict[str, CaseReport] = field(default_factory=dict)
     _failed: dict[str, CaseReport] = field(default_factory=dict)
     _last_failed: CaseReport | None = None
@@ -85,13 +85,13 @@ class Search:
 
     @property
     def has_shown(self) -> bool:
-        """Whether a case of two or more ranks passed: one rank alone exchanges nothing."""
+        """True if a case of two or more ranks passed: a single rank communicates nothing."""
         return any(case.world > 1 for case in self.passed)
 
     def again(self, kept: Sequence[Case]) -> None:
-        """Runs what was found earlier; ends with the first that still fails."""
+        """Run cases found earlier; stop at the first that still fails."""
         for case in kept:
-            if self.runner.why_left_out(case):  # the strategy was another then
+            if self.runner.why_left_out(case):  # the strategy has changed since
                 continue
             self.show(f"kept case {case.id}")
             if self._examine(case).verdict == "fail":
@@ -99,7 +99,7 @@ class Search:
                 return
 
     def run(self) -> None:
-        """Draws and runs cases until the budget is used up or something is found."""
+        """Draw and run cases until the budget is used up or a failure is found."""
         number = 0
         try:
             while self.finding is None and not self._used_up():
@@ -114,7 +114,7 @@ class Search:
             self._conclude(min(self._failed.values(), key=_weight), "the time was up")
 
     def give_up(self) -> None:
-        """After Ctrl-C: what failed so far is what was found, though it was not replayed."""
+        """Use the smallest failure so far as the finding after Ctrl-C, without replays."""
         if self.finding is None and self._failed:
             best = min(self._failed.values(), key=_weight)
             self.finding = Finding(best, 0, 0, "interrupted")
@@ -170,11 +170,11 @@ class Search:
 
         try:
             body()
-        except HypothesisException as error:  # of its own making: none of ours is one
+        except HypothesisException as error:  # Hypothesis's own, none of distcheck's
             self.show(f"hypothesis ended a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
-        """Whether one of them fails, before the budget is used up; runs as few as it takes."""
+        """Return True if one of them fails within the budget, running as few as necessary."""
         while cases and not self._used_up():
             for report in self.runner.run_many(cases):
                 cases = cases[1:]
@@ -190,12 +190,12 @@ class Search:
         return False
 
     def _examine(self, case: Case) -> CaseReport:
-        """What is known of a case, or is found out now."""
+        """Return the cached report of a case, or run it."""
         known = self._verdicts.get(case.id)
         return known if known is not None else self._enter(self.runner.run(case))
 
     def _enter(self, report: CaseReport) -> CaseReport:
-        """Takes note of a report; of the first failure only what it is worth."""
+        """Record a report; the first failure is confirmed before."""
         case = report.case
         if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
             report = self._believed(report)
@@ -212,15 +212,15 @@ class Search:
         return report
 
     def _believed(self, report: CaseReport) -> CaseReport:
-        """The first failure, if fresh ranks fail as well, or new ones that are kept. Otherwise what
-        fresh ranks say; and from now on only fresh ranks are asked, if kept ones get in each
-        other's way.
+        """Return the first failure if fresh ranks, or new persistent ones, fail as well; otherwise
+        the report of fresh ranks. If persistent ranks affect each other, only fresh ranks are used
+        from now on.
         """
         case = report.case
         fresh = self.runner.run_fresh(case)
         if fresh.verdict == "fail":
             return fresh
-        once = msgspec.structs.replace(case, rerun=False)  # which would be a second time by itself
+        once = msgspec.structs.replace(case, rerun=False)  # a rerun would be a second use by itself
         alone, after = self.runner.run(once), self.runner.run(once)
         if alone.verdict == "fail":
             return report
@@ -238,7 +238,7 @@ class Search:
         return fresh
 
     def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
-        """Replays what was found in fresh ranks, as `distcheck replay` will."""
+        """Replay a finding in fresh ranks, as `distcheck replay` does."""
         self.show("replaying the failure")
         self.finding = self._replayed(report, unshrunk, replays)
         if self.finding.failed == replays and report.case.world == 1:
@@ -250,8 +250,9 @@ class Search:
                 return
 
     def _with_a_cause(self, alone: Finding) -> Finding:
-        """What was found, or the same in the smallest world of several ranks where its cause has
-        another name: one rank cannot show which rank is wrong, nor what an exchange did.
+        """Return the finding, or the same case in the smallest world of several ranks in which it
+        has another cause: one rank cannot show which rank is wrong, nor the effect of
+        communication.
         """
         case, named = alone.report.case, _causes(alone.report)
         if alone.report.ranks_failed:
@@ -278,8 +279,8 @@ class Search:
 
 
 def _steadier(case: Case) -> Iterator[Case]:
-    """The case with ranks that are later still, for a race that is not lost every time: shrinking
-    has left a delay that only just suffices, or none.
+    """Yield the case with longer delays of ranks, for a race that does not always occur: shrinking
+    has kept a delay that just suffices, or none.
     """
     if case.world == 1:
         return
@@ -301,7 +302,7 @@ def _causes(report: CaseReport) -> set[str]:
 
 
 def _weight(report: CaseReport) -> tuple[int, ...]:
-    """Smaller is simpler, where hypothesis had no time to decide."""
+    """Return a sort key by complexity, for use when Hypothesis had no time to shrink."""
     case = report.case
     layers = case.workload.count("-")
     return (layers, case.world, case.steps, len(case.delays), len(case.workload), case.batch)

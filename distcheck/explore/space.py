@@ -1,7 +1,7 @@
-"""The space that is searched, as hypothesis strategies; for property tests of users, too.
+"""The search space, as Hypothesis strategies; also for property tests of users.
 
-What comes first is simpler, and hypothesis shrinks towards it: fewer ranks, one step, float32, a
-sample per rank, one layer without marks, no rank late.
+The first choices are simpler, and Hypothesis shrinks towards them: fewer ranks, one step, float32,
+one sample per rank, one layer without marks, no delays.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +37,8 @@ from distcheck.training.adapters.asked import adaptation_of
 
 MOST_WORLD, MOST_STEPS, MOST_LAYERS = 6, 6, 4
 _MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5
-# Around what cuts a vector: fewer elements than ranks, primes, segments of gloo's ring, a bucket.
+# Sizes around limits of splitting: fewer elements than ranks, primes, segments of gloo's ring, a
+# bucket.
 _TABLES = (1, 2, 3, 5, 17, 1003, 70_001, 300_007)
 _SIZES: Mapping[str, Sequence[int]] = {
     "linear": range(1, 8),
@@ -45,15 +46,15 @@ _SIZES: Mapping[str, Sequence[int]] = {
     "table": _TABLES,
 }
 LATE, UNEQUAL, SHORT = "late", "unequal", "short-last-batch"
-TURNS = "turns"  # schedules of a simulated world; `schedule` is a word of a model's
-# So many schedules take up to a second or two; in half of the cases of a simulated world none.
+TURNS = "turns"  # schedules of a simulated world; `schedule` is a word of models
+# That many schedules take up to two seconds; half of the cases of a simulated world have none.
 _SCHEDULES = (0, 0, 8, 24)
-# What `--without` takes.
+# Values of `--without`.
 DIMENSIONS = (
     *KINDS, *MARKS, NESTED, *OPTIMIZERS, GROUPS, SCHEDULE, *EXPLORED_DTYPES, LATE, UNEQUAL, SHORT,
     ACCUMULATE, TURNS,
 )  # fmt: skip
-# A bit for each mark; the rest is how deeply a layer is nested.
+# One bit for each mark; the rest is the nesting depth of a layer.
 _BITS = st.integers(0, 2 ** len(MARKS) * (MOST_NESTED + 1) - 1)
 _MORE = (False, True, True)
 _UNCOMMON = (False,) * 3 + (True,)
@@ -62,10 +63,11 @@ _RARE = (False,) * 7 + (True,)
 
 @st.composite
 def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
-    """One layer of a generated model; none of the kinds and marks that it is to be `without`.
+    """Draw one layer of a generated model, without the kinds and marks in `without`.
 
-    Whatever its kind, as much is drawn for it, and little: so one kind shrinks to another with all
-    else as it is, and a layer goes when five choices in a row are deleted, as hypothesis tries to.
+    Every kind draws equally many, and few, choices: one kind therefore shrinks to another with
+    everything else unchanged, and a layer disappears when five consecutive choices are deleted, as
+    Hypothesis tries to.
     """
     kind = draw(st.sampled_from([kind for kind in KINDS if kind not in without]))
     place = draw(st.integers(0, len(_TABLES) - 1))
@@ -86,12 +88,12 @@ def models(
     accumulate: int = 1,
     without: Collection[str] = (),
 ) -> ModelWords:
-    """A model that a workload's name can describe, to be trained on so many `samples` and in so
-    many backward passes a step; `.workload` is that name, and `distcheck.workloads.generated` makes
-    a module of it.
+    """Draw a model that a workload's name can describe, to be trained on that many `samples` with
+    that many backward passes per step; `.workload` is the name, from which
+    `distcheck.workloads.generated` builds a module.
     """
     drawn = [draw(layers(without=without))]
-    while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # said after the last one too
+    while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # drawn after the last, too
         drawn.append(draw(layers(without=without)))
     norms = [layer for layer in drawn if layer.kind == "norm"][:1]
     convs = [layer for layer in drawn if layer.kind == "conv"][:3]
@@ -99,7 +101,7 @@ def models(
     if not any(trains(layer) for layer in ordered):
         ordered = [_unmarked(layer, "frozen") for layer in ordered]
     if not any(trains(layer) for layer in ordered):
-        ordered.append(Layer("linear", 1))  # after anything
+        ordered.append(Layer("linear", 1))  # possible after any layer
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
@@ -110,14 +112,15 @@ def models(
         ordered = [_unmarked(layer, ABSENT) for layer in ordered]
         groups = groups and _parameters(ordered) > 1
         return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
-    # Where no rank has a gradient, one of zero is right if it does not move the parameter. Momentum
-    # and weight decay would, and no strategy can see that without asking the other ranks.
+    # If no rank has a gradient, a zero gradient is correct only if it does not move the parameter.
+    # Momentum and weight decay would, and no strategy can detect that without asking the other
+    # ranks.
     return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
 
 
 def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
-    """At least one layer that trains is absent, if another one trains for all samples: a loss of
-    nothing has no backward.
+    """Return the layers with at least one trained layer absent, if another one trains for all
+    samples: a loss without parameters has no backward.
     """
     found = list(ordered)
     trained = [n for n, layer in enumerate(found) if trains(layer)]
@@ -135,14 +138,14 @@ def _unmarked(layer: Layer, mark: str) -> Layer:
 
 
 def _parameters(layers: Sequence[Layer]) -> int:
-    """How many tensors layers have that may train."""
+    """Return the number of parameter tensors of layers, frozen or not."""
     two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
     return two + sum(layer.kind != "running" for layer in layers)
 
 
 @st.composite
 def delays(draw: st.DrawFn, world: int) -> tuple[Delay, ...]:
-    """Ranks to slow down, at most two of them; as a rule none."""
+    """Draw delays of at most two ranks; usually none."""
     if world < 2 or not draw(st.sampled_from(_RARE)):
         return ()
     one = st.builds(
@@ -169,13 +172,13 @@ def cases(
     deadline_s: float = 3.0,
     backend: str = "gloo",
 ) -> Case:
-    """A case for `strategy`: world, steps, dtype, shards, backward passes in a step, model,
-    arguments and delays; with a simulated `backend` also how many schedules are compared.
+    """Draw a case for `strategy`: world, steps, dtype, shards, backward passes per step, model,
+    arguments and delays; with a simulated `backend` also the number of schedules to compare.
 
-    `vary` has, for names of the strategy's arguments, values to choose from as Python literals,
-    the simplest first; `arguments` are the same in every case. `without` names what is to be left
-    out, of `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or
-    declines the cell `accumulation`. `distcheck.explore.verify_case` runs a case.
+    `vary` maps names of the strategy's arguments to possible values as Python literals, the
+    simplest first; `arguments` are the same in every case. `without` lists exclusions from
+    `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or declines the
+    cell `accumulation`. `distcheck.explore.verify_case` runs a case.
     """
     adaptation = adaptation or adaptation_of(arguments=arguments or {})
     several = tuple(range(2, most_world + 1))
@@ -183,18 +186,19 @@ def cases(
     steps = draw(st.integers(1, most_steps))
     dtype = draw(st.sampled_from([name for name in EXPLORED_DTYPES if name not in without]))
     extra = 0 if UNEQUAL in without else draw(st.integers(0, world - 1))
-    shard = draw(st.integers(1, _MOST_SHARD))  # of the rank that has the smallest
+    shard = draw(st.integers(1, _MOST_SHARD))  # of the rank with the smallest shard
     batch = world * shard + extra
-    # Both are drawn whether or not there is room for them: what follows then shrinks on its own.
+    # Both are drawn even if there is no room for them, so that later choices shrink independently.
     several_passes = ACCUMULATE not in without and draw(st.sampled_from(_UNCOMMON))
     short = SHORT not in without and draw(st.sampled_from(_UNCOMMON))
-    # In a short dtype, more passes round by as much as a rank counts: nothing would show.
+    # In a low-precision dtype, more passes round by as much as a rank's weight: nothing could be
+    # detected.
     most_passes = 2 if dtype == "bfloat16" else MOST_ACCUMULATE
     passes = draw(st.integers(2, min(shard, most_passes))) if several_passes and shard > 1 else 1
     samples = SAMPLES
     if short and steps > 1:
-        # No shard of it has fewer samples than a step has passes: code that exchanges in each of
-        # them must find all ranks there.
+        # Each shard of it has at least as many samples as a step has passes: code that synchronizes
+        # in each of them must find all ranks there.
         shards = st.integers(passes, shard).map(lambda each: each * world)
         last = shards if UNEQUAL in without else st.integers(passes * world, batch)
         samples = batch + draw(last)
@@ -213,7 +217,7 @@ def cases(
         steps=steps,
         batch=batch,
         workload=model.workload,
-        rerun=bool(late) and not schedules,  # their usual schedule runs twice
+        rerun=bool(late) and not schedules,  # their default schedule runs twice
         delays=late,
         schedules=schedules if world > 1 else 0,
     )
@@ -226,7 +230,7 @@ _templates: dict[Any, Case] = {}
 def _template(
     strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float, backend: str
 ) -> Case:
-    """What `verify` would plan, made once: looking at entry points takes longer than a case."""
+    """Return the case that `verify` would plan, cached: querying entry points is slow."""
     key = (strategy, dtype, adaptation, loss, deadline_s, backend)
     if key not in _templates:
         request = Request(
@@ -244,7 +248,7 @@ def _template(
 
 
 def identify(case: Case) -> str:
-    """A name for a case that is the same whenever the case is."""
+    """Return a name for a case that depends only on its contents."""
     blank = msgspec.structs.replace(case, id="", deadline_s=0.0)
     name = as_file_name(case.strategy.rpartition("/")[2].replace(".py:", "-"))
     return f"{name}-w{case.world}-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(blank))}"

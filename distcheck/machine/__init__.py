@@ -1,8 +1,8 @@
-"""What this computer has, and the settings and arithmetic that change bits.
+"""Resources of this computer, and the settings and arithmetic that change bits.
 
-seeds           where randomness comes from, and the settings that are pinned
-numerics        the arithmetic of each dtype: unit roundoff, smallest number, gamma(k)
-devices         where tensors live; resources: how much of the machine may be used
-shared_tensors  tensors in files and shared memory; sealed_memory: memory that none can resize
+seeds           random streams, and the settings that are pinned
+numerics        arithmetic of each dtype: unit roundoff, smallest number, gamma(k)
+devices         placement of tensors; resources: cores and memory that may be used
+shared_tensors  tensors in files and shared memory; sealed_memory: memory of fixed size
 compat          names of torch that have no public counterpart
 """

@@ -1,8 +1,8 @@
-"""Names of torch that have no public counterpart: one place to mend when a release moves one.
+"""Names of torch without a public counterpart, so that a change in torch needs one fix, in this
+module.
 
-What is a class is read when this module is imported; the rest is read when it is used, so that a
-release that moves a name breaks only what needs it. `tests/unit/test_compat.py` uses every one of
-them in the torch that is installed, and so says which of them a release has moved.
+Classes are read when this module is imported, everything else when it is used, so that a renamed
+function breaks only its users. `tests/unit/test_compat.py` uses every name in the installed torch.
 """
 
 import functools
@@ -19,8 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 import torch.utils._python_dispatch as dispatch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all of its kinds derive from
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # those, and all of InstanceNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # base class of all BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # also of InstanceNorm
 from torch.nn.modules.conv import _ConvNd as Conv
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTranspose
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,13 +36,13 @@ __all__ = [
 
 
 class Replaceable(NamedTuple):
-    """A function of torch's that distcheck replaces, where torch's own code calls it."""
+    """A function of torch that distcheck replaces, where torch's own code looks it up."""
 
     owner: Any
     name: str
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        """Puts there what `make` makes of torch's own function."""
+        """Replace torch's function by `make(function)`."""
         setattr(self.owner, self.name, make(getattr(self.owner, self.name)))
 
 
@@ -63,37 +63,33 @@ OF_MODULES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forw
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks",)
 OF_ALL_OPTIMIZERS = "_global_optimizer_pre_hooks"
-COMPILED = "_orig_mod"  # the module that torch.compile was given
-# What wrappers of torch's add to the names of parameters.
+COMPILED = "_orig_mod"  # the module that torch.compile wrapped
+# Prefixes that wrappers of torch add to parameter names.
 WRAPPERS = ("module", COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# FSDP1 marks the tensors in which it holds parameters, and the parameters that it has taken.
+# Marks of FSDP1: on the flat tensors that hold parameters, and on the parameters in them.
 OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of a module runs compiled code: of torch.compile(module), or after its own
-    `compile()`.
-    """
+    """Return True if calling a module runs code compiled by torch.compile or `compile()`."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or COMPILED in getattr(module, "_modules", ())
 
 
 class OpMode(TorchDispatchMode):
-    """A mode under which torch.compile compiles as it does without: other modes run what was
-    compiled eagerly.
-    """
+    """A mode under which torch.compile still compiles; under others it runs eagerly."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code is called under the mode."""
+        """Return True: compiled code is called under the mode."""
         return True
 
 
 def written_arguments(operator: Any) -> dict[str, str]:
-    """The arguments of an operator, in order, each with whether it is written to: `out` where it is
-    given for nothing else, `self` where it may be read as well; empty where it is not written to.
+    """Return the arguments of an operator, in order, each with how it is written: `out` if it is
+    only an output, `self` if it may be read as well, empty if it is not written.
     """
     schema = getattr(operator, "_schema", None)
     arguments = () if schema is None else schema.arguments
@@ -110,13 +106,13 @@ def draws_random_numbers(operator: Any) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None where that is not counted (inference_mode)."""
+    """Return the count of writes to a tensor; None if it is not counted (inference_mode)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What a module that fully_shard was given computes in, and what it adds gradients up in, where
-    its policy says so.
+    """Return the compute dtype and the gradient reduction dtype of a module's fully_shard policy,
+    each None if the policy does not set it.
     """
     state = getattr(module, "_get_fsdp_state", None)
     policy = None if state is None else getattr(state(), "_mp_policy", None)
@@ -124,16 +120,16 @@ def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | N
 
 
 def fsdp2_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each parameter that fully_shard divides for a module, and the whole one that it computes
-    with: None before the first forward pass.
+    """Yield each parameter that fully_shard shards for a module, and its unsharded version: None
+    before the first forward pass.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, getattr(one, "_unsharded_param", None)
 
 
 def fsdp2_holding(module: nn.Module) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
-    """The same parameters, and what says whether gradients of the whole one were put aside, to be
-    exchanged with those of a later pass.
+    """Yield the same parameters, each with a function that returns True if gradients of the
+    unsharded one were accumulated for a later exchange.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, functools.partial(_holds, one)
@@ -153,7 +149,7 @@ def _fsdp2_records(module: nn.Module) -> Iterator[Any]:
 
 
 def part_in(tensor: Any) -> tuple[int, ...]:
-    """Where in a DTensor this rank's part of it begins."""
+    """Return the offset of this rank's shard in a DTensor, per dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     given = tensor.shape, tensor.device_mesh, tensor.placements
@@ -165,21 +161,21 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def pipeline_stage() -> type:
-    """What a stage of a pipeline is, torch's own or one that was made by tracing."""
+    """Return the base class of pipeline stages, hand-written or traced."""
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return _PipelineStageBase
 
 
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
-    """The hooks on a module or a tensor, each with its kind."""
+    """Return the hooks on a module or a tensor, each as (kind, key)."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS
     return {(kind, key) for kind in kinds for key in getattr(owner, kind, None) or ()}
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run before an optimizer's step, its own or those of every optimizer; people's
-    own may have no place for them.
+    """Return True if hooks run before an optimizer's step: its own, if its class supports them, or
+    those of every optimizer.
     """
     of_all = getattr(sys.modules["torch.optim.optimizer"], OF_ALL_OPTIMIZERS)
     return bool(of_all) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
@@ -190,7 +186,7 @@ def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def ddp_times(model: Any) -> Mapping[str, Any]:
-    """What DistributedDataParallel has measured; nothing where there is none."""
+    """Return the measurements of DistributedDataParallel; empty without a model."""
     if model is None:
         return {}
     measured: Mapping[str, Any] = model._get_ddp_logging_data()
@@ -198,13 +194,14 @@ def ddp_times(model: Any) -> Mapping[str, Any]:
 
 
 def note_samples(iterator: Any, noting: Callable[[Any], Any]) -> None:
-    """Makes an iterator of a DataLoader take its indices from what `noting` makes of its own."""
+    """Replace a DataLoader iterator's iterator of indices by `noting(iterator)`."""
     iterator._sampler_iter = noting(iterator._sampler_iter)
 
 
 # -- autograd ----------------------------------------------------------------------------------
 
-# Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
+# Entry points of torch's Python code to C++ code that waits for collectives: file, function ("":
+# all).
 MAY_WAIT = (
     ("torch/autograd/graph.py", "_engine_run_backward"),
     ("torch/nn/parallel/distributed.py", ""),
@@ -212,36 +209,36 @@ MAY_WAIT = (
     ("torch/distributed/_functional_collectives.py", ""),
     ("torch/_ops.py", ""),
 )
-# The functions there that wait for futures of calls made within them.
+# Functions in these files that wait for futures of calls made within them.
 WAIT_FOR_FUTURES = (
     "_engine_run_backward", "_match_all_reduce_for_bwd_pass", "_sync_module_buffers",
 )  # fmt: skip
-DDP_NODE = "_DDPSink"  # of the graph: DistributedDataParallel hands the model's outputs through it
-BaseFuture: Any = torch.futures.Future.__bases__[0]  # that of C++, without what Python adds
+DDP_NODE = "_DDPSink"  # autograd node through which DistributedDataParallel returns outputs
+BaseFuture: Any = torch.futures.Future.__bases__[0]  # the C++ class, without Python's additions
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a node of a backward pass now."""
+    """Return True if this thread is running a node of a backward pass."""
     of_torch: Any = torch._C
     return of_torch._current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], Any]) -> None:
-    """Has `callback` called at the end of the backward pass that runs now."""
+    """Register `callback` for the end of the backward pass that is running."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def output_of_node(node: Any, output: int) -> Any:
-    """The shape and dtype of an output of a node of a graph."""
-    return node._input_metadata[output]  # "input": it is of the gradient that the node gets
+    """Return the shape and dtype of an output of an autograd node."""
+    return node._input_metadata[output]  # inputs of the node in a backward pass
 
 
-# -- what each operation passes ----------------------------------------------------------------
+# -- dispatch modes and operations -------------------------------------------------------------
 
 
 def modes() -> list[Any]:
-    """The dispatch modes of this thread, the innermost last."""
+    """Return the dispatch modes of this thread, the innermost last."""
     return dispatch._get_current_dispatch_mode_stack()
 
 
@@ -254,13 +251,13 @@ def pop_mode() -> None:
 
 
 def without_modes() -> Any:
-    """A context in which no mode sees the operations of this thread."""
+    """Return a context in which no mode sees the operations of this thread."""
     of_torch: Any = torch._C
     return of_torch._DisableTorchDispatch()
 
 
 def schema_of(operation: Any) -> Any:
-    """What an operation's arguments are, and which of them it writes."""
+    """Return an operation's schema: its arguments, and which of them it writes."""
     return operation._schema
 
 
@@ -273,12 +270,12 @@ def groups() -> dict[Any, Any]:
 
 
 def groups_made() -> int:
-    """How many groups it has made: torch names the next one by that number."""
+    """Return the number of groups that torch has made; it names the next one by that number."""
     return int(c10d._world.group_count)
 
 
 def groups_state() -> Any:
-    """The object in which torch keeps the groups of a process."""
+    """Return the object in which torch stores the groups of a process."""
     return c10d._world
 
 
@@ -291,8 +288,9 @@ def default_store() -> Any:
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """A weak reference to a tensor's storage, equal to others of the same one: it keeps none of its
-    memory, and while it is there no other storage is taken for it. Raises for a tensor without one.
+    """Return a weak reference to a tensor's storage, equal to others of the same storage. It keeps
+    no memory alive, and while it exists no other storage compares equal. Raises for a tensor
+    without one.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -302,28 +300,28 @@ def counts_calls() -> bool:
 
 
 def calls_counted(group: Any) -> int:
-    """How many calls a group has counted. Raises RuntimeError where its backend counts none."""
+    """Return the number of calls of a group. Raises RuntimeError if they are not counted."""
     return int(group._get_sequence_number_for_group())
 
 
 def timeout_of(group: Any) -> timedelta:
-    """After what time its calls on CPU time out. Raises where its backend does not say."""
+    """Return the timeout of a group's calls on CPU. Raises if its backend has none."""
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
 
 
 def functional_collectives() -> int:
-    """Those of which torch keeps the work until it is waited for."""
+    """Return the number of functional collectives whose work torch stores until waited for."""
     return int(_of_c10d()._get_work_registry_size())
 
 
 def isolate_threads() -> None:
-    """Gives each thread process groups of its own, where C++ code looks them up by name."""
+    """Give each thread its own registry of process groups, which C++ code searches by name."""
     _of_c10d()._set_thread_isolation_mode(True)
 
 
 def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
-    """What torch's flight recorder, or NCCL's, has of this process's collectives, oldest first."""
+    """Return the collectives in torch's flight recorder, or NCCL's, here, oldest first."""
     dump = "_dump_nccl_trace" if nccl else "_dump_fr_trace"
     with _without_inductor():
         dumped = getattr(_of_c10d(), dump)(includeCollectives=True, includeStackTraces=stacks)
@@ -332,17 +330,17 @@ def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
 
 
 def forget_recorded_calls() -> None:
-    """Drops what the flight recorder has. Raises AttributeError before torch 2.15."""
+    """Clear the flight recorder. Raises AttributeError before torch 2.15."""
     _of_c10d()._reset_fr_trace()
 
 
 @contextmanager
 def _without_inductor() -> Iterator[None]:
-    """The recorder asks torch._inductor about frames, if torch has it; and torch, asked, imports
-    it. Code that has not imported it has no frames in it.
+    """Prevent the recorder from importing torch._inductor, which it asks about frames. Code that
+    has not imported it has no frames in it.
 
-    Measured: the report of a rank with stacks takes 1.4 s of CPU with that import, and less than
-    1 ms without. A rank is asked for it while it hangs, so the time counts.
+    Measured: with that import the report of a rank with stacks takes 1.4 s of CPU, without it less
+    than 1 ms. A rank reports while it hangs, so the time counts.
     """
     if "torch._inductor" in sys.modules:
         yield
@@ -359,7 +357,7 @@ def _of_c10d() -> Any:
     return of_torch._distributed_c10d
 
 
-# -- what a process has one of -----------------------------------------------------------------
+# -- state of the process ----------------------------------------------------------------------
 
 # Names in modules.
 PROCESS_WIDE: Mapping[str, Sequence[str]] = {
@@ -387,11 +385,11 @@ PRECISIONS = (
     ("generic", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )  # fmt: skip
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (getter, setter)
 
 
 def process_settings() -> list[Setting]:
-    """The settings that torch keeps in C++; those that a release does not have are left out."""
+    """Return the settings that torch stores in C++, without those that this torch lacks."""
     of_torch: Any = torch._C
     pairs: list[Setting] = [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -400,7 +398,7 @@ def process_settings() -> list[Setting]:
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            # torch.use_deterministic_algorithms imports torch's compiler to tell it, too: 1 s.
+            # torch.use_deterministic_algorithms also imports torch's compiler. Measured: 1 s.
             lambda both: of_torch._set_deterministic_algorithms(both[0], warn_only=both[1]),
         ),
         (
@@ -421,24 +419,24 @@ def process_settings() -> list[Setting]:
 
 
 def print_options() -> Any:
-    """The object that torch.set_printoptions changes."""
+    """Return the object that torch.set_printoptions changes."""
     of_tensors: Any = sys.modules["torch._tensor_str"]
     return of_tensors.PRINT_OPTS
 
 
 def flags_may_change() -> Any:
-    """A context in which flags of torch.backends may be set, whatever code has disabled."""
+    """Return a context in which flags of torch.backends may be set, even if disabled."""
     context: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
     return context()
 
 
 def has_registered_device() -> bool:
-    """Whether a library has registered a kind of device of its own."""
+    """Return True if a library has registered its own kind of device."""
     of_torch: Any = torch._C
     return hasattr(torch, of_torch._get_privateuse1_backend_name())
 
 
 def is_cuda_lost_by_fork() -> bool:
-    """Whether this process was forked from one that had initialized CUDA."""
+    """Return True if this process was forked from one that had initialized CUDA."""
     of_cuda: Any = torch.cuda
     return bool(of_cuda._is_in_bad_fork())

@@ -1,8 +1,8 @@
-"""Where tensors live: what there is on this machine, and a rank's own device.
+"""Devices of this machine, and a rank's own device.
 
-`gpu_count` and `missing` are asked by the front and touch neither torch nor CUDA: a process that
-has touched CUDA cannot fork ranks that use it. What takes a `torch.device` runs in ranks and
-judges, which are forked from a helper that has not.
+`gpu_count` and `missing` are called by the front end and touch neither torch nor CUDA: a process
+that has initialized CUDA cannot fork ranks that use it. Functions that take a `torch.device` run in
+ranks and judges, which are forked from a helper that has not initialized it.
 """
 
 import ctypes
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("cpu", "cuda")
-_MOST_BESIDE = 8  # chosen: each is a Python of its own, with its script's workers
-_CONTEXT_BYTES = 1 << 30  # chosen: what CUDA and its libraries take of a GPU for a process; 0.5 GiB
-# was seen on an H100
+_MOST_BESIDE = 8  # Heuristic: each is a Python process with its script's workers
+# Heuristic: GPU memory that CUDA and its libraries take per process. Measured: 0.5 GiB on an H100.
+_CONTEXT_BYTES = 1 << 30
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """The NVIDIA GPUs that CUDA will show here, as far as device files and the environment tell."""
+    """Return the number of GPUs that CUDA will show, from device files and the environment."""
     environ = os.environ if environ is None else environ
     files = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
-    if not files and Path("/dev/dxg").exists():  # WSL: one device stands for all of them
+    if not files and Path("/dev/dxg").exists():  # WSL: one device file for all GPUs
         return 1
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return len(files)
-    # CUDA stops at the first entry that names no device; -1 is the customary one.
+    # CUDA stops at the first entry that names no device, by convention -1.
     named = []
     for entry in filter(None, (entry.strip() for entry in visible.split(","))):
         if entry.startswith("-"):
@@ -42,7 +42,7 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 def missing(device: str, backend: str) -> str:
-    """Why ranks cannot run on a device of this machine, in a sentence; empty where they can."""
+    """Return the reason that ranks cannot run on a device of this machine; empty if they can."""
     if device == "cpu":
         if backend == "nccl":
             return "backend nccl moves tensors between GPUs only; give --device cuda as well"
@@ -58,9 +58,8 @@ def missing(device: str, backend: str) -> str:
 
 
 def enter(device: str, local_rank: int) -> "torch.device":
-    """This process's device, made its current one. Ranks share GPUs in turn where there are fewer.
-
-    Raises CannotRunError where torch sees none.
+    """Return this process's device and make it the current one. Ranks share GPUs in turn if there
+    are fewer than ranks. Raises CannotRunError if torch finds none.
     """
     import torch
 
@@ -79,7 +78,7 @@ def enter(device: str, local_rank: int) -> "torch.device":
 
 
 def rng_state(device: "torch.device") -> bytes:
-    """The generators that a forward pass on a device draws from: the CPU's, then the GPU's."""
+    """Return the states of the generators used on a device: the CPU's, then the GPU's."""
     import torch
 
     from distcheck.machine.shared_tensors import raw_bytes
@@ -91,7 +90,7 @@ def rng_state(device: "torch.device") -> bytes:
 
 
 def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
-    """Puts the generators back; the CPU's state takes up the first `cpu_bytes`."""
+    """Restore the generators; the CPU's state is in the first `cpu_bytes`."""
     import torch
 
     whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -101,15 +100,15 @@ def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
 
 
 def gpu_bytes_taken() -> int:
-    """The most memory that torch has taken on this process's GPU for tensors; 0 without one."""
+    """Return the maximum memory that torch has reserved on this process's GPU; 0 without one."""
     import torch
 
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
 
 
 def copies_beside(taken: int) -> int:
-    """How many further processes that need as much as `taken` bytes for tensors may run: as many as
-    this process's GPU has room for beside what it will need itself, and at most some.
+    """Return how many further processes, each with `taken` bytes of tensors, may run concurrently:
+    as many as fit on this process's GPU in addition to its own needs, up to a fixed limit.
     """
     import torch
 
@@ -121,7 +120,7 @@ def copies_beside(taken: int) -> int:
 
 
 def describe(device: str) -> dict[str, object]:
-    """What bits depend on beyond the CPU: the GPU, its libraries. Empty on the CPU."""
+    """Return the GPU and libraries that bits depend on in addition to the CPU. Empty on the CPU."""
     if device != "cuda":
         return {}
     import torch
@@ -141,16 +140,16 @@ def describe(device: str) -> dict[str, object]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that this process has loaded; empty where torch has none.
+    """Return the version of the NCCL that this process has loaded; empty if torch has none.
 
-    The library itself is asked: `torch.cuda.nccl.version()` is a constant of torch's build, which
-    another library that was put first with LD_PRELOAD does not change.
+    The library itself is queried: `torch.cuda.nccl.version()` is a constant of torch's build, which
+    does not change if LD_PRELOAD loads another library.
     """
     import torch
 
     number = ctypes.c_int()
     try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)  # after torch: what it uses
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)  # torch's, if loaded
         if library.ncclGetVersion(ctypes.byref(number)) == 0:
             return number.value // 10_000, number.value // 100 % 100, number.value % 100
     except (OSError, AttributeError):  # linked into torch
@@ -162,7 +161,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _cudnn_version() -> int | None:
-    """None where the library that is found is not of torch's build, or too new for this GPU."""
+    """Return cuDNN's version; None if it is not of torch's build, or too new for this GPU."""
     import torch
 
     try:

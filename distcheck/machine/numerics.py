@@ -1,7 +1,7 @@
 """Floating-point arithmetic of each dtype: unit roundoff, smallest number, and gamma(k).
 
-The only place where these numbers are named; it imports without torch. u is half the distance from
-1.0 to the next number: 2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p = 8).
+No other module defines these numbers. It imports without torch. u is half the distance from 1.0 to
+the next number: 2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p = 8).
 gamma(k) = k u / (1 - k u) bounds the relative error of k roundings (Higham, Accuracy and Stability
 of Numerical Algorithms, 2nd ed., lemma 3.1).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # plans and backends' expectations need these numbers, and import no torch
+if TYPE_CHECKING:  # plans and backends' expectations import this without torch
     import torch
 
 # Unit roundoff and smallest subnormal number.
@@ -22,7 +22,7 @@ _UNITS = {
 }
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
-# Dtypes whose every number a dtype holds exactly.
+# Dtypes whose numbers are all exact in the key's dtype.
 _CONTAINED = {
     "float64": ("float64", "float32", "float16", "bfloat16"),
     "float32": ("float32", "float16", "bfloat16"),
@@ -41,54 +41,52 @@ def _name(dtype: torch.dtype | str) -> str:
 
 
 def unit_roundoff(dtype: torch.dtype | str) -> float:
-    """Half the distance from 1.0 to the next number; for complex numbers that of their parts."""
+    """Return half the distance from 1.0 to the next number; for complex dtypes, of their parts."""
     return _UNITS[_name(dtype)][0]
 
 
 def smallest(dtype: torch.dtype | str) -> float:
-    """The smallest number above zero; for complex numbers that of their parts."""
+    """Return the smallest number above zero; for complex dtypes, of their parts."""
     return _UNITS[_name(dtype)][1]
 
 
 def holds_all_of(dtype: torch.dtype | str, other: torch.dtype | str) -> bool:
-    """Whether `dtype` has every number of `other`, so that a conversion to it rounds nothing."""
+    """Return True if every number of `other` is exact in `dtype`."""
     return _name(other) in _CONTAINED[_name(dtype)]
 
 
 def spacing(dtype: torch.dtype) -> float:
-    """The distance from 1.0 to the next number, 2 u: of every floating-point dtype of torch, also
-    of those in which nothing is judged.
-    """
+    """Return the distance from 1.0 to the next number, 2 u, for any floating-point dtype."""
     import torch
 
     return torch.finfo(dtype).eps
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, in a last dimension of 2; real ones as they are."""
+    """Return complex numbers as pairs of real ones, in a last dimension of 2."""
     import torch
 
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers in float64, complex ones as pairs."""
+    """Return a tensor's numbers in float64, complex ones as pairs."""
     return real_parts(tensor).double()
 
 
 def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Every so-many-th number [n] of a tensor; a complex element is two."""
+    """Return every `stride`-th number [n] of a tensor; a complex element is two."""
     return real_parts(tensor).reshape(-1)[::stride]
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The L2 norm of a difference, in float64."""
+    """Return the L2 norm of a difference, in float64."""
     return float((wide(one) - wide(other.to(one.device))).norm())
 
 
 def gamma(roundings: int, unit: float) -> float:
-    """The relative error that `roundings` roundings can add up to. Raises NotBoundedError."""
-    if roundings * unit >= 1 / 2:  # gamma is 1 there: zero would be within it of anything
+    """Return the relative error bound of `roundings` roundings. Raises NotBoundedError."""
+    if roundings * unit >= 1 / 2:  # gamma reaches 1 there: zero would be within it of any number
         raise NotBoundedError(
             f"{roundings} roundings of relative size {unit:.2g} may add up to all that is rounded"
         )

@@ -1,5 +1,5 @@
-"""How many cores this process may fill: those it may run on, or its container's share of them; and
-memory that it may still use, and what it keeps of what it has used.
+"""Cores and memory that this process may use, with the limits of its container, and the settings
+that make the C library reuse freed memory.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ _OF_THIS_PROCESS = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """At least 1. A quota of one and a half cores (docker --cpus=1.5) counts as two."""
+    """Return the number of cores, at least 1. A quota of 1.5 cores (docker --cpus=1.5) is two."""
     linux = hasattr(os, "sched_getaffinity")
     may_run_on = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     return max(1, min([may_run_on, *(math.ceil(share) for share in _quotas())]))
 
 
 def _quotas() -> list[float]:
-    """What each control group over this process grants, in cores; those without a limit left out.
+    """Return the CPU limits, in cores, of each control group over this process that has one.
 
     Version 2 writes "QUOTA PERIOD" in cpu.max, or "max PERIOD"; version 1 has a file for each, and
     -1 for no quota (Linux, Documentation/admin-guide/cgroup-v2.rst, scheduler/sched-bwc.rst).
@@ -42,7 +42,7 @@ def _quotas() -> list[float]:
 
 
 def _groups() -> list[Path]:
-    """The folders of this process's control groups for the processor, and of those around them."""
+    """Return the folders of this process's CPU control groups and of their parents."""
     found: dict[Path, None] = {}
     for line in _read(_OF_THIS_PROCESS).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -63,9 +63,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-# Training and judging allocate and free the same large tensors at every step. glibc hands each back
-# to the kernel and faults it in again page by page, which took half of a float64 step's time.
-# Variables are read when a process starts; whatever it forks inherits what they say.
+# Training and judging allocate and free the same large tensors at every step. glibc returns each to
+# the kernel and faults it in again page by page. Measured: half of the time of a float64 step.
+# Variables are read when a process starts; forked processes inherit the effect.
 _KEPT_BYTES = 1 << 30
 KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
@@ -75,14 +75,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """The same in this process, from now on, where its C library is glibc."""
+    """Make this process reuse freed memory from now on, if its C library is glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def available_bytes() -> int:
-    """Memory that can still be had: the machine's, or the container's if that is less."""
+    """Return the bytes of memory available: the machine's, or the container's if less."""
     available: int = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,7 +1,7 @@
-"""Shared memory whose size no process that holds its descriptor can change.
+"""Shared memory whose size cannot be changed by any process that has its descriptor.
 
-Ranks are given the descriptors of traces and data. Code under test that shortens such memory would
-otherwise end every process that reads it, by SIGBUS or by an error of distcheck's own; with a seal
+Ranks receive the descriptors of traces and data. Code under test that truncates such memory would
+otherwise end every process that reads it, by SIGBUS or by an internal error; with a seal
 (memfd_create(2), fcntl(2)) the call fails in the rank that made it.
 """
 
@@ -12,9 +12,7 @@ _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
-    """The descriptor of new memory of a fixed size, which takes up no more than what is written to
-    it. Raises OSError.
-    """
+    """Return the descriptor of new sparse memory of a fixed size. Raises OSError."""
     fd = open_memory(name)
     try:
         os.ftruncate(fd, size_bytes)
@@ -26,10 +24,10 @@ def sealed_memory(name: str, size_bytes: int) -> int:
 
 
 def open_memory(name: str) -> int:
-    """The descriptor of new memory, empty, for `seal_content` once it is filled."""
+    """Return the descriptor of new, empty memory, for `seal_content` once it is filled."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def seal_content(fd: int) -> None:
-    """From now on no process can write into it, or change its size."""
+    """Prevent every process from writing to the memory or changing its size."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)

@@ -1,7 +1,7 @@
-"""Where randomness comes from, and the settings that change bits.
+"""Random streams, and the settings that change bits.
 
-Every random stream of a run is `derive(root seed, purpose, numbers...)`, so that two streams
-never coincide by accident and each can be made again without running what came before it.
+Every random stream of a run is `derive(root seed, purpose, numbers...)`, so that two streams never
+coincide by accident and each can be reproduced without running what precedes it.
 """
 
 import contextlib
@@ -17,28 +17,29 @@ from typing import Any
 
 from distcheck.machine.numerics import smallest
 
-# What must be pinned before torch is imported. More than one intra-op thread changes bits (the
-# matrix kernels split their sums by thread) and slows many ranks on few cores down; a parallel
-# OpenMP region in a process that later forks makes its children hang.
+# Settings to pin before torch is imported. More than one intra-op thread changes bits (matrix
+# kernels split their sums by thread) and is slow with many ranks on few cores; a parallel OpenMP
+# region in a process that forks later makes its children hang.
 PINNED_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "VECLIB_MAXIMUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
-    # cuBLAS sums in one order only if it may not choose its workspace (and so its algorithm) anew.
+    # cuBLAS has a fixed order of summation only with a fixed workspace, which determines its
+    # algorithm.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 
 def derive(root: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed for `purpose` (and a rank, a step, ...) under the root seed of a case."""
+    """Return a 63-bit seed for `purpose` (and a rank, a step, ...) from the root seed of a case."""
     text = ":".join([str(root), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, `random` and (if it is loaded) numpy.
+    """Seed torch, `random` and, if it is loaded, numpy.
 
     A forked rank inherits its parent's generators, so all three must be set in every rank.
     """
@@ -46,7 +47,7 @@ def seed_everything(seed: int) -> None:
 
     if _may_have_accelerator():
         torch.manual_seed(seed)
-    else:  # torch would note the stack for each kind of device, which takes longer than a layer
+    else:  # manual_seed would record the stack per device kind, slower than a layer
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")
@@ -56,26 +57,25 @@ def seed_everything(seed: int) -> None:
 
 @cache
 def _may_have_accelerator() -> bool:
-    """Whether torch could find a device of its own here, beside the CPU: CUDA's, ROCm's, one of
-    Direct Rendering, WSL's, or one that a library registers.
+    """Return True if torch could find a device other than the CPU here: CUDA's, ROCm's, one of the
+    Direct Rendering Manager, WSL's, or one that a library registered.
     """
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     files = [f for pattern in ("nvidia*", "kfd", "dri", "dxg") for f in Path("/dev").glob(pattern)]
     return bool(files) or compat.has_registered_device()
 
 
-# Mersenne twisters: 624 words and a position, then whether half of a pair of normal numbers is kept
-# for the next draw, and that half.
+# State of a Mersenne twister: 624 words and a position; then whether the second of a pair of normal
+# numbers is stored for the next draw, and that number.
 _TWISTER = struct.Struct("<625I?d")
 LIBRARY_STATES_BYTES = 2 * _TWISTER.size
 
 
 def library_states() -> bytes:
-    """The generators of `random` and, if it is loaded, NumPy, that everybody shares: of each, the
-    state from which it draws again what it is about to draw.
-
-    At most LIBRARY_STATES_BYTES. `random`'s state comes first and is always there.
+    """Return the states of the global generators of `random` and, if it is loaded, NumPy, from
+    which they repeat their next draws. At most LIBRARY_STATES_BYTES; `random`'s state is first and
+    always present.
     """
     _, words, kept = random.getstate()
     packed = _TWISTER.pack(*words, kept is not None, kept or 0.0)
@@ -83,7 +83,7 @@ def library_states() -> bytes:
     if numpy_random is None:
         return packed
     state = numpy_random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # user code has put another one in its place
+    if state["bit_generator"] != "MT19937":  # user code has replaced it
         return packed
     key, position = state["state"]["key"], state["state"]["pos"]
     normal = bool(state["has_gauss"]), state["gauss"]
@@ -91,9 +91,7 @@ def library_states() -> bytes:
 
 
 def set_library_states(states: bytes) -> None:
-    """Puts the generators back. NumPy's only where it is loaded, as it is where anything draws
-    from it.
-    """
+    """Restore the generators; NumPy's only if it is loaded."""
     *words, is_kept, kept = _TWISTER.unpack_from(states)
     random.setstate((3, tuple(words), kept if is_kept else None))
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -105,24 +103,24 @@ def set_library_states(states: bytes) -> None:
 
 
 def pin_determinism() -> None:
-    """Fixes the settings that change bits; call it in every rank and every reference, and again
-    when a user's file has been loaded: training scripts change them at their top.
+    """Pin the settings that change bits: in every rank and reference, and again after a user's file
+    was loaded, because training scripts change them.
 
-    Deterministic algorithms are asked for with `warn_only`, because code under test may use
-    an operation that has none, and the rerun check will say whether that matters.
+    Deterministic algorithms are requested with `warn_only`, because code under test may use an
+    operation that has none; the rerun check shows whether that matters.
     """
     import torch
 
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     torch.set_num_threads(1)
-    # use_deterministic_algorithms says the same, and imports torch's compiler to tell it, too: 1 s.
+    # use_deterministic_algorithms does the same, but also imports torch's compiler. Measured: 1 s.
     torch.set_deterministic_debug_mode("warn")
     if (compiler := sys.modules.get("torch._inductor.config")) is not None:
         setattr(compiler, "deterministic", True)  # noqa: B010
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read by the compiler when it is imported
-    # Allowed also where a user's file has called disable_global_flags(), as torch's own test
-    # utilities do when they are imported.
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when the compiler is imported
+    # Works even if a user's file has called disable_global_flags(), as torch's test utilities do
+    # when they are imported.
     with compat.flags_may_change():
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -131,14 +129,14 @@ def pin_determinism() -> None:
 
 _DEFAULT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _MKLDNN_OFF, _DENORMALS_FLUSHED = 1 << 4, 1 << 5
-_THREADS_AT, _MOST_THREADS = 8, 1 << 8  # threads beyond the one that is pinned, in as many bits
+_THREADS_AT, _MOST_THREADS = 8, 1 << 8  # extra threads, in as many bits
 _SMALLEST = smallest("float32")  # a denormal number
 
 
 def settings() -> int:
-    """The settings that change what one process computes, and stay as people's code has them: the
-    default dtype (in four bits), whether mkldnn is off, whether denormal numbers are zero, the
-    number of threads (at most 256). 0 where all are torch's own, and there is one thread.
+    """Return the settings that change the results of one process and that user code controls, as
+    bits: the default dtype (four bits), mkldnn disabled, denormal numbers flushed to zero, the
+    number of threads (at most 256). 0 stands for torch's defaults with one thread.
     """
     import torch
 
@@ -152,7 +150,7 @@ def settings() -> int:
 
 @contextlib.contextmanager
 def under(wanted: int) -> Iterator[None]:
-    """Sets what `settings` says of another process, and puts back what was set before."""
+    """Apply the `settings` of another process within the block."""
     before = settings()
     _set(wanted, before)
     try:
@@ -164,7 +162,7 @@ def under(wanted: int) -> Iterator[None]:
 def _set(wanted: int, before: int) -> None:
     import torch
 
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     if wanted == before:
         return
@@ -179,9 +177,10 @@ def _set(wanted: int, before: int) -> None:
 
 
 def _compute_float32_in_float32() -> None:
-    """TensorFloat-32 keeps 10 bits of every factor, bfloat16 7: no bound of float32's holds then.
+    """Disable reduced precision: TensorFloat-32 keeps 10 bits of every factor and bfloat16 7, so
+    that no float32 bound would hold.
 
-    torch has two interfaces for it, and reading the older one raises where the two disagree; set in
+    torch has two interfaces for it, and reading the older one raises if the two disagree; set in
     this order they agree, whatever was set before.
     """
     import torch
@@ -197,10 +196,12 @@ def _compute_float32_in_float32() -> None:
 
 
 def pin_default_dtype(dtype: str) -> None:
-    """Makes code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
-    float64, as in a script that trains in it: such a script sets torch's default dtype. Call it
-    before code under test is loaded, and in every reference. Models are built in float32 all the
-    same (`Ingredients.model`). Shorter dtypes are cast to by scripts, and leave the default.
+    """Make code that names no dtype (`torch.empty(p.grad.size())`) use float64 in a float64 case,
+    as in a script that sets torch's default dtype. Call it before code under test is loaded, and in
+    every reference.
+
+    Models are built in float32 in any case (`Ingredients.model`). For shorter dtypes, scripts cast
+    and leave the default.
     """
     import torch
 
@@ -208,7 +209,7 @@ def pin_default_dtype(dtype: str) -> None:
 
 
 def describe_settings() -> dict[str, Any]:
-    """The settings that change bits, as they are now; recorded in every report."""
+    """Return the current settings that change bits, for the report."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Tensors in files and shared memory, without pickles and without numpy."""
+"""Tensors in files and shared memory, without pickle and numpy."""
 
 import ctypes
 import mmap
@@ -9,7 +9,7 @@ import torch
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, not copied; valid as long as the tensor lives."""
+    """Return the bytes of a dense CPU tensor, not copied; valid while the tensor exists."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -19,7 +19,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data` at `offset`. Raises OSError when the file cannot grow."""
+    """Write all of `data` at `offset`. Raises OSError if the file cannot grow."""
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
@@ -28,12 +28,12 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 def mapped_tensor(
     mapping: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """The tensor that lies at `offset` of a read-only mapping, not copied. Do not write to it."""
+    """Return the tensor at `offset` of a read-only mapping, not copied; do not write to it."""
     count = 1
     for extent in shape:
         count *= extent
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it is not writable: that is the point
+        warnings.simplefilter("ignore")  # that it is not writable, as intended
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)

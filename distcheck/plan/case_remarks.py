@@ -1,4 +1,4 @@
-"""What a person should know about a case before reading its verdict, and why one is left out."""
+"""Notes that accompany a case's verdict, and reasons for leaving a case out."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,11 +20,11 @@ BUFFERS = (
     "buffers, such as BatchNorm's running statistics, are compared before the first step and "
     "between the two runs, and not with one process"
 )
-_NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # of the default run
+_NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # workloads of the default run
 
 
 def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
-    """What a person should know before reading the verdict."""
+    """Yield the notes on a case of a parallel layout."""
     if mesh.data == mesh.world:
         yield (
             "the code exchanges in its forward pass, so no rank has a part of the gradient by "
@@ -48,7 +48,7 @@ def _of_layers(mesh: Mesh) -> str:
 
 
 def why_not_in_layout(case: Case, facts: CaseFacts) -> str:
-    """Why a case shows nothing of a layout; empty where it does."""
+    """Return the reason that a case shows nothing about a parallel layout; empty if it does."""
     workload = case.workload
     generated = workload.startswith(PREFIX)
     if workload in CELLS or generated:
@@ -79,12 +79,12 @@ def why_not_in_layout(case: Case, facts: CaseFacts) -> str:
     return ""
 
 
-_LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
+_LONG_ENOUGH = {  # dtypes whose rounding a layer's bound covers
     IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
     IN_FLOAT64: ("float64", "complex128"),
 }
 _LEAST_NORMALISED = 4
-_MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
+_MOST_OTHER_ROUNDINGS = 9  # counted by R in one backward pass, in addition to one for each rank
 _BY_OTHERS = "X and R judge instead"
 _HARDLY_NORMALISED = (
     "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: S32 and "
@@ -122,8 +122,8 @@ def notes_on(
     *,
     by_tokens: bool = False,
 ) -> list[str]:
-    """What a person should know about a case before reading its verdict; `by_tokens`: whether its
-    workload counts tokens.
+    """Return the notes on a case that a user should read with its verdict; `by_tokens` is True if
+    its workload counts tokens.
     """
     mesh = contract.mesh(case.world) if contract is not None else None
     if mesh is not None:
@@ -179,7 +179,7 @@ def notes_on(
 
 
 def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Why a case has nothing to show for a strategy with this contract; empty where it has."""
+    """Return the reason that a case has nothing to show for a strategy; empty if it has."""
     contract = facts.contract
     if contract.parallel:
         why = why_not_in_layout(case, facts)
@@ -227,8 +227,10 @@ def _why_too_few_samples(case: Case, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Why a strategy with its own backward cannot accumulate: each of its calls is a step of its
-    own, and what counts in that step is the same as in the whole one only for equal pieces.
+    """Return the reason that a strategy with its own backward cannot accumulate; empty if it can.
+
+    Each of its backward calls averages over one piece, which equals the mean over the whole shard
+    only for equal pieces.
     """
     passes = facts.training.accumulate
     if passes == 1 or not facts.own_backward:
@@ -243,7 +245,7 @@ def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
-    """Why what the workload is for cannot happen in this world; empty where it can."""
+    """Return the reason that the tested event cannot occur in this world; empty if it can."""
     ranks, least = len(case.with_data), least_ranks(facts.must_happen)
     if ranks >= least:
         return ""
@@ -251,10 +253,11 @@ def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
 
 
 def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
-    """Why roundings leave no bound to judge by; empty where there is one.
+    """Return the reason that rounding leaves no usable bound; empty if there is one.
 
-    Each backward pass may exchange (`oracles/rounding.py`), so every one counts. 1/2 is where
-    roundings add up to the whole of what is summed, and zero would pass for it.
+    Each backward pass may exchange (`oracles/rounding.py`), so every one counts. At a relative
+    bound of 1/2 per term the rounding errors can reach the sum itself, and a gradient of zero would
+    pass.
     """
     accepted = read(case.accept)
     lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
@@ -279,18 +282,19 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
 
 
 def rounds_by_position(case: Case, contract: Contract) -> bool:
-    """Whether updating a tensor in pieces need not be updating it whole, to the bit.
+    """Return True if updating a tensor in pieces may differ in its bits from updating it as a
+    whole.
 
-    torch's CPU kernels round a short dtype once or twice, as an element is in a full vector of the
-    processor or in the rest: in float32 and float64 that makes no difference, in bfloat16 and
-    float16 it was seen in one of 30 elements after a step of SGD.
+    torch's CPU kernels round a short dtype once or twice, depending on whether an element is in a
+    full vector register or in the remainder. Float32 and float64 are unaffected. Measured in
+    bfloat16 and float16: one of 30 elements differs after a step of SGD.
     """
     return contract.optimizer_state == "cut" and case.dtype not in EXACT_DTYPES
 
 
 def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has,
-    or where the case has no such layer.
+    """Return the reason, other than random numbers, that S32 or S64 has no bound for a case; empty
+    if it has one, or if the case has no such layer.
     """
     layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     if not layers:
@@ -307,11 +311,11 @@ def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int
 
 
 def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
-    """Whether BatchNorm sees so few samples at a time that S32 and S64 have no bound to offer.
+    """Return True if BatchNorm sees too few samples at a time for the bounds of S32 and S64.
 
-    Over n samples a normalised value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
-    went in: its derivative is a difference of nearly equal numbers, which two ways of computing
-    round apart by any factor. Correct code was seen above S32's bound with 2 and 3 samples, never
+    Over n samples a normalized value is at most sqrt(n - 1), and for n = 2 it is +1 or -1 for every
+    input: its derivative is a difference of nearly equal numbers, so that two ways of computing it
+    differ by any factor. Measured: correct code exceeded S32's bound with 2 and 3 samples, never
     with 4 or more.
     """
     if not facts.normalises_batches:
@@ -321,7 +325,7 @@ def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
 
 
 def not_judged_after_failure(failed: Case) -> str:
-    """Why a case is not judged where a run ends at the first failure."""
+    """Return the reason that a case is not judged when a run ends at its first failure."""
     return (
         f"not judged: --fail-fast, and {failed.workload} {failed.dtype} of {failed.strategy} with "
         f"{failed.world} ranks has failed"
@@ -329,7 +333,7 @@ def not_judged_after_failure(failed: Case) -> str:
 
 
 def not_run_after_hang(case: Case, hung: Case) -> str:
-    """Why a case of a strategy was not run that has hung in another one."""
+    """Return the reason that a case was not run after its strategy hung in another one."""
     return (
         f"not run: the strategy hung in {hung.workload} {hung.dtype}; --after-hang runs every "
         f"case, and --workload {case.workload} only this one"

@@ -1,4 +1,8 @@
-"""From what was asked for to cases, and from a case to the checks that it needs. No torch."""
+"""From a request to cases, and from a case to its checks. No torch.
+
+A case is plain data and determines everything that its ranks do. `check_case` plans a stored case
+anew and refuses one that a request could not have produced.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -32,7 +36,7 @@ from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, dat
 from distcheck.workloads.cells import CELLS
 
 _MOST_DELAY = 10_000  # milliseconds
-# What a case has as it was asked for; and what follows from more, of which a case has the result.
+# Fields that a case copies from its request; and those that it derives from the request.
 _AS_ASKED = (
     "backend", "device", "data_dir", "seed", "deadline_s", "adaptation", "delays", "separate",
     "schedule",
@@ -41,7 +45,7 @@ _OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switche
 
 
 def check_delays(delays: Sequence[Delay], world: int) -> None:
-    """Raises UsageError for a delay that no rank of this world could have."""
+    """Raise UsageError for a delay that is out of range for this world."""
     for delay in delays:
         if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
             raise UsageError(
@@ -52,7 +56,7 @@ def check_delays(delays: Sequence[Delay], world: int) -> None:
 
 
 def _check_without_data(request: Request) -> None:
-    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    """Raise UsageError if ranks without data are impossible, or if no bound is derived for them."""
     without, accept = request.adaptation.without_data, request.accept
     if not without:
         return
@@ -79,22 +83,22 @@ def _check_without_data(request: Request) -> None:
 
 
 def exchanges_nothing(case: Case, contract: Contract) -> bool:
-    """Whether the world has one rank alone, so that a missing exchange would not show.
+    """Return True if the world has only one rank, so that a missing exchange would not show.
 
-    Not where that rank drives several GPUs, nor in a search: there a case may shrink to a world of
-    one rank, and other cases show what this one does not.
+    False if that rank drives several GPUs, and in a search: there a case may be reduced to a world
+    of one rank, and other cases show what this one does not.
     """
     over_gpus = contract.device == "cuda" and devices.gpu_count() > 1
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
+FALLS_BACK = "X falls back to R: "  # prefix of a note: the declared order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
 
 def check_request(request: Request) -> None:
-    """Raises UsageError or CannotRunError for what can be known without torch."""
+    """Raise UsageError or CannotRunError for errors that can be found without torch."""
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
@@ -146,12 +150,11 @@ def check_request(request: Request) -> None:
 
 
 def check_workload(spec: str) -> None:
-    """Raises UsageError for a name that is not a workload's."""
     loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
 def steps_of(request: Request, workload: str) -> int:
-    """The steps of a workload: as many as were asked for, or the workload's own number."""
+    """Return the steps of a workload: the requested number, or the workload's own."""
     if request.steps is not None:
         return request.steps
     if workload in CELLS:
@@ -189,7 +192,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_case(case: Case) -> Case:
-    """A case as it may run. Raises UsageError for one that was edited into something else."""
+    """Return the case if it can run. Raises UsageError for one that was edited."""
     request = Request(
         strategies=(case.strategy,),
         worlds=(case.world,),
@@ -217,7 +220,7 @@ def check_case(case: Case) -> Case:
 
 
 def plan_cases(request: Request) -> list[Case]:
-    """The cases, strategy by strategy, world by world."""
+    """Return the cases, ordered by strategy, then by world."""
     check_request(request)
     cases = [
         case
@@ -231,7 +234,7 @@ def plan_cases(request: Request) -> list[Case]:
 
 
 def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
-    for spec in request.workloads:  # one of the strategy's own is seen here first
+    for spec in request.workloads:  # a strategy's own workload is seen here first
         check_workload(spec)
     workloads = dict.fromkeys(request.workloads or ALWAYS)
     if request.dtype not in (None, *EXACT_DTYPES):
@@ -239,7 +242,7 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
     if not acceptance.keeps_lattice(request.accept):
         workloads.pop("lattice", None)
     if not request.workloads and (request.accept or request.dtype not in (None, *EXACT_DTYPES)):
-        workloads.pop("twelve_steps")  # no other mean has the range of its gradients
+        workloads.pop("twelve_steps")  # only a mean handles the range of its gradients
     if not request.workloads and not acceptance.keeps_scalars(request.accept):
         workloads.pop("composite")
     for world in dict.fromkeys(request.worlds):
@@ -252,8 +255,8 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and
-    where it refuses by what two devices may differ by (`judge/oracles/between_devices.py`).
+    """Return the same ranks on their device, compared with a full batch on the CPU: by S32's bound,
+    and if that refuses, by the bound of `judge/oracles/between_devices.py`.
     """
     return msgspec.structs.replace(
         case,
@@ -308,7 +311,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
 
 
 def _batch_of(request: Request, world: int) -> int:
-    """As many samples as were asked for; where ranks gather, as many on each."""
+    """Return the requested batch; if ranks gather, reduced to a multiple of the world."""
     gathers = request.adaptation.form == "loss"
     return request.batch - request.batch % world if gathers else request.batch
 
@@ -316,7 +319,7 @@ def _batch_of(request: Request, world: int) -> int:
 def plan_checks(
     case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
-    """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
+    """Return the checks of a case in the order of the report; `sizes` are [steps][world]."""
     model, accepted = facts.model, acceptance.read(case.accept)
     needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
@@ -330,7 +333,7 @@ def plan_checks(
     ]
     local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
     if local_sgd:
-        exact, bounded = BITWISE, ""  # each rank's own, to the bit
+        exact, bounded = BITWISE, ""  # each rank's own parameters, to the bit
         gradient_layers = [BITWISE]
     planned += [needs.outputs(layer) for layer in semantic if needs.numbers]
     if facts.contract.sync != "out-of-sight" and (exact or bounded):
@@ -340,7 +343,7 @@ def plan_checks(
         planned.append(needs.loss(own))
     planned += [needs.loss(layer) for layer in semantic]
     updated = () if own == "lattice" else model.optimizer
-    # An update's bits are those of its own kind of device.
+    # Bits of an update depend on the kind of device.
     if local_sgd:
         planned += needs.averaged(local_sgd)
     elif facts.updates_again and _same_update(case, facts.contract):
@@ -352,11 +355,11 @@ def plan_checks(
         planned.append(needs.check("buffers", BITWISE, model.buffers))
     replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
     compared = (*model.parameters, *model.parameters, *replicas)
-    # Ranks may fold what they exchange in orders of their own: each result is compared by itself.
+    # Ranks may add what they exchange in orders of their own, so each result is compared by itself.
     if not local_sgd and case.adaptation.form != "metric":
         planned.append(needs.check("agreement", "-", compared))
     planned += needs.in_every_case()
-    one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
+    one_mean = facts.contract.parallel == ()  # each rank has its own part of the mean
     exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
     if exchanges or (itself and case.world > 1) or exchanges_nothing(case, facts.contract):
         planned.append(needs.sensitivity())
@@ -374,14 +377,14 @@ def plan_checks(
 
 
 def _same_update(case: Case, contract: Contract) -> bool:
-    """Whether the reference's update is computed as the ranks' are, to the bit."""
+    """Return True if the reference computes updates as the ranks do, to the bit."""
     return case.reference_device is None and not rounds_by_position(case, contract)
 
 
 def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
-    """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    """Return (exact layer or "", "R" or "", semantic layers), the layers that judge gradients."""
     if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
@@ -390,7 +393,7 @@ def _layers(
             return "lattice", "", []
         return (BITWISE if ordered else ""), ROUNDING, []
     exact = BITWISE if BITWISE in case.layers and ordered else ""
-    # A forward pass over the whole batch would draw other random numbers than the shards did.
+    # A forward pass over the full batch would draw other random numbers than the shards.
     no_full_batch = facts.draws_random_numbers or why_no_full_batch(case, facts, sizes)
     bounded = ROUNDING if ROUNDING in case.layers or no_full_batch else ""
     semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]

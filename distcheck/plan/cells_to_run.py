@@ -1,10 +1,10 @@
-"""The cells of a run, each with steps and a deadline of its own. No torch.
+"""Selection of the cells of a run, each with its own steps and deadline. No torch.
 
-`--thorough` runs all of them. The default run adds those that right code may be unable to train:
-most code for models in which every rank uses every layer raises, or waits for ever, where some
-ranks do not use some layers. Such code is right for a training that never has such a model, so
-there a case counts only if all ranks finish it: wrong gradients are then a silent mistake. Where
-ranks do not finish, a note says what was not judged.
+`--thorough` runs all of them. The default run adds those that correct code may be unable to train:
+most code for models in which every rank uses every layer raises, or waits indefinitely, if some
+ranks do not use some layers. Such code is correct for a training that never has such a model, so
+these cases count only if all ranks finish: wrong gradients are then a silent error. If ranks do not
+finish, a note lists the cases that were not judged.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ from distcheck.training.adapters.forms import trained_with
 from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
 
-# The workloads of the default run that every strategy must train.
+# Workloads of the default run that every strategy must train.
 ALWAYS = tuple(name for name, how in DEFAULT_RUN.items() if not how.if_it_can and not how.promised)
 _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 
@@ -27,8 +27,8 @@ _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 def cells_to_run(
     request: Request, world: int, *, besides: Collection[str]
 ) -> Iterator[tuple[str, Request, dict[str, Any]]]:
-    """The cells in this world, each with its request, and what is said of its case. They keep their
-    own number of steps, whatever was asked for: fewer would not show what a cell is for.
+    """Yield the cells in this world, each with its request and the fields to set in its case. Cells
+    ignore the requested number of steps: fewer would not show what a cell tests.
     """
     if not request.thorough and request.workloads:
         return
@@ -53,8 +53,8 @@ def cells_to_run(
 
 
 def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str]:
-    """The workloads of the default run that are for what this strategy promises: where it says so
-    in a decorator, which can be read without an import.
+    """Yield the workloads of the default run that test a promise of this strategy, as read from its
+    decorator without an import.
     """
     if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
         return
@@ -65,8 +65,8 @@ def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str
 
 
 def with_own_workload(request: Request, strategy: str) -> Request:
-    """The request for a strategy that brings its own workload, as in `@strategy(workload="mlp")`,
-    or that is itself what is trained: with that in place of the default run.
+    """Return the request for a strategy that declares its workload (`@strategy(workload="mlp")`) or
+    that is itself trained: with that workload in place of the default run.
     """
     if trained := trained_with(request.adaptation.form):
         return msgspec.structs.replace(request, workloads=(trained,))
@@ -75,16 +75,16 @@ def with_own_workload(request: Request, strategy: str) -> Request:
 
 
 def _fits(request: Request, world: int) -> bool:
-    """Whether the default run has cells: with gloo on the CPU, since elsewhere collectives that do
-    not fit together may take the job down; and not where what `--accept` allows, a dtype, or ranks
-    without data change what is expected of an absent gradient.
+    """Return True if the default run has cells: with gloo on the CPU, since mismatched collectives
+    may end the job elsewhere; not if `--accept`, a dtype, or ranks without data change the gradient
+    that is expected where one is absent.
     """
     special = request.accept or request.dtype or request.adaptation.without_data
     return world > 1 and not special and (request.backend, request.device) == ("gloo", "cpu")
 
 
 def counts_if_finished(case: Case) -> bool:
-    """Whether a case counts only if its ranks finish: a cell of the default run. One that was asked
-    for is run twice.
+    """Return True if a case counts only if its ranks finish: a cell of the default run. A cell that
+    was requested has a rerun.
     """
     return case.workload in CELLS and not case.rerun

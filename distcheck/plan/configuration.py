@@ -4,12 +4,12 @@
     strategies = ["ddp", "sync.py:average"]
     worlds = [2, 4]
 
-    [tool.distcheck.strategy."sync.py:average"]    # holds for this one, in place of the above
+    [tool.distcheck.strategy."sync.py:average"]    # overrides the above for this strategy
     worlds = [3]
     arg = { average = true }
 
-A key's value is what its option takes; a list where the option may be given several times, or where
-one run has one value and a matrix several.
+A key takes the same values as its option; a list if the option may be repeated, or if one run has
+one value and a matrix several.
 """
 
 import os
@@ -35,7 +35,7 @@ SECTION = "tool.distcheck"
 _MOST_BYTES = 1 << 20
 
 BY_KEY: Mapping[str, str] = {setting.key: name for name, setting in SETTINGS.items()}
-# What each key takes, for the sentence that says so.
+# Description of each key's values, for error messages.
 TAKES = {
     **{setting.key: setting.takes for setting in SETTINGS.values()},
     "strategy": "a table for each strategy that differs from the rest; a list is strategies",
@@ -43,12 +43,12 @@ TAKES = {
 
 
 def _keys(name: str, settings: Mapping[str, Setting], **more: Any) -> type[msgspec.Struct]:
-    """A table with the keys of settings; each may be left out, and no other is taken."""
+    """Return a table type with the keys of settings; all are optional, no other is accepted."""
     kinds = {**{setting.key: setting.kind for setting in settings.values()}, **more}
     return msgspec.defstruct(
         name,
         [(f"{key}_", kind | UnsetType, UNSET) for key, kind in kinds.items()],
-        rename=lambda field: field.removesuffix("_"),  # Python keeps "as" for itself
+        rename=lambda field: field.removesuffix("_"),  # `as` is a keyword of Python
         forbid_unknown_fields=True,
         kw_only=True,
     )
@@ -59,8 +59,8 @@ OfAll = _keys("OfAll", SETTINGS, strategy=dict[str, Any])
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says: its keys, and those of single strategies. `file` is empty where there is
-    none; `section` is what its keys are called by.
+    """Contents of a configuration file: its keys, and those of single strategies. `file` is empty
+    if there is none; `section` is the prefix of its keys in messages.
     """
 
     file: str = ""
@@ -73,14 +73,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         return _joined(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:
-        """The keys of a strategy's own table, however the path to its file is spelled."""
+        """Return the keys of a strategy's own table, for any spelling of the path to its file."""
         wanted = _normal(strategy)
         return next((keys for name, keys in self.own.items() if _normal(name) == wanted), {})
 
 
 def read_configuration(given: str | None) -> Configuration:
-    """The file that was `given`, or the nearest pyproject.toml from here upwards that has a section
-    for distcheck. Raises UsageError, naming the key, for what cannot be taken.
+    """Return the file that was `given`, or the nearest pyproject.toml from here upwards with a
+    section for distcheck. Raises UsageError, naming the key, for an invalid value.
     """
     if given is not None:
         path = Path(given)
@@ -91,7 +91,7 @@ def read_configuration(given: str | None) -> Configuration:
         return _check(path, content if nested is None else nested, nested is not None)
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
-        # As a folder that every user may write to is above, another user's file may be.
+        # A folder above may be writable for every user, so its file may be another user's.
         if not path.is_file() or not is_ones_own(path):
             continue
         if (nested := _section_of(_load(path), path)) is not None:
@@ -108,7 +108,7 @@ def _load(path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
         msgspec.DecodeError,
-    ) as error:  # bytes that are no text, very deep nesting
+    ) as error:  # not UTF-8; nested too deep
         raise UsageError(f"{path} is not TOML: {error}") from error
 
 
@@ -149,7 +149,7 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
 
 
 def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct]) -> None:
-    """Raises UsageError: which key is wrong, what it was, and what it takes."""
+    """Raise UsageError with the wrong key, its value, and the values that it takes."""
     try:
         msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -174,7 +174,6 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
 
 
 def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
-    """Raises UsageError for a name that nothing has."""
     for key, value in keys.items():
         setting = SETTINGS[BY_KEY[key]]
         if setting.names is None:
@@ -215,7 +214,7 @@ def _joined(section: str, key: str) -> str:
 
 
 def _relocated(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths are those of the file's own folder, wherever the command was given."""
+    """Return the keys with paths relative to the folder of the file."""
     moved = dict(keys)
     if "workloads" in moved:
         moved["workloads"] = [_from_here(name, folder) for name in moved["workloads"]]

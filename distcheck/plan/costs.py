@@ -1,4 +1,4 @@
-"""What a case is likely to cost: what an earlier run of it took here, or a rough model."""
+"""Estimated duration of a case: measured in an earlier run here, or by a rough model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,20 +10,20 @@ from distcheck.records import Case
 from distcheck.reports.json_report import read_document
 
 START_S = 3.0  # torch is imported once, in the helper
-INTERPRETERS_S = 2.0  # and in each of a rerun's further interpreters, beside what goes on
+INTERPRETERS_S = 2.0  # and in each further interpreter of a rerun, concurrently
 
-# Of the rough model, for one quiet core of 2024: a world begins and ends; a rank begins; a sample
-# goes forwards and backwards (the mean of a float32 and a float64 one where both are usual).
+# Measured on one quiet core of 2024: the start and end of a world; the start of a rank; a sample's
+# forward and backward (mean of float32 and float64 if both are run by default).
 _WORLD_S, _RANK_S = 0.3, 0.1
 _SAMPLE_S = {"lattice": 2e-5, "mlp": 3e-5, "cnn": 2e-4, "composite": 4e-4, "vgg11": 1.1e-2,
     "twelve_steps": 1e-6,
 }  # fmt: skip
-_UNKNOWN_SAMPLE_S = 2e-4  # a user's own workload: taken for a cnn
-_REFERENCES = 3.0  # batches that the judges compute beside the ranks' own
+_UNKNOWN_SAMPLE_S = 2e-4  # user's workload: Heuristic: as a cnn
+_REFERENCES = 3.0  # batches that judges compute in addition to the ranks
 
 
 def rough_s(case: Case) -> float:
-    """Seconds by the rough model, from the case alone: the same on every machine."""
+    """Return seconds by the rough model, from the case alone: the same on every machine."""
     sample_s = _SAMPLE_S.get(case.workload, _UNKNOWN_SAMPLE_S)
     sample_s *= 2.0 if case.dtype == "float64" else 1.0
     batches_s = case.batch * case.steps * sample_s
@@ -32,8 +32,8 @@ def rough_s(case: Case) -> float:
 
 
 def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Seconds by cell, from the reports that were kept under `folder`, the newest counting. Judges
-    run beside the worlds, so theirs are shared out among them.
+    """Return seconds by cell, from the reports stored under `folder`; newer reports take
+    precedence. Judges run concurrently with the worlds, so their time is divided by their number.
     """
     found: dict[tuple[Any, ...], float] = {}
     for file in sorted(folder.glob("runs/*/report.json")):
@@ -41,7 +41,7 @@ def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
             document = read_document(file)
             found |= {_cell(c): _spent_s(c) for c in document["cases"] if c["verdict"] == "pass"}
         except (DistcheckError, KeyError, TypeError):
-            continue  # of another version, or not written to the end: the model will do
+            continue  # another version's, or incomplete: the model is used
     return found
 
 
@@ -51,7 +51,7 @@ _ALIKE = (
 
 
 def cell_of(case: Case) -> tuple[Any, ...]:
-    """What must be alike for a case to cost what another did."""
+    """Return the values that must be equal for two cases to cost the same."""
     return (*(getattr(case, name) for name in _ALIKE), case.rerun)
 
 
@@ -61,6 +61,6 @@ def _cell(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _spent_s(case: Mapping[str, Any]) -> float:
     spent = case["timings_s"]
-    judges = 2 * cores()  # as many as the session lets run
+    judges = 2 * cores()  # as many as the session runs
     others = sum(s for what, s in spent.items() if what not in ("world", "rerun"))
     return float(spent.get("world", 0.0) + spent.get("rerun", 0.0) + others / judges)

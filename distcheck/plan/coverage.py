@@ -1,4 +1,7 @@
-"""How much a check must compare to count. No torch."""
+"""The amount that each check must compare for a verdict. No torch.
+
+A check that compared fewer tensors, elements, ranks or steps than required leaves a case unknown.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +16,7 @@ from distcheck.records.mistakes import SENSITIVITY
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check that a case needs, under one layer, and how much it must compare to count."""
+    """A check that a case needs, under one layer, and the amount that it must compare."""
 
     check: str
     layer: str
@@ -23,9 +26,10 @@ class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage:
-    """How much each check must compare: everything, on every rank, at every step. A rank without
-    data is checked for its outcome, its beginning and its rerun; what else it may come to hold is
-    compared as well, and is not counted on.
+    """The amount that each check must compare: everything, on every rank, at every step.
+
+    A rank without data is checked for its outcome, its initial state and its rerun; its other
+    values are compared as well, but are not required.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Coverage:
         self._case, self._contract, self._model, self._sizes = case, contract, model, sizes
         self._mesh = contract.mesh(case.world)
         self._with_data = len(case.with_data)
-        # That the model returns for one sample, where they are recorded.
+        # in the model's output for one sample, if outputs are recorded
         self.numbers = output.elements if output is not None and self._mesh is not None else 0
 
     def check(
@@ -50,7 +54,7 @@ class Coverage:
         *,
         state: Sequence[TensorSpec] = (),
     ) -> PlannedCheck:
-        """`tensors` on every rank, and the optimizer's `state` wherever it is held."""
+        """Return a check of `tensors` on ranks with data, and of `state` on its holders."""
         holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
         elements = sum(t.elements for t in tensors) * self._with_data
         elements += sum(t.elements for t in state) * holders
@@ -64,7 +68,7 @@ class Coverage:
         )
 
     def in_every_case(self) -> list[PlannedCheck]:
-        """The checks whose line in `ORDER` says what they compare."""
+        """Return the checks whose entry in `ORDER` names the tensors that they compare."""
         return [
             self.check(name.replace("_", " "), "-", getattr(self._model, tensors))
             for name, tensors in ORDER.items()
@@ -72,9 +76,9 @@ class Coverage:
         ]
 
     def averaged(self, period: int) -> list[PlannedCheck]:
-        """Local SGD: parameters of each rank's own between averages, and their mean after each.
-        Where the first average falls is not known before, so the least that there may be is
-        required.
+        """Return the checks of local SGD: each rank's own parameters between averages, and their
+        mean after each. The step of the first average is unknown, so the minimum over all positions
+        is required.
         """
         steps, world = self._case.steps, self._case.world
         fewest, most = steps // period, -(-steps // period)
@@ -96,7 +100,9 @@ class Coverage:
         ]
 
     def loss(self, layer: str) -> PlannedCheck:
-        """The loss of every rank and step; in a mesh, of one rank of each data coordinate."""
+        """Return the check of the loss on every rank with data at every step; in a mesh, on one
+        rank of each data coordinate.
+        """
         required = self._all(1, self._with_data * self._case.steps)
         if self._mesh is not None:
             data, steps = self._mesh.data, self._case.steps
@@ -104,34 +110,33 @@ class Coverage:
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outputs(self, layer: str) -> PlannedCheck:
-        """What the model returns for every sample, on one rank of each data coordinate."""
+        """Return the check of the outputs for every sample, on one rank of each data coordinate."""
         readers = () if self._mesh is None else self._mesh.readers
         elements, steps = self._samples_of(readers) * self.numbers, self._case.steps
         required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
         return PlannedCheck(check="outputs", layer=layer, scope="step", required=required)
 
     def outcome(self) -> Compared:
-        """Every rank."""
         return Compared(ranks=self._case.world)
 
     def data(self) -> Compared:
-        """Every sample of every step."""
+        """Return the amount of the data check: every sample of every step."""
         return self._all(0, sum(map(sum, self._sizes)))
 
     def initial(self) -> Compared:
-        """Parameters and buffers of every rank before the first step."""
+        """Return the amount of the initial state: parameters and buffers of every rank."""
         tensors = (*self._model.parameters, *self._model.buffers)
         elements = sum(t.elements for t in tensors) * self._case.world
         return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
 
     def sensitivity(self) -> PlannedCheck:
-        """Which mistakes would have shown; how much was compared is the other checks' to say."""
+        """Return the check that mistakes would have shown; it compares no tensors of its own."""
         required = Compared(ranks=self._with_data)
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
     def purpose(self) -> PlannedCheck:
-        """What the workload is for: every step of every rank with data, with all its samples; in a
-        mesh, of one rank of each data coordinate.
+        """Return the check of the event that the workload tests: all samples of every step of every
+        rank with data; in a mesh, of one rank of each data coordinate.
         """
         required = self.data()
         if self._mesh is not None:
@@ -141,11 +146,10 @@ class Coverage:
         return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=required)
 
     def _samples_of(self, readers: Sequence[int]) -> int:
-        """How many these ranks read over all steps."""
         return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self) -> PlannedCheck:
-        """Everything that a rank records, in a second world."""
+        """Return the check of everything that a rank records, in a second world."""
         model, case = self._model, self._case
         state = (*model.parameters, *model.buffers, *model.optimizer)
         seen = self._contract.sync != "out-of-sight"

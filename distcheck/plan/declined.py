@@ -1,6 +1,7 @@
-"""What a strategy is not made for, as words of the space: its contract declines cells. No torch.
+"""Parts of generated models that a contract excludes by declining cells. No torch.
 
-A strategy declines a cell of `--thorough`; the words here are what generated models have of it.
+A strategy declines a cell of `--thorough`; the words here are the corresponding parts of generated
+models.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +12,7 @@ from distcheck.records.generated_words import PREFIX, SCHEDULE, parse
 from distcheck.workloads.cells import CELLS, why_declined
 
 ACCUMULATE, ABSENT = "accumulate", "absent"
-# The cells that have what a word stands for. A cell of another version of distcheck may be named.
+# Cells with the property that a word stands for. The cell may be of another version of distcheck.
 CELLS_OF: Mapping[str, Collection[str]] = {
     "strided": ("transposed", "channels_last"),
     "frozen": ("frozen_parameters",),
@@ -22,7 +23,7 @@ CELLS_OF: Mapping[str, Collection[str]] = {
 
 
 def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) -> dict[str, str]:
-    """The words that are left out for a strategy, each with the reason."""
+    """Return the words that are excluded for a strategy, each with the reason."""
     found = {}
     for word, cells in CELLS_OF.items():
         names = [name for name in contract.declines if name in cells]
@@ -38,7 +39,7 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
 
 
 def words_in(workload: str) -> set[str]:
-    """The words of `CELLS_OF`, and `accumulate`, of a workload; only generated ones have any."""
+    """Return the words of `CELLS_OF`, and `accumulate`, in a generated workload."""
     if not workload.startswith(PREFIX):
         return set()
     model = parse(workload.removeprefix(PREFIX))
@@ -48,13 +49,13 @@ def words_in(workload: str) -> set[str]:
 
 
 def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The words that have what these cells have, each with the cell."""
+    """Yield the words that correspond to these cells, each with the cell."""
     for word, names in {**CELLS_OF, ACCUMULATE: ("accumulation",)}.items():
         yield from ((word, name) for name in cells if name in names)
 
 
 def notes_on(case: Case) -> list[str]:
-    """Which words to leave out of the next search, where a case has what some code never has."""
+    """Return notes on words to exclude from the next search, if the case has them."""
     if not case.workload.startswith(PREFIX):
         return []
     notes = []
@@ -75,7 +76,7 @@ def notes_on(case: Case) -> list[str]:
 def why_words_declined(
     workload: str, contract: Contract, *, own_backward: bool, own_update: bool
 ) -> str:
-    """Why a generated workload is not for a strategy; empty where it is."""
+    """Return the reason that a generated workload is not for a strategy; empty if it is."""
     words = words_in(workload)
     if not words:
         return ""

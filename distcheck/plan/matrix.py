@@ -1,7 +1,6 @@
-"""From a matrix and the command line to cases, and to the part of them that runs here.
+"""From a matrix and the command line to cases, and to the shard of them that runs here.
 
-What is said on the command line holds for every strategy; then what the file says of the strategy;
-then what it says of all.
+Command-line values override a strategy's own table in the file, which overrides the common table.
 """
 
 import itertools
@@ -32,7 +31,7 @@ from distcheck.worlds.launchers import Launch
 
 
 def identity_of(cases: Sequence[Case]) -> dict[str, str]:
-    """What must be the same in every process, by the name that a person knows it by."""
+    """Return the values that must be equal in every process, by their names in messages."""
     found = {
         "the version of distcheck": __version__,
         "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -46,14 +45,15 @@ def identity_of(cases: Sequence[Case]) -> dict[str, str]:
     return {**found, "what was asked for": digest_of_all(cases)}
 
 
-# A request has one of these; a matrix may have several.
+# Settings of which a request has one value and a matrix may have several.
 _SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """`cases` run here, and searches `beside` them; `whole` is the plan that they are all of, or a
-    part; `file` has it. `from_file` is what that says of strategies that were typed, in words.
+    """A planned run. `cases` run here, together with the searches in `beside`; `every` is all cases
+    of `whole`, the plan of which this shard may be a part; `file` is the matrix. `from_file`
+    describes the values that the file adds to strategies named on the command line.
     """
 
     cases: list[Case]
@@ -72,8 +72,8 @@ def plan_run(
     config: str | None,
     shard: str | None,
 ) -> Planned:
-    """The cases of a run. `asked` holds every option's value by the name of its parameter, `given`
-    the names of those that were typed. Raises UsageError or CannotRunError.
+    """Return the cases of a run. `asked` has every option's value by parameter name; `given` has
+    the names of the options on the command line. Raises UsageError or CannotRunError.
     """
     part, parts = part_of(shard)
     matrix = read_configuration(config)
@@ -83,7 +83,7 @@ def plan_run(
     check_data_dir(given, {request.data for request in requests})
     beside = thorough.beside(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
-    # Siblings one after the other, wherever they were asked for: they are shown together.
+    # Siblings are shown together, so they are made adjacent.
     first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
     every = name_apart(sorted(cases, key=lambda case: first[case.siblings]))
     assigned = split(every, parts)
@@ -114,7 +114,7 @@ def plan_run(
 
 
 def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configuration) -> str:
-    """What holds for typed strategies and was not typed itself: "workloads mlp, batch 255"."""
+    """Return the file's values for strategies on the command line: "workloads mlp, batch 255"."""
     typed = asked["strategies"] if "strategies" in given else ()
     said = {
         key: value
@@ -129,14 +129,14 @@ def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configur
 
 
 def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
-    """Raises UsageError for a folder of files that no data set would be read from."""
+    """Raise UsageError for a data folder that no requested data set reads."""
     if "data_dir" in given and not data & {*FILE_DATASETS}:
         known = " or ".join(f"--data {name}" for name in FILE_DATASETS)
         raise UsageError(f"--data-dir is for a data set in files; give {known} as well")
 
 
 def part_of(shard: str | None) -> tuple[int, int]:
-    """(2, 4) of "2/4". Raises UsageError."""
+    """Return (2, 4) for "2/4". Raises UsageError."""
     if shard is None:
         return 1, 1
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard.strip(), re.ASCII)
@@ -149,9 +149,9 @@ def part_of(shard: str | None) -> tuple[int, int]:
 
 
 def split(cases: list[Case], parts: int) -> dict[str, int]:
-    """The part, from 1, of every case. Siblings stay together; the costliest group goes first, to
-    the part with the least so far. The order of `cases` plays no role, nor does anything that one
-    machine has measured: every part must come to the same.
+    """Return the shard, from 1, of each case by ID. Siblings stay together; the costliest group
+    goes first, to the shard with the smallest total. Neither the order of `cases` nor measured
+    durations matter, because every shard must compute the same split.
     """
     groups: dict[tuple[str, int, str, int], list[Case]] = {}
     for case in cases:
@@ -167,15 +167,13 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
 
 
 def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
-    """A digest of the cases in any order, of the files that they name, of the versions, and of the
-    searches beside them.
-    """
+    """Return a digest of cases in any order, their files, the versions, and the searches."""
     found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
 
 
 def _cases(request: Request, matrix: Configuration) -> list[Case]:
-    """What a request comes to. Its errors name options; which table said it is added here."""
+    """Return the cases of a request. Its errors name options; the table is added here."""
     try:
         return plan_cases(request)
     except DistcheckError as error:
@@ -196,13 +194,13 @@ def _requests(
             "give one of the two"
         )
     if not strategies:
-        yield Request(strategies=())  # refused, with what there is
+        yield Request(strategies=())  # refused, with the known names
     left_out = []
     for strategy in strategies:
         own = matrix.of(strategy)
         worlds = own.get("worlds")
         if launch is not None and worlds is not None and launch.world not in worlds:
-            left_out.append(strategy)  # a launcher has made one world, and it is not its own
+            left_out.append(strategy)  # the launcher's world is none of this strategy's
             continue
         for fields in _fields(asked, given, {**matrix.keys, **own}):
             request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)
@@ -218,7 +216,7 @@ def _requests(
 def _fields(
     asked: dict[str, Any], given: frozenset[str], keys: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """What requests say, one for each combination of what a request has one of."""
+    """Yield the fields of requests, one set for each combination of values."""
     fields = {name: value for name, value in asked.items() if name != "strategies"}
     said = {BY_KEY[key]: value for key, value in keys.items()}
     fields |= {name: value for name, value in said.items() if name not in given}
@@ -234,7 +232,7 @@ def _fields(
         request = {**fields, **dict(zip(several, values, strict=True))}
         workloads = request["workloads"]
         if request["dtype"] not in exact and exact and "lattice" in workloads:
-            # Judged in the dtypes that it has; alone it is refused, with the reason.
+            # Judged in its own dtypes; alone it is refused, with the reason.
             request["workloads"] = [name for name in workloads if name != "lattice"]
             if not request["workloads"]:
                 continue

@@ -1,4 +1,4 @@
-"""Where a run was made: what its bits may depend on besides its case. No torch."""
+"""Provenance of a run: the code, software and hardware that its bits may depend on. No torch."""
 
 import hmac
 import importlib.util
@@ -21,7 +21,7 @@ from distcheck.training import loading
 from distcheck.workloads.cells import place_of
 from distcheck.worlds.remote.secret import shared_secret
 
-# What arithmetic is done on; bits of two machines that differ in one of these need not be equal.
+# Hardware that does the arithmetic: bits of two machines may differ if one of these differs.
 _MACHINE = ("cpu", "cpu_capability", "device", "gpu", "machine")
 _SETTINGS = (
     "threads", "deterministic_algorithms", "mkldnn", "float32_matmul_precision", "omp_num_threads",
@@ -37,8 +37,8 @@ _MISSING = NO_DIGEST
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """`environment` is a report's; `digests` are of all code that a case names, see `named`; `seal`
-    is `seal_of` the case, where this user has run it.
+    """The `environment` of a report, `digests` of all code that a case names (`named`), and the
+    case's `seal` (`seal_of`), if this user has run it.
     """
 
     environment: dict[str, Any]
@@ -47,7 +47,6 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
-    """Return the provenance of a case that runs here and now."""
     found = {what: code_digest(what, spec) for what, spec in named(case)}
     digests = {
         what: digest
@@ -58,8 +57,8 @@ def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
 
 
 def seal_of(case: Case, digests: Mapping[str, str]) -> str:
-    """Return a code that only this user can make for a case that ran with code of these digests:
-    an HMAC with their secret. Return "" if no secret can be kept.
+    """Return the HMAC, with this user's secret, of a case that ran with code of these digests; ""
+    if no secret can be stored.
     """
     try:
         secret = shared_secret()
@@ -77,7 +76,7 @@ def is_sealed(case: Case, made: Provenance | None) -> bool:
 
 
 def named(case: Case) -> Iterator[tuple[str, str]]:
-    """The purpose and the name of each piece of code that a case names."""
+    """Yield the purpose and the name of each piece of code that a case names."""
     yield "strategy", case.strategy
     yield "workload", case.workload
     yield "backend", case.backend
@@ -88,7 +87,7 @@ def named(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def code_digest(what: str, spec: str) -> str:
-    """Return a digest of the code behind a name; "none" if there is none to read."""
+    """Return a digest of the code behind a name; "none" if it cannot be read."""
     try:
         files = code_of(what, spec)[1]
         return digest_of_sources({name: file.data for name, file in files.items()})
@@ -97,8 +96,8 @@ def code_digest(what: str, spec: str) -> str:
 
 
 def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
-    """Return the file behind a name, and its files by their paths from its root (`files_of`): of an
-    installed module its own file, since the files next to it are the whole library. Raises OSError.
+    """Return the file behind a name, and its files by relative path (`files_of`); for an installed
+    module only its own file, because its folder is the whole library. Raises OSError.
     """
     file = file_behind(what, spec)
     if file is None or not file.is_file():
@@ -110,8 +109,8 @@ def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
 
 
 def file_digest(what: str, spec: str) -> str:
-    """A digest of the file that a name leads to, found without importing it; "none" if it is not
-    found. Two machines that load the same bytes have the same digest.
+    """Return a digest of the file behind a name, found without an import; "none" if it is not
+    found. Equal on two machines that load the same bytes.
     """
     file = file_behind(what, spec)
     try:
@@ -121,7 +120,7 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """The file behind a strategy or workload, and the modules of its project that it imports."""
+    """Return the file behind a strategy or workload, and its imports from its project."""
     try:
         return {one.path for one in code_of(what, spec)[1].values()}
     except OSError:
@@ -129,7 +128,7 @@ def code_files(what: str, spec: str) -> set[Path]:
 
 
 def file_behind(what: str, spec: str) -> Path | None:
-    """Return the source file that a name leads to, found without importing it."""
+    """Return the source file behind a name, found without an import."""
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
     if place in registered:
@@ -140,16 +139,16 @@ def file_behind(what: str, spec: str) -> Path | None:
 
 
 def file_of(module: str) -> Path | None:
-    """Where a module's source is; only its top-level package is looked up, none is imported."""
+    """Return a module's source file. Nothing is imported."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
     if spec is not None and not rest:
-        # A frozen or built-in module has a word there, which could be the name of a file.
+        # The origin of a frozen or built-in module is a word that could be the name of a file.
         return Path(spec.origin) if spec.has_location and spec.origin is not None else None
-    # A rank looks in the current folder last.
+    # A rank searches the current folder last.
     folders = [Path.cwd() / top] if spec is None else spec.submodule_search_locations or ()
     for folder in folders:
         base = Path(folder, *rest)
@@ -160,8 +159,8 @@ def file_of(module: str) -> Path | None:
 
 
 def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
-    """What differs, code first. What only one of the two knows of has changed as well; code that
-    `then` knows nothing of has not.
+    """Return the differences, code first. An entry that only one of the two has counts as changed,
+    except code that `then` does not know.
     """
     found = [
         Change(kind="code", name=f"{what} {spec}", then=before, now=after)
@@ -180,12 +179,12 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
 
 
 def changes_for_bits(then: Provenance, now: Provenance, case: Case) -> list[Change]:
-    """Those among `changes` that bits may depend on: not where Python is, nor on which hosts."""
+    """Return the `changes` that can affect bits; the location of Python and the hosts cannot."""
     return [change for change in changes(then, now, case) if change.kind != "other"]
 
 
 def _flat(environment: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Values as text, with the names of what is within others put before theirs."""
+    """Return values as text, with names of nested ones joined by dots."""
     found: dict[str, str] = {}
     for name, value in environment.items():
         if isinstance(value, Mapping):

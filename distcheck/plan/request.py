@@ -1,4 +1,4 @@
-"""What `verify` was asked for, before it becomes cases. No torch."""
+"""The request of `verify`, before it becomes cases. No torch."""
 
 import os
 
@@ -7,14 +7,14 @@ from distcheck.records import Adaptation, Delay
 
 
 class Request(Settings, frozen=True, kw_only=True):
-    """What `distcheck verify` was asked for; the options' own names."""
+    """The options of one `distcheck verify`, under their own names."""
 
     adaptation: Adaptation = Adaptation()
-    ranks_here: int | None = None  # of a launcher's world, on this machine
-    cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
+    ranks_here: int | None = None  # ranks of a launcher's world on this machine
+    cell_worlds: tuple[int, ...] = ()  # those of `worlds` in which cells run; empty: all
     delays: tuple[Delay, ...] = ()
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
+    """Return True if a launcher has started this process as one of its ranks."""
     return any(name in os.environ for name in ("RANK", "WORLD_SIZE"))

@@ -1,7 +1,8 @@
-"""What `distcheck scale` runs: one workload in simulated worlds of several sizes and orders.
+"""Cases of `distcheck scale`: one workload in simulated worlds of several sizes and orders. No
+torch.
 
-Every world trains on the same total batch, the single-process reference too: then the worlds differ
-in how a sum is divided and added, and in nothing else. No torch.
+Every world trains on the same total batch, as does the single-process reference, so that worlds
+differ only in how a sum is divided and added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +18,16 @@ from distcheck.plan.request import Request, is_launched
 from distcheck.records import Case
 from distcheck.records.case_ids import name_apart
 
-WORKLOAD = "mlp:small"  # the trace holds every rank's gradients at every step
+WORKLOAD = "mlp:small"  # a trace contains every rank's gradients at every step
 WORLDS = (2, 8, 64, 256)
-STEPS = 2  # the second step starts from what the first update left
-MOST_WORLD = 4096  # chosen: threads of one process
-_BATCH = 256  # as of `verify`
+STEPS = 2  # the second step starts from the first update
+MOST_WORLD = 4096  # Heuristic: threads of one process
+_BATCH = 256  # the default of `verify`
 
 
 def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
-    """The cases, from the smallest world to the largest, every order at each; `asked` has the other
-    fields of a request. Raises UsageError or CannotRunError.
+    """Return the cases, from the smallest world to the largest, every order at each; `asked` has
+    the other fields of a request. Raises UsageError or CannotRunError.
     """
     if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")
@@ -56,7 +57,7 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
 
 
 def _alone(case: Case, order: str) -> Case:
-    """A case without its rerun, which would double what a large world costs."""
+    """Return a case without its rerun, which would double the cost of a large world."""
     return msgspec.structs.replace(case, id=f"{case.id}-{order}", rerun=False)
 
 

@@ -1,4 +1,4 @@
-"""Schedules of a simulated world, as they are asked for, and the case that is searched for them."""
+"""Options for schedules of a simulated world, and the case in which schedules are searched."""
 
 from collections.abc import Callable
 
@@ -10,16 +10,16 @@ from distcheck.plan.request import Request
 from distcheck.records import Case
 from distcheck.records.schedules import read_schedule
 
-_WORKLOAD = "mlp:small"  # where none was given: a schedule costs least there
-_STEPS = 2  # the second begins with what the first has left in flight
+_WORKLOAD = "mlp:small"  # the default: a schedule costs least there
+_STEPS = 2  # the second begins with the calls that the first left in flight
 _MOST, _MOST_SWITCHES = 10**6, 10
-_ENUMERATED = 1000  # schedules, where only their switches are given
+_ENUMERATED = 1000  # the default number of schedules with --switches alone
 
 
 def check_schedules(
     schedules: int, schedule: str | None, backend: str, *, switches: int = 0
 ) -> None:
-    """Raises UsageError for what cannot be run."""
+    """Raise UsageError for invalid options."""
     if not 0 <= schedules <= _MOST:
         raise UsageError(f"--schedules {schedules} is out of range; it takes 0 to {_MOST}")
     if not 0 <= switches <= _MOST_SWITCHES:
@@ -35,7 +35,6 @@ def check_schedules(
 
 
 def check_request(asked: Request) -> None:
-    """Raises UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
 
 
@@ -44,9 +43,9 @@ def how_many(schedules: int, switches: int) -> int:
 
 
 def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
-    """The case that is searched, if one was asked for; `case_of` makes it of a workload and dtype.
-    It has no rerun: the schedules take its place. It is the first of its strategy and world, so
-    that one that hangs is named by what its schedules show.
+    """Return the case whose schedules are searched, if requested; `case_of` makes it from a
+    workload and a dtype. Its schedules replace its rerun. It is the first case of its strategy and
+    world, so that a hang is explained by the schedules.
     """
     schedules = how_many(asked.schedules, asked.switches)
     if not schedules:

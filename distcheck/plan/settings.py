@@ -1,10 +1,9 @@
-"""What can be asked of a verification, each declared once: a field here is an option of `verify`
-and `plan`, a key of the configuration, a parameter of `distcheck.verify(...)`, and a field of a
-request.
+"""Settings of a verification, each declared once: a field here is an option of `verify` and `plan`,
+a key of the configuration, a parameter of `distcheck.verify(...)`, and a field of a request.
 
-A new one is a field here with its line in `KeywordSettings`, and the place that reads it. Other
-commands take theirs by name (`cli/options.py`); tests/unit/test_settings.py holds all of them
-equal. No torch, and no click.
+A new setting needs a field here, its line in `KeywordSettings`, and the code that reads it. Other
+commands select theirs by name (`cli/options.py`); tests/unit/test_settings.py checks that all
+agree. No torch, and no click.
 """
 
 import inspect
@@ -31,19 +30,18 @@ JUDGED, CALLED, RANKS = "What is judged", "How the strategy is called", "Data an
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """How a field is asked for.
+    """Declaration of a field on every interface.
 
-    kind      what its key takes, where that is not one value of the field's type, and `takes` the
-              same in words
-    help      of its option; `metavar` stands for the value there
-    default   in words, where that says more than the value
-    type      of one value of the option, as the field has it
-    repeated  whether the option may be given several times
-    names     what it may be; `is_open` where a file or a module may be as well
-    of_all    whether its key holds for all strategies of a matrix alike
-    heading   the group of its option in `--help`
+    kind      type of its key, if it is not one value of the field's type; `takes` describes it
+    help      of its option; `metavar` is the placeholder of the value there
+    default   description, if more informative than the value
+    type      of one value of the option, as in the field
+    repeated  True if the option may be given several times
+    names     known values; `is_open` if a file or a module is accepted as well
+    of_all    True if its key holds for all strategies of a matrix
+    heading   group of its option in `--help`
     option, key, parameter    its names on the command line, in the configuration and in Python,
-              where they are not the field's
+              if they differ from the field's
     """
 
     kind: Any = None
@@ -121,7 +119,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared, with what it is if it is not given."""
+    """Settings of a comparison, with their defaults."""
 
     strategies: Annotated[
         tuple[str, ...],
@@ -360,8 +358,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How code is called that was not written for distcheck. `with_adaptation` makes the one field
-    of a request of them.
+    """Settings of how code not written for distcheck is called. `with_adaptation` combines them
+    into one field of a request.
     """
 
     form: Annotated[
@@ -429,7 +427,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeywordSettings(TypedDict, total=False):
-    """What `distcheck.verify(...)` takes by name, for type checkers."""
+    """Keyword arguments of `distcheck.verify(...)`, for type checkers."""
 
     world: int | Sequence[int] | None
     workload: str | Sequence[str]
@@ -470,7 +468,7 @@ def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
             found[name] = msgspec.structs.replace(
                 setting,
                 kind=setting.kind or kind,
-                type=None if kind is bool else kind,  # a flag
+                type=None if kind is bool else kind,  # None: a flag
                 option=setting.option or f"--{name.replace('_', '-')}",
                 key=setting.key or name,
                 parameter=setting.parameter or name,
@@ -479,7 +477,7 @@ def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
 
 
 def _type_of(kind: Any) -> Any:
-    """`int` of `int | None` and of `tuple[int, ...]`."""
+    """Return `int` for `int | None` and for `tuple[int, ...]`."""
     while arguments := get_args(kind):
         kind = arguments[0]
     return kind
@@ -495,7 +493,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, in which `adaptation` is in the place of the settings of a call."""
+    """Return the values with `adaptation` in place of the settings of a call."""
     from distcheck.training.adapters.asked import adaptation_of
 
     said = {name: asked[name] for name in CALLS if asked.get(name) is not None}
@@ -504,7 +502,7 @@ def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(function: F) -> F:
-    """Shows the settings that a function takes by `**asked` among its parameters."""
+    """Add the settings that a function takes by `**asked` to its signature."""
     own = inspect.signature(function).parameters
     shown = [one for one in own.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     shown += [

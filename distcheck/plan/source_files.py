@@ -1,4 +1,4 @@
-"""The files that make up a piece of code: its own, and what it imports from its project."""
+"""The files that make up a piece of code: its own, and those that it imports from its project."""
 
 import ast
 import functools
@@ -19,38 +19,38 @@ from distcheck.training.sources_only import is_installed as is_installed_file
 
 NO_DIGEST = "none"
 _OWN = "distcheck_strategies"
-_LOADED = "distcheck"  # in every process, before a person's code
+_LOADED = "distcheck"  # loaded in every process, before user code
 _COMPILED = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
 _EVERYTHING = "*"
-HERE = "./"  # before the path of a file from the current folder
+HERE = "./"  # prefix of a path that is relative to the current folder
 _DOTTED = re.compile(r"[^\s/\\\0]{1,200}")
 _MOST_PAIRED = 16  # texts of one call
-_CACHE = "__pycache__"  # not read: loading.py switches it off for code that was handed over
-_DIGITS = 32  # of SHA-256: 128 bits, so that a second file with it cannot be made
+_CACHE = "__pycache__"  # not read: loading.py disables it for code that was handed over
+_DIGITS = 32  # of SHA-256: 128 bits, enough against a second preimage
 
 
 class SourceFile(NamedTuple):
-    """A file that a piece of code consists of: where it is, and its content."""
+    """Path and content of a file that belongs to a piece of code."""
 
     path: Path
     data: bytes
 
 
 def sources_of(path: Path) -> dict[str, SourceFile]:
-    """Return the source files among `files_of`. Raises OSError."""
+    """Return the Python sources among `files_of`. Raises OSError."""
     return {name: file for name, file in files_of(path).items() if file.path.suffix == ".py"}
 
 
 def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
-    """Return a file, and all that Python imports for it from around it: modules of its own folder,
-    of its package, of the parent packages (their `__init__` as well) and of the current folder,
-    sources and compiled ones. The file comes first. Each has its path from the folder from which
-    it is imported: `root_of` the file, or the current folder, for which it begins with "./".
-    Nothing is imported to find out, so the name of a module that is only computed is not known.
-    An installed file is returned alone: around it is the whole library. `others` are files that
-    the same process loads: their folders come before the current one, and may have what is found
-    elsewhere otherwise, the file itself included; what is there has its whole path. Raises
-    OSError.
+    """Return a file, and all that Python imports for it from its project: modules of its folder, of
+    its package, of the parent packages (their `__init__` as well) and of the current folder,
+    sources and compiled ones. The file comes first.
+
+    Keys are paths relative to the folder of the import: `root_of` the file, or the current folder,
+    with the prefix "./". Nothing is imported, so a module name that is computed at run time is
+    unknown. An installed file is returned alone: its folder is the whole library. `others` are
+    files that the same process loads; their folders precede the current one and can shadow modules,
+    the file itself included; keys of their modules are absolute paths. Raises OSError.
     """
     content = read_source(path)
     if is_installed_file(path):
@@ -77,7 +77,7 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
         elif file.is_relative_to(here):
             name = f"{HERE}{file.relative_to(here).as_posix()}"
         elif not any(map(file.is_relative_to, far)):
-            continue  # a relative import that leads out of the package, which Python refuses
+            continue  # a relative import out of the package, which Python refuses
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
         found[name] = one
         for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
@@ -93,23 +93,24 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
 
 
 def by_place(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]]:
-    """Yield files with their paths from the one folder that they are put into. A name may come
-    twice, that of the current folder last: Python finds the first.
+    """Yield files with their paths in one common folder. A name may occur twice, the current
+    folder's last: Python finds the first.
     """
     for name, file in sorted(files.items(), key=lambda one: one[0].startswith(HERE)):
         yield name.removeprefix(HERE), file
 
 
 def _initializers(path: Path, root: Path) -> list[Path]:
-    """The `__init__` files of the packages that a file is in, which run before it does."""
+    """Return the `__init__` files of the packages that contain a file, which run before it."""
     above = [folder for folder in path.parents if folder.is_relative_to(root)]
     return [file for folder in above for file in _with_any_suffix(folder / "__init__")]
 
 
 def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | None) -> list[Path]:
-    """The files that `import module` may run, if it is found in a folder. Of a package that `own`
-    is not in, and of one of which everything is imported, these are all files, if there is a set
-    `whole` of such packages.
+    """Return the files that `import module` may run if it is found in a folder.
+
+    For a package that does not contain `own`, and for one from which everything is imported, these
+    are all its files, if there is a set `whole` of such packages.
     """
     found: list[Path] = []
     for part in filter(None, module.split(".")):
@@ -126,7 +127,7 @@ def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | Non
 
 
 def _tops_in(place: Path) -> set[str]:
-    """What names of modules that are found in a folder can begin with."""
+    """Return the possible first parts of names of modules in a folder."""
     entries = os.listdir(place) if place.is_dir() else ()
     return {"", _EVERYTHING, *(entry.partition(".")[0] for entry in entries)}
 
@@ -137,7 +138,7 @@ def _with_any_suffix(path: Path) -> list[Path]:
 
 
 def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
-    """All modules at and below a folder, by links as well, if they were not found before."""
+    """Return all modules at and below a folder, links included, if not listed before."""
     if whole is None or package in whole:
         return []
     whole.add(package)
@@ -154,7 +155,7 @@ def _all_code(package: Path, whole: set[Path] | None) -> list[Path]:
 
 
 def _is_installed(top: str) -> bool:
-    """Whether a module is found before the current folder, which is the last place."""
+    """Return True if a module is found before the current folder, which is searched last."""
     try:
         spec = importlib.util.find_spec(top) if top else None
     except (ImportError, ValueError):
@@ -164,20 +165,20 @@ def _is_installed(top: str) -> bool:
 
 
 def digest_of_sources(files: Mapping[str, bytes]) -> str:
-    """Return one digest of the contents and the names of files; "none" if there are none."""
+    """Return one digest of the contents and names of files; "none" if there are none."""
     digests = {name: hashlib.sha256(data).digest() for name, data in files.items()}
     return digest_of(digests) if files else NO_DIGEST
 
 
 def digest_of(digests: Mapping[str, bytes]) -> str:
-    """Return one digest of files, whose own are given by their names."""
+    """Return one digest of files from their own digests by name."""
     lines = (f"{digest.hex()} {name}" for name, digest in sorted(digests.items()))
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:_DIGITS]
 
 
 def mentions(pattern: str, spec: str) -> bool:
-    """Whether the text of a strategy that is given by name, file or module, or a module beside it
-    that it imports, has what a regular expression matches. Nothing is imported to find out.
+    """Return True if a regular expression matches in the source of a strategy (name, file or
+    module) or of a module of its project that it imports. Nothing is imported.
     """
     path = _file_of(spec)
     if path is None:
@@ -190,9 +191,7 @@ def mentions(pattern: str, spec: str) -> bool:
 
 
 def promises_of(spec: str) -> dict[str, object]:
-    """The words of the decorator of a strategy that is given as file, name or module, as in
-    `@strategy(loss="tokens")`, where they are constants. Nothing is imported to find out.
-    """
+    """Return the constant arguments of a decorator: `@strategy(loss="tokens")`. No import."""
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:
@@ -211,13 +210,13 @@ def promises_of(spec: str) -> dict[str, object]:
 
 
 def _file_of(spec: str) -> Path | None:
-    """Where the code of a strategy is; None where that cannot be said without an import."""
+    """Return the source file of a strategy; None if finding it would need an import."""
     what, _, _ = spec.partition(":")
     if what.endswith(".py"):
         return Path(what)
     point = strategy_names().get(spec)
     package, *inside = (what if point is None else point.value.partition(":")[0]).split(".")
-    if package == _OWN:  # which may be imported; of a checkout, only that tells where its files are
+    if package == _OWN:  # importing it is safe, and locates it in a checkout
         importlib.import_module(package)
     try:
         found = importlib.util.find_spec(package)
@@ -235,9 +234,9 @@ def _file_of(spec: str) -> Path | None:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _imported(source: bytes) -> list[tuple[int, str, bool]]:
-    """What a source imports: the number of dots, the dotted name after them, whether it stands in
-    an import statement: any text may be the name of a module as well, for `import_module`. In
-    `from a import b`, b may be a module.
+    """Return the imports of a source: the number of dots, the dotted name after them, and True if
+    it is in an import statement; any other text may be a module name for `import_module`. In `from
+    a import b`, b may be a module.
     """
     try:
         tree = parse_source(source)
@@ -256,7 +255,7 @@ def _imported(source: bytes) -> list[tuple[int, str, bool]]:
 
 
 def _named_in(call: ast.Call) -> Iterator[tuple[int, str]]:
-    """The names of modules that texts in a call can be, by themselves and within one another."""
+    """Yield the module names that texts in a call can form, alone and combined with each other."""
     texts = [
         node.value
         for node in ast.walk(call)

@@ -1,8 +1,8 @@
-"""`--thorough`: the cells as well, more worlds, and a search. No torch.
+"""`--thorough`: cells, more worlds, and a search. No torch.
 
 worlds   without --world, the default workloads run in worlds of 2 to 6 ranks and the cells in one
-         of 4. A world that is given is kept for both. Of the worlds that were not asked for, one
-         that does not fit on this machine is left out, and the report says so.
+         of 4; a given world is used for both. A world that was not requested is left out if it
+         does not fit on this machine, and the report says so.
 search   for each strategy, `distcheck explore` for `explore_s` seconds, after its cases
 """
 
@@ -23,7 +23,7 @@ MOST_EXPLORE_S = 24 * 3600.0
 
 
 class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
-    """A search to run beside cases; `why_not` is the reason why it is left out, if it is."""
+    """A search that a run includes; `why_not` is the reason that it is left out, if it is."""
 
     strategy: str
     budget_s: float
@@ -31,16 +31,16 @@ class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
     loss: LossName = "mean"
     seed: int = 0
     deadline_s: float = 30.0
-    dtypes: tuple[str, ...] = ()  # those that were asked for; none: all
+    dtypes: tuple[str, ...] = ()  # requested ones; empty: all
     without: tuple[str, ...] = ()  # cells
     why_not: str = ""
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has beside its cases: searches, and worlds that may be `spare`, because they were
-    not asked for. With `after_hang` the other cases of a strategy that has hung are run, too; with
-    `fail_fast` none is judged after the first that fails. What
-    is left out of a run whose cases are all `required` is unknown.
+    """Parts of a run other than its cases: searches, and worlds that may be skipped (`spare`)
+    because they were not requested. With `after_hang` the other cases of a strategy that hung run
+    as well; with `fail_fast` none is judged after the first failure. If all cases are `required`,
+    one that is left out makes the run unknown.
     """
 
     searches: tuple[SearchBeside, ...] = ()
@@ -54,7 +54,7 @@ NOTHING_BESIDE = Beside()
 
 
 def widened(request: Request, *, world_given: bool) -> Request:
-    """The request with the worlds of a thorough run, where none was given."""
+    """Return the request with the worlds of a thorough run, if none was given."""
     if not request.thorough or world_given:
         return request
     fits = [
@@ -68,9 +68,7 @@ def widened(request: Request, *, world_given: bool) -> Request:
 
 
 def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
-    """The searches of some requests, one for each strategy and way to call it. Raises UsageError or
-    CannotRunError.
-    """
+    """Return one search for each strategy and way to call it. Raises DistcheckError."""
     found: dict[tuple[str, Adaptation], SearchBeside] = {}
     for request in requests:
         _check_budget(request.explore_s)
@@ -99,7 +97,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
 def planned(
     searches: Iterable[SearchBeside], shard_of: dict[str, int]
 ) -> tuple[PlannedSearch, ...]:
-    """The searches of a plan; each is in the part that `shard_of` gives its strategy."""
+    """Return the searches of a plan; `shard_of` gives the shard of each strategy."""
     return tuple(
         PlannedSearch(
             strategy=search.strategy, budget_s=search.budget_s, shard=shard_of[search.strategy]

@@ -1,6 +1,7 @@
-"""`distcheck selftest`: whether the tool catches what it must, and nothing else, on this machine.
+"""`distcheck selftest`: checks that the tool detects all planted errors, and nothing else, on this
+machine.
 
-`command` lists what is installed (in a process of its own), chooses from it, runs and judges it;
-`table` shows. The mutants and what is expected of them are
-the package `distcheck_mutants`, which the tests run as well.
+`command` lists the installed mutants and strategies (in a separate process), selects, runs and
+judges them; `table` prints. The mutants and the expected results are in the package
+`distcheck_mutants`, which the tests run as well.
 """

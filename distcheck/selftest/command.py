@@ -1,4 +1,4 @@
-"""`distcheck selftest`, from options to an exit code. Imports no torch."""
+"""`distcheck selftest`: from options to an exit code. Imports no torch."""
 
 import contextlib
 import importlib
@@ -30,13 +30,13 @@ from distcheck.worlds.launch import run_job
 from distcheck.worlds.reporter import Reporter
 
 WORLDS = (2, 3)
-WORKLOADS = ("lattice", "mlp")  # whose cases cost a second each
+WORKLOADS = ("lattice", "mlp")  # their cases take one second each
 BACKENDS = ("gloo", "simulated")
 _QUICK_STRATEGIES = ("allreduce", "ddp")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Mutants, and strategies each of which is run as several cases.
+    """Mutants to run, and strategies, each run as several cases.
 
     `dtype` is that of the correct cases; None is verify's own choice, which adds float64.
     """
@@ -51,13 +51,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cases_each(self) -> int:
-        """Correct cases of one strategy: lattice runs in float32 only."""
+        """Number of correct cases per strategy: lattice runs in float32 only."""
         return len(WORLDS) * (2 if self.dtype else 3)
 
 
 def check_place(backend: str, device: str) -> None:
-    """Raises UsageError for a backend over which the mutants are not listed, and for an unknown
-    device; CannotRunError for one that is not here.
+    """Raise UsageError for a backend without listed results of the mutants, and for an unknown
+    device; CannotRunError for a missing one.
     """
     backends.check_name(backend)
     if backend not in BACKENDS:
@@ -79,7 +79,7 @@ def plan_selftest(
     backend: str = "gloo",
     device: str = "cpu",
 ) -> Plan:
-    """Chooses by name and by `quick`. Raises UsageError for a pattern that nothing matches."""
+    """Select by name and by `quick`. Raises UsageError for a pattern without matches."""
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
     for pattern in patterns:
@@ -106,9 +106,10 @@ def plan_selftest(
 
 
 def representatives(mutants: Sequence[Planted]) -> tuple[Planted, ...]:
-    """For every (check, layer) that any of them is listed with, one that has it and few others.
+    """Return for every (check, layer) that any of them is listed with, one that has it and few
+    others.
 
-    Rare ones are chosen for first, so that the mutants chosen for them serve common ones too.
+    Rare pairs are handled first, so that the mutants selected for them also cover common ones.
     """
     having: dict[tuple[str, str], list[Planted]] = {}
     for mutant in mutants:
@@ -122,7 +123,7 @@ def representatives(mutants: Sequence[Planted]) -> tuple[Planted, ...]:
 
 
 def _cost(mutant: Planted) -> tuple[int, bool, int]:
-    """Narrow before wide; and a hang is waited for."""
+    """Return a sort key: few checks first, and hangs last, because they take the deadline."""
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
 
@@ -132,12 +133,12 @@ def _is_meant(name: str, patterns: Sequence[str]) -> bool:
 
 
 PACKAGE = "distcheck_mutants"
-_BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong as they like
+_BUILT_IN = "distcheck_strategies"  # others are the user's, and may be incorrect
 
 
 @LIST.does
 def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
-    """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
+    """Return every mutant, and every built-in strategy that runs on gloo and the CPU."""
     planted = [*_planted(PACKAGE), *_planted(f"{PACKAGE}.subtle")]
     here, elsewhere = [], []
     for name, point in sorted(strategy_names().items()):
@@ -156,8 +157,8 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
 
 
 def _planted(package: str) -> Iterator[Planted]:
-    """Mutants that are listed with the checks that must fail; or subtle ones, each as the one case
-    that shows it, and any check may do so.
+    """Yield mutants that are listed with the checks that must fail; or subtle ones, each as the
+    single case that exposes it, by any check.
     """
     subtle = package != PACKAGE
     causes = importlib.import_module(f"{package}.causes")
@@ -180,7 +181,7 @@ _OF_PROCESSES = "it shows only where ranks are processes; give --backend gloo"
 
 
 def look() -> Zoo:
-    """What is installed. Raises CannotRunError where the mutants are not."""
+    """Return the installed mutants and strategies. Raises CannotRunError without mutants."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise CannotRunError(
             f"the mutants are not installed; their package {PACKAGE} comes with distcheck; "
@@ -192,9 +193,8 @@ def look() -> Zoo:
 def run_plan(
     plan: Plan, *, begins: Callable[[str], None], environment: dict[str, object]
 ) -> Iterator[Row]:
-    """Judges everything that is planned; `begins` is called with the name of what comes next.
-
-    `environment` is filled with what the first report says of the machine.
+    """Judge everything that is planned; `begins` is called with the name of the next one.
+    `environment` receives the machine's description from the first report.
     """
     for planted in plan.mutants:
         begins(f"{planted.file}.{planted.name}")
@@ -260,7 +260,7 @@ def selftest_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Runs the zoo and shows the table; returns the exit code."""
+    """Run the selftest and print the table; return the exit code."""
     check_place(backend, device)
     check_writable(json_file)
     begun = time.monotonic()
@@ -296,7 +296,7 @@ def selftest_command(
 
 
 def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], live: LiveProgress) -> None:
-    """Fills `rows` one by one, so that they are there if this is interrupted."""
+    """Append to `rows` one by one, so that results remain after an interrupt."""
     total = len(plan.mutants) + len(plan.strategies)
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""What a self-test plans and finds. No torch."""
+"""Plan and results of a selftest. No torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,10 +18,10 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
     """A mutant as its package lists it.
 
     asked    the arguments of `distcheck.verify` that run it
-    caught   the (check, layer) that fail, over all cases of the run; none: any will do
-    causes   what its diagnosis may name
-    processes       it shows only where ranks are processes
-    when_simulated  what is named in a simulated world instead of `causes`, by any check; or nothing
+    caught   the (check, layer) that fail, over all cases of the run; none: any may fail
+    causes   causes that its diagnosis may report
+    processes       True if it shows only with ranks that are processes
+    when_simulated  causes in a simulated world instead of `causes`, by any check; or none
     """
 
     name: str
@@ -34,9 +34,7 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Zoo(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to run: mutants, correct strategies, and (name, why) of those that are for
-    other machines.
-    """
+    """Mutants, correct strategies, and (name, reason) of those that need another machine."""
 
     mutants: tuple[Planted, ...]
     strategies: tuple[str, ...]
@@ -47,10 +45,10 @@ LIST = Job("distcheck.selftest.command:list_zoo", bytes, Zoo)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """How one mutant, or one correct case, was judged.
+    """The verdict on one mutant, or one correct case.
 
-    `checks` are those that failed; of a mutant, `as_listed` says whether they are exactly those
-    that it is listed with. `detail` is for a person; `replay` leads back to what surprised.
+    `checks` are those that failed; for a mutant, `as_listed` is True if they are exactly the listed
+    ones. `detail` is a message for the user; `replay` reproduces an unexpected result.
     """
 
     kind: Literal["mutant", "correct"]
@@ -67,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether this is what a tool that can be trusted says."""
+        """True if this is the expected result."""
         return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
 
 
@@ -84,11 +82,11 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
     passed: int
     false_alarms: int
     left_out: int  # correct cases that their strategy or the backend cannot run
-    unknown: int  # mutants or correct cases that were planned and reached no verdict
+    unknown: int  # planned mutants or correct cases without a verdict
 
     @property
     def exit_code(self) -> ExitCode:
-        """A mutant missed, one named wrong and a false alarm are each a mismatch."""
+        """Exit code: a missed mutant, a wrong cause and a false positive are each a mismatch."""
         if self.missed or self.named_wrong or self.false_alarms:
             return ExitCode.MISMATCH
         nothing = self.caught + self.passed == 0
@@ -96,9 +94,7 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts:
-    """Totals, of which what was planned and is not among the rows is unknown. A mutant that is left
-    out was not planted.
-    """
+    """Return the totals; planned cases without a row are unknown, left-out mutants not planted."""
 
     def of(kind: str, **wanted: str) -> int:
         matching = [r for r in rows if r.kind == kind]
@@ -124,7 +120,7 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts
 
 
 def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> Row:
-    """A mutant is caught where any check of its run fails, and missed where all pass."""
+    """Return the verdict on a mutant: caught if any check of its run fails, missed if all pass."""
     results = [result for case in report.cases for result in case.checks]
     failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
     causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
@@ -147,9 +143,8 @@ def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> R
 
 
 def judge_naming(found: set[str], allowed: set[str]) -> Naming:
-    """Right where every cause that is named is one of those that may be; wrong where one is not.
-
-    `unexplained` is not a name. A failure without any diagnosis counts as unexplained too.
+    """Return "right" if every reported cause is permitted, "wrong" if one is not. `unexplained` is
+    not a cause; a failure without any diagnosis counts as unexplained, too.
     """
     named = found - {_UNEXPLAINED}
     if not named:
@@ -158,7 +153,7 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
 
 
 def judge_correct(case: CaseReport) -> Row:
-    """A correct case that fails in any check is a false alarm; an unknown one is not a pass."""
+    """Return the verdict on a correct case: a failed check is a false positive."""
     verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
     return Row(
@@ -189,7 +184,7 @@ def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, n
 
 
 def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
-    """ "gradients R S32, agreement": layers gathered under their check."""
+    """Return a text such as "gradients R S32, agreement": layers grouped by check."""
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)

@@ -1,4 +1,4 @@
-"""The detection table: for a person, and as `distcheck.selftest/1`."""
+"""The detection table: for the terminal, and as JSON of the schema `distcheck.selftest/1`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -26,13 +26,13 @@ _STYLES: dict[Verdict, str] = {
 _NAMING: dict[Naming, str] = {
     "right": "right",
     "wrong": "WRONG",
-    "unexplained": "",  # the cause itself says so
+    "unexplained": "",  # the cause itself is shown
     "-": "",
 }
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True):
-    """A self-test as far as it went."""
+    """The results of a selftest, possibly interrupted."""
 
     backend: str = "gloo"
     device: str = "cpu"
@@ -45,7 +45,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(found: Detection, console: Console, *, verbose: bool = False) -> None:
-    """Prints mutants file by file, correct strategies in a line each, and the totals."""
+    """Print mutants grouped by file, correct strategies in a line each, and the totals."""
     found = shown(found)
     about = found.environment
     console.print(
@@ -93,7 +93,7 @@ def totals(found: Detection) -> Iterator[str]:
 
 
 def render_json(found: Detection) -> str:
-    """The same for a program; docs/selftest.md explains every key."""
+    """Return the table as JSON; docs/selftest.md explains every key."""
     document = {
         "schema": SCHEMA,
         "exit_code": 130 if found.interrupted else int(found.counts.exit_code),
@@ -153,4 +153,4 @@ def _print_surprise(row: Row, console: Console) -> None:
     words: Iterable[str] = filter(None, [row.detail, row.replay])
     console.print(Text(f"{row.name}: {row.verdict}, named {row.naming}"), style="bold")
     for word in words:
-        console.print(Text(f"  {word}"), soft_wrap=True)  # whole, so that it can be copied
+        console.print(Text(f"  {word}"), soft_wrap=True)  # unwrapped, so that it can be copied

@@ -1,8 +1,8 @@
-"""What is kept on disk: run folders, bundles, and which code a replay may run.
+"""Storage on disk: run folders and bundles, and the code that a replay may run.
 
-run_folder     cases before they run, traces and the report after; saved_traces: read again
-bundle         a run as one zip; unpacking: one that comes from elsewhere
-origin         date, command and state of the code; earlier_runs: which cases failed when they were
-               last run, and what has changed since the last pass
-trust          which code a saved run makes distcheck run; own_objects: where that is defined
+run_folder     cases before they run, traces and the report after; saved_traces: reads them
+bundle         a run as one zip file; unpacking: a zip file from elsewhere
+origin         date, command and commit of the code; earlier_runs: the cases that failed in their
+   last run, and the changes since the last pass
+trust          code that a saved run makes distcheck run; own_objects: where that is defined
 """

@@ -1,14 +1,15 @@
-"""A run as one zip that a colleague can replay: `distcheck bundle`, `distcheck replay RUN.zip`.
+"""A run as one zip file that another user can replay: `distcheck bundle`, `distcheck replay
+RUN.zip`.
 
-    bundle.json     what is in it, by which version, and the variables of `VARIABLES` that were set
-    cases/          as in the run directory
-    sources/        the files of strategies and workloads, and the modules of their project
-                    that they import; those of an installed package are there to be read, and the
-                    installed ones are run
-    report.json, traces/    as in the run directory; traces only where asked for
-    README.txt      how to replay it
+ bundle.json     the contents, the version, and the variables of `VARIABLES` that were set
+ cases/          as in the run directory
+ sources/        the files of strategies and workloads, and the modules of their project
+     that they import; those of an installed package are included for reading only, and the
+     installed ones are run
+ report.json, traces/    as in the run directory; traces only on request
+ README.txt      instructions to replay it
 
-No variable of the environment is in it but those named here, and no path of an interpreter.
+It contains no environment variables other than those listed here, and no path of an interpreter.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ from distcheck.store.trust import Checkout
 from distcheck.training import loading
 
 SCHEMA = "distcheck.bundle/1"
-# What changes how ranks compute or meet. A name is here because its value is not secret.
+# Variables that change how ranks compute or communicate. None of them holds a secret.
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "DNNL_MAX_CPU_ISA", "GLOO_SOCKET_IFNAME",
     "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_MAX_CTAS",
@@ -61,7 +62,7 @@ you are (versions, machine, settings, files).
 
 
 class BundledSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The file behind a strategy or workload: `file` in the zip, `runs` if it is what is run."""
+    """The file behind a strategy or workload: `file` in the zip, `runs` if this file is run."""
 
     spec: str
     file: str
@@ -70,7 +71,7 @@ class BundledSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """bundle.json"""
+    """Contents of bundle.json."""
 
     schema: str
     distcheck: str
@@ -80,9 +81,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, list[str]]:
-    """Writes the zip; returns what is in it, and what is to be known of it.
+    """Write the zip; return its contents and notes for the user.
 
-    Raises UsageError for a folder that is not a run, CannotRunError where it cannot be written.
+    Raises UsageError for a folder that is not a run, CannotRunError if the zip cannot be written.
     """
     if target.exists() and not zipfile.is_zipfile(target):
         raise UsageError(f"{target} exists and is not a zip; give the bundle another name")
@@ -121,8 +122,8 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
 
 
 def _traces(run: Path) -> list[Path]:
-    """The files of the run's traces. Raises UsageError for a link: what it leads to is not the
-    run's, and a bundle is made to be given away.
+    """Return the files of the run's traces. Raises UsageError for a link: its target does not
+    belong to the run, and a bundle is meant to be shared.
     """
     found = sorted(path for path in run.glob("traces/*/**/*") if not path.is_dir())
     inside = run.resolve()
@@ -136,8 +137,8 @@ def _traces(run: Path) -> list[Path]:
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to replay: the cases as they run here, where each was run before, the folder of
-    a bundle, and of its files that are run: where each is, and where it was.
+    """Cases to replay as they run here, where each was run before, the folder of a bundle, and for
+    its files that are run: the unpacked place and the original one.
     """
 
     cases: list[Case]
@@ -147,7 +148,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_replay(given: str) -> Replay:
-    """The cases of a case file, a run or a bundle. Raises UsageError."""
+    """Return the cases of a case file, a run or a bundle. Raises UsageError."""
     path = Path(given)
     if path.is_file() and zipfile.is_zipfile(path):
         return open_bundle(path)
@@ -172,19 +173,19 @@ class _Named(msgspec.Struct):
 
 
 class _Order(msgspec.Struct):
-    """As much of a report as says in which order it has its cases."""
+    """The fields of a report that give the order of its cases."""
 
     cases: list[_Named]
 
 
 def _order_of(report: Path) -> dict[str, int]:
-    """The place of each case in a run's report; empty where it cannot be read."""
+    """Return the position of each case in a run's report; empty if it cannot be read."""
     found = read_if_whole(report, _Order)
     return {} if found is None else {case.id: place for place, case in enumerate(found.cases)}
 
 
 def open_bundle(path: Path) -> Replay:
-    """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
+    """Unpack a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
     folder = store.own_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
     with unpacking.opened(path) as archive:
@@ -222,7 +223,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
-    """bundle.json, in which every name is one of a file in the bundle. Raises UsageError."""
+    """Return the manifest; every name in it is that of a bundled file. Raises UsageError."""
     try:
         data = unpacking.read_member(path, archive, "bundle.json", most=_MOST_MANIFEST_BYTES)
         manifest = decode_json(data, Manifest)
@@ -250,7 +251,7 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
 
 
 def _moved(case: Case, moved: dict[str, str]) -> Case:
-    """The case with the files of the bundle in place of those that it was made with."""
+    """Return the case with the bundle's files in place of the original ones."""
 
     def follow(spec: str) -> str:
         if spec not in moved:
@@ -304,7 +305,7 @@ def _sources(
         except OSError as error:
             how = f"{error.filename or path}: {error.strerror}"
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
-        # The author of this run may have named a file whose content only this user knows.
+        # The author of this run may have listed a file whose content only this user may know.
         is_known = has_run or now == digest != NO_DIGEST
         places = [one.path for one in code.values()] if runs else []
         are_ours = all(checkout.holds(place) and not place.is_symlink() for place in places)
@@ -319,8 +320,8 @@ def _sources(
 
 
 def _is_behind(spec: str, file: str) -> bool:
-    """Whether a file that a report names can be where an installed strategy is defined: a source
-    file of the same package. A report from elsewhere may name any file.
+    """Return True if a file listed by a report may define an installed strategy: a source file of
+    the same package. A report from elsewhere may list any file.
     """
     points = loading.strategy_names()
     place = spec.partition(":")[0]
@@ -338,7 +339,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _for_others(document: dict[str, Any]) -> dict[str, Any]:
-    """A document without what is of no use elsewhere and says who made it."""
+    """Return a document without values that are useless elsewhere and identify its author."""
     cleaned = dict(document)
     for key in ("environment", "made"):
         if isinstance(cleaned.get(key), dict):
@@ -351,7 +352,9 @@ def _json(value: Any) -> bytes:
 
 
 def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path]) -> None:
-    """A zip that is there is whole, and one that was killed in the making leaves nothing behind."""
+    """Write the zip atomically: an existing zip is complete, and an interrupted write leaves
+    nothing behind. Raises CannotRunError.
+    """
     try:
         target = private.followed(str(target.parent)) / target.name
         draft = target.with_name(f".{target.name}.draft")
@@ -361,11 +364,11 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
                 with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
                     for name, content in members.items():
                         archive.writestr(name, content)
-                    for path in traces:  # deflate makes floats a fourteenth smaller, at 10 MB/s
+                    for path in traces:  # deflate shrinks floats by 7 %, at 10 MB/s
                         name = path.relative_to(run).as_posix()
                         archive.write(path, name, zipfile.ZIP_STORED)
                 if not draft.exists():
-                    # Only with a directory's descriptor does Python follow the link to the file.
+                    # Only with a directory descriptor does Python follow the link to the file.
                     source = f"/proc/self/fd/{file.fileno()}"
                     os.link(source, draft, src_dir_fd=file.fileno(), follow_symlinks=True)
             draft.replace(target)
@@ -377,7 +380,7 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
 
 
 def _draft_file(draft: Path) -> IO[bytes]:
-    """A file without a name, in the folder of `draft`; where the file system has none, `draft`."""
+    """Return an unnamed file in the folder of `draft`; `draft` if that is unsupported."""
     try:
         return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
     except OSError:

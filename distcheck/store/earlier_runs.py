@@ -1,9 +1,8 @@
-"""What kept runs say of cases: which failed when they were last run; and the last run that passed
-with the same strategies, and what else is another: the environment, and the code of strategies and
-workloads.
+"""Earlier runs: the cases that failed in their last run; and the last run that passed with the same
+strategies, with the differences in environment and in code of strategies and workloads.
 
-A red run's first question is what has changed since the last green one; only a run can answer it,
-a report that is rendered again elsewhere cannot.
+The first question about a failed run is the change since the last pass; only a run can answer it,
+not a report that is rendered elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,11 @@ from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, SinceGreen
 from distcheck.records.decoding import read_if_whole
 
-_MOST_RUNS = 50  # so that a run costs little to plan, whatever is kept
+_MOST_RUNS = 50  # limits the cost of planning a run
 
 
 class _Judged(msgspec.Struct, frozen=True):
-    """As much of a case in report.json; the rest is skipped, not decoded."""
+    """The needed fields of a case in report.json; the rest is skipped, not decoded."""
 
     verdict: str
     strategy: str
@@ -37,9 +36,7 @@ class _Report(msgspec.Struct):
 
 
 def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
-    """The ids of those cases that failed in the newest of the runs that judged them: that gave them
-    a verdict other than unknown.
-    """
+    """Return the ids of the cases that failed in the newest run with a verdict on them."""
     last: dict[tuple[object, ...], str] = {}
     for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
         earlier = read_if_whole(path, _Report)
@@ -53,8 +50,8 @@ def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
 
 
 def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
-    """The cases, those of a strategy and world with one that failed before the others, and of these
-    the ones that failed.
+    """Return the cases in a new order: those of a strategy and world with a failed case first, and
+    among these the failed ones.
     """
     ahead = {case.siblings for case in cases if case.id in failed}
     place = {case.siblings: number for number, case in reversed(list(enumerate(cases)))}
@@ -66,7 +63,7 @@ def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
 
 
 def the_others(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
-    """The ids of the cases that did not fail, with that as the reason to leave them out."""
+    """Return the ids of the cases that did not fail, with the reason to leave them out."""
     why = "you gave --last-failed, and it did not fail when it was last run"
     return {case.id: why for case in cases if case.id not in failed}
 
@@ -79,7 +76,7 @@ class _CaseNamed(msgspec.Struct):
 
 
 class _EarlierCase(msgspec.Struct):
-    """As much of a saved case; one that can no longer run has been run all the same."""
+    """The needed fields of a saved case, which may no longer be runnable."""
 
     strategy: str
     workload: str
@@ -87,7 +84,7 @@ class _EarlierCase(msgspec.Struct):
 
 
 class _EarlierReport(msgspec.Struct):
-    """As much of report.json as is needed here; the rest is skipped, not decoded."""
+    """The needed fields of report.json; the rest is skipped, not decoded."""
 
     verdict: str
     environment: dict[str, Any]
@@ -97,8 +94,8 @@ class _EarlierReport(msgspec.Struct):
 def since_last_green(
     runs: Path, cases: Sequence[Case], made: Mapping[str, Provenance]
 ) -> SinceGreen | None:
-    """Compares with the newest run in `runs` that passed; None where there is none. `made` says by
-    the id of a case where it is run now.
+    """Compare with the newest run in `runs` that passed; None if there is none. `made` holds each
+    case's current provenance by its id.
     """
     asked = {case.strategy for case in cases}
     for path in sorted(runs.glob("*/report.json"), reverse=True):
@@ -131,7 +128,7 @@ def _code_of(run: Path) -> _Code:
 
 
 def _then(environment: Mapping[str, Any], code: _Code, case: Case) -> Provenance:
-    """Where a case would have been run, then: by what is known of its code, under any id."""
+    """Return the provenance that a case would have had then, from known code digests."""
     known = {(what, getattr(case, what)) for what in ("strategy", "workload")} & code.keys()
     digests = {what: code[what, spec] for what, spec in sorted(known)}
     return Provenance(environment=dict(environment), digests=digests)

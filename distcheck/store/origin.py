@@ -1,7 +1,7 @@
-"""Where a run comes from: date, command line, and the state of the code that it was started in.
+"""Origin of a run: date, command line, and the commit and state of the code.
 
-A repository may come from elsewhere, with a configuration that names programs. git is asked for
-nothing that would start one of them.
+A repository may come from elsewhere, with a configuration that names programs. git is only asked
+for information that starts none of them.
 """
 
 import os
@@ -17,7 +17,7 @@ _PATIENCE_S = 5.0  # for git, in a repository of any size
 
 
 def origin_here() -> Origin:
-    """That of a run that begins now, in this folder."""
+    """Return the origin of a run that begins now, in this folder."""
     commit = run_git("rev-parse", "--verify", "HEAD")
     changed = None
     if commit and not _has_filters():
@@ -31,7 +31,7 @@ def origin_here() -> Origin:
 
 
 def command_line() -> str:
-    """What was typed, without where the program lies; "" where there is no program's name."""
+    """Return the command line without the program's folder; "" without a program name."""
     program, *words = sys.argv or [""]
     if program in ("", "-c"):
         return ""
@@ -40,8 +40,8 @@ def command_line() -> str:
 
 
 def _has_filters() -> bool:
-    """Whether the repository's own configuration, or one that cannot be read, names filters: git
-    runs them to see whether a file has changed.
+    """Return True if the repository's own configuration, or an unreadable one, defines filters: git
+    runs them to detect changes of a file.
     """
     listed = run_git("config", "--list", "--show-scope", "--name-only", "-z")
     scopes, names = (listed or "").split("\0")[::2], (listed or "").split("\0")[1::2]
@@ -52,7 +52,7 @@ def _has_filters() -> bool:
 
 
 def run_git(*words: str) -> str | None:
-    """What git prints; None where there is no git, no repository, or no answer in time."""
+    """Return git's output; None if there is no git, no repository, or no answer in time."""
     command = ["git", "-c", "core.fsmonitor=false", *words]
     environment = {
         **os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_NO_LAZY_FETCH": "1",

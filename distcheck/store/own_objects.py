@@ -1,11 +1,11 @@
-"""Where an object that a case names is defined, by reading source files; nothing is imported.
+"""Locates the definition of an object that a case names, by reading source files; nothing is
+imported.
 
-A file of this checkout imports other modules, so `sync.py:os.system` names code that is not of this
-checkout. An object counts as defined in a file if a top-level `def` or `class` there has its name
-(also below `if` or `try`), if it is an object that is made there of such a class or by such a
-function, or if the file imports its name from a file for which the same holds. Of a dotted name,
-`Sync.reduce`, the rest must be a `def` in that class's own body: `HERE.unlink` names a method of
-the library's, whatever `HERE` is.
+A file of this checkout imports other modules, so `sync.py:os.system` names code outside this
+checkout. An object is defined in a file if a top-level `def` or `class` there has its name (also
+below `if` or `try`), if it is created there by such a class or function, or if the file imports its
+name from a file that defines it in this sense. For a dotted name, `Sync.reduce`, the rest must be a
+`def` in that class's own body: `HERE.unlink` names a library method, whatever `HERE` is.
 """
 
 import ast
@@ -22,8 +22,8 @@ _SPECIAL = "__"
 def is_defined(
     file: Path, attribute: str, is_trusted: Callable[[Path], bool], most: int = _MOST_IMPORTS
 ) -> bool:
-    """Whether `attribute` (a dotted name) is defined in `file`, or in a file that `is_trusted` and
-    from which `file` imports it; by `most` statements, one after another.
+    """Return True if `attribute` (a dotted name) is defined in `file`, or in a file that
+    `is_trusted` and from which `file` imports it, through at most `most` statements.
     """
     name, *rest = attribute.split(".")
     if any(part.startswith(_SPECIAL) for part in (name, *rest)):
@@ -48,7 +48,7 @@ def is_defined(
 
 
 def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """The statement that makes a name, the last one counting."""
+    """Return the last statement that binds a name; None if there is none."""
     found = None
     for node in _top_level(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -64,7 +64,7 @@ def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, those below `if`, `try` and `with` included."""
+    """Yield the statements of a module, including those below `if`, `try` and `with`."""
     for node in body:
         yield node
         for part in ("body", "handlers", "orelse", "finalbody"):
@@ -73,12 +73,12 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _name_there(node: ast.ImportFrom, name: str) -> str:
-    """What a name is called in the module that it is imported from."""
+    """Return the original name of an imported name in its module."""
     return next(one.name for one in node.names if (one.asname or one.name) == name)
 
 
 def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
-    """Whether a definition has, in its own body, what the rest of the name says."""
+    """Return True if a definition contains the rest of a dotted name in its own body."""
     for part in rest:
         if not isinstance(node, ast.ClassDef):
             return False
@@ -88,7 +88,7 @@ def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
 
 
 def _maker(value: ast.expr | None) -> str:
-    """The name that is called to make it: `Sync` in `sync = Sync()`; empty where there is none."""
+    """Return the name whose call creates a value: `Sync` in `sync = Sync()`; else empty."""
     called = value.func if isinstance(value, ast.Call) else None
     return called.id if isinstance(called, ast.Name) else ""
 

@@ -1,17 +1,17 @@
-"""The run directory: cases before they run, traces and the report after.
+"""Layout and lifetime of a run directory: cases before they run, traces and the report after.
 
-    cases/CASE.json                 written before the case starts: `distcheck replay` takes it
-    report.json                     the verdict, as `--json` writes it
-    launch.json, finished/CASE.json under a launcher that may start everything anew: which run this
-                                    is, and the reports of cases that need not be run again
-    traces/CASE/about.json          what `distcheck recheck` needs besides the traces
-    traces/CASE/checksums.json      of about.json and the traces' indexes, see traces/seal.py
-    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py;
-                                    with `record --digests` run-1 alone, without tensors
+  cases/CASE.json         written before the case starts; `distcheck replay` reads it
+  report.json             the verdict, as `--json` writes it
+  launch.json             under a launcher that restarts jobs: identifies the run
+  finished/CASE.json      under such a launcher: reports of cases that need not run again
+  traces/CASE/about.json  what `distcheck recheck` needs in addition to the traces
+  traces/CASE/checksums.json  of about.json and the indexes of the traces (traces/seal.py)
+  traces/CASE/run-1, run-2  one folder per world (run-2: the rerun), in the format of
+                          traces/files.py; with `record --digests` run-1 alone, without tensors
 
-With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
-cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs; with all
-traces where it is `distcheck compare` that runs.
+With `--save DIR` everything is stored in DIR. Without it, cases, reports and small traces of failed
+cases are stored in `.distcheck/` in the current folder, for the last few runs. `distcheck compare`
+stores all traces there.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ _MOST_CASE_BYTES = 16 << 20
 
 
 class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a case but its tensors."""
+    """A case with everything that judging it needs, except its tensors."""
 
     case: Case
     facts: CaseFacts
@@ -64,12 +64,12 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     rerun_in: str = ""
     surroundings: Surroundings = TOGETHER  # of the rerun
     separation: Separation | None = None
-    defect: tuple[str, str] = ("", "")  # of distcheck's own that ended a rank, its traceback
+    defect: tuple[str, str] = ("", "")  # of distcheck, if it ended a rank: kind, traceback
     notes: tuple[str, ...]
     environment: dict[str, Any]
     digests: dict[str, str] = {}
     seal: str = ""
-    tensors: bool = True  # whether tensors are kept, or their digests alone
+    tensors: bool = True  # True if tensors are stored, False if only their digests are
 
     @property
     def made(self) -> Provenance:
@@ -81,7 +81,7 @@ class _Made(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """Where one run is kept. Created empty; raises before anything runs if it cannot be."""
+    """Storage of one run. The folder must be empty; an unusable one raises before anything runs."""
 
     def __init__(
         self, folder: Path, *, keep_everything: bool, run: str = "", tensors: bool = True
@@ -93,11 +93,11 @@ class Store:
 
     @classmethod
     def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
-        """A run directory that the person named: everything is kept, or without `tensors` their
-        digests alone. Where `launch` is a restart of the run that made it, that run is taken up.
+        """Return a run directory that the user named: everything is stored, or without `tensors`
+        the digests only. If `launch` restarts the run that created the directory, that run
+        continues in it.
 
-        Raises UsageError for a folder that holds something else, CannotRunError where it
-        cannot be written.
+        Raises UsageError for a folder with other contents, CannotRunError if it is not writable.
         """
         run = "" if launch is None else launch.run
         if launch is not None and _takes_up(folder, launch):
@@ -114,7 +114,7 @@ class Store:
 
     @classmethod
     def by_default(cls) -> "Store | None":
-        """A folder of this run's own in `.distcheck/`; None where that cannot be written."""
+        """Return a folder for this run in `.distcheck/`; None if it is not writable."""
         try:
             return cls.of_own(keep_everything=False)
         except CannotRunError:
@@ -122,11 +122,11 @@ class Store:
 
     @classmethod
     def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
-        """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
-        `spare`. Raises CannotRunError where that cannot be written.
+        """Return a folder for this run in `.distcheck/`, and remove all but the last few runs and
+        `spare`. Raises CannotRunError if the folder is not writable.
         """
         runs, now = own_folder("runs"), time.time()
-        # A clock that was set back, or a container, may give a name for the second time.
+        # A clock that was set back, or a container, can yield a name twice.
         moments = (time.localtime(now + later) for later in itertools.count())
         names = (f"{time.strftime('%Y%m%d-%H%M%S', one)}-{os.getpid()}" for one in moments)
         store = cls(
@@ -140,17 +140,14 @@ class Store:
         return store
 
     def case_file(self, case: Case) -> Path:
-        """Where a case is, or will be."""
         return self.folder / "cases" / f"{case.id}.json"
 
     def write_case(self, case: Case, made: Provenance | None = None) -> None:
-        """Writes a case down; before it runs, so that what crashes can be replayed, and again
-        with where it is run once that is known.
-        """
+        """Write a case: before it runs, for a replay after a crash; then with its provenance."""
         write_case(self.case_file(case), case, made)
 
     def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
-        """The reports, by case, of what an earlier start of this run has finished."""
+        """Return the reports, by case ID, of cases that an earlier start of this run finished."""
         found = {}
         for case in cases if self._run else ():
             file = self.folder / "finished" / f"{case.id}.json"
@@ -160,7 +157,7 @@ class Store:
         return found
 
     def write_finished(self, report: CaseReport) -> None:
-        """Notes a case that need not be run again, if this run may be started again."""
+        """Store the report of a case that need not run again, if this run may be restarted."""
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
@@ -168,7 +165,6 @@ class Store:
         private.write(path, msgspec.json.encode(report))
 
     def check_space(self, total_bytes: int) -> None:
-        """Raises CannotRunError when traces of this size do not fit."""
         if not self.keep_everything or not self._tensors:
             return
         free = shutil.disk_usage(self.folder).free
@@ -179,15 +175,15 @@ class Store:
             )
 
     def wants_trace(self, stored_bytes: int, *, failed: bool) -> bool:
-        """Whether a trace that takes up `stored_bytes` is to be kept."""
+        """Return True if a trace of `stored_bytes` is to be stored."""
         return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
 
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
-        """Writes the traces of a case, the rerun's last. Removes them again on an error.
+        """Write the traces of a case, the rerun's last; on an error, remove them again.
 
-        Without tensors the rerun's trace is left out: nothing reads its digests.
-        Those that an earlier start of this run has left make room: it did not finish the case.
-        Raises CannotRunError or OSError.
+        Without tensors the rerun's trace is omitted: nothing reads its digests. Traces left by an
+        earlier start of this run are replaced, because it did not finish the case. Raises
+        CannotRunError or OSError.
         """
         folder = self.folder / "traces" / saved.case.id
         if self._run:
@@ -206,7 +202,7 @@ class Store:
             raise
 
     def discard_if_unused(self) -> None:
-        """Removes what was made for a run that never began: its folder holds only cases."""
+        """Remove the files of a run that never began: its folder contains only cases."""
         if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
             gone = self.folder if self._made_folder else self.folder / "cases"
             shutil.rmtree(gone, ignore_errors=True)
@@ -214,7 +210,6 @@ class Store:
                 _discard_own_folder()
 
     def write_report(self, text: str) -> None:
-        """Writes report.json."""
         private.write(self.folder / "report.json", masked_json(text))
 
     def _make(self) -> None:
@@ -230,7 +225,7 @@ class Store:
 
 
 def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
-    """Write a case to a file in a private folder, with a seal if `made` says where it is run."""
+    """Write a case to a file in a private folder; with `made`, sealed with its provenance."""
     private.folder(path.parent)
     about = {}
     if made is not None:
@@ -240,9 +235,10 @@ def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
 
 
 def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
-    """Make `.distcheck/NAME`; `root` is the `.distcheck` of another folder than the current one.
-    Raises CannotRunError if that cannot be, and if one of the two is not private: what is kept and
-    unpacked there could be replaced before it runs, and old runs are removed there.
+    """Create `.distcheck/NAME`; `root` is `.distcheck` in the current folder by default.
+
+    Raises CannotRunError if it cannot be created or is not private: code that is unpacked there
+    could be replaced before it runs, and old runs are deleted there.
     """
     place = root / name
     try:
@@ -261,7 +257,7 @@ def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
 
 
 def _discard_own_folder() -> None:
-    """Removes `.distcheck` where it holds nothing, as before the first run."""
+    """Remove `.distcheck` if it is empty except for its .gitignore."""
     with contextlib.suppress(OSError):
         (DEFAULT_FOLDER / "runs").rmdir()
         if [path.name for path in DEFAULT_FOLDER.iterdir()] == [".gitignore"]:
@@ -270,14 +266,15 @@ def _discard_own_folder() -> None:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The folders that runs have made there, by their date: nothing else is removed."""
+    """Return the folders that runs created, in order of date; only these are ever removed."""
     found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
     return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:
-    """Whether a folder was made by an earlier start of the same run. torchrun calls every run
-    "none" that was given no name, so that only its count of restarts can tell.
+    """Return True if a folder was created by an earlier start of the same run.
+
+    torchrun calls every unnamed run "none": for those only its restart count identifies a restart.
     """
     made_by = read_if_whole(folder / "launch.json", dict[str, Any])
     same = bool(launch.run) and made_by == {"run": launch.run}
@@ -285,7 +282,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
 
 
 def _is_running(name: str) -> bool:
-    """Whether the run whose folder has this name is still going: it ends in a process id."""
+    """Return True if the process that ends the name of this run folder is still alive."""
     _, _, pid = name.rpartition("-")
     return pid.isdecimal() and psutil.pid_exists(int(pid))
 
@@ -295,7 +292,7 @@ def _is_within(path: Path | None, folder: Path) -> bool:
 
 
 def stored_bytes(fd: int) -> int:
-    """What a sparse trace really takes up."""
+    """Return the bytes that a sparse trace occupies."""
     return os.fstat(fd).st_blocks * 512
 
 
@@ -303,7 +300,7 @@ KEPT_RUNS = f"distcheck runs lists those that are kept in {DEFAULT_FOLDER} here"
 
 
 def latest_run() -> Path:
-    """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
+    """Return the latest run in `.distcheck/`. Raises UsageError if there is none."""
     runs = kept_runs()
     if not runs:
         raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of a run")
@@ -311,13 +308,13 @@ def latest_run() -> Path:
 
 
 def kept_runs() -> list[Path]:
-    """The runs that are kept in `.distcheck/`, the latest last."""
+    """Return the runs in `.distcheck/`, the latest last."""
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
 def read_case(path: Path, *, jobs: bool = False) -> Case:
-    """A case that `write_case` wrote; with `jobs` a whole job's as well, of which its words alone
-    mean something. Raises UsageError where the file is not a case.
+    """Return a case that `write_case` wrote; with `jobs`, a job as well, of which only the command
+    is used. Raises UsageError if the file is not a case.
     """
     try:
         case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)
@@ -341,6 +338,6 @@ def _check_job(case: Case, *, allowed: bool) -> Case:
 
 
 def read_provenance(path: Path) -> Provenance | None:
-    """Where the case of a file was run when it was saved; None where it did not come to that."""
+    """Return the provenance in a case file; None if the case had not been run when it was saved."""
     found = read_if_whole(path, _Made, _MOST_CASE_BYTES)
     return None if found is None else found.made

@@ -1,4 +1,4 @@
-"""The traces of a saved run, read again; and how much of a machine that may take."""
+"""Reading of the traces of a saved run, and the limit on the memory that this may take."""
 
 import os
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from distcheck.worlds.pool import Pool
 
 @dataclass(frozen=True)
 class SavedTrace:
-    """A saved case, where its traces are, and the digests of their indexes."""
+    """A saved case, the folder of its traces, and the digests of their indexes."""
 
     folder: Path
     saved: SavedCase
@@ -27,8 +27,11 @@ class SavedTrace:
 
 
 def saved_traces(folder: Path) -> list[SavedTrace]:
-    """What a run directory holds of its cases. Raises UsageError where that is nothing, or damaged.
-    A caller that runs the code that they name asks `trust` first, and runs what was read here.
+    """Return the saved cases of a run directory. Raises UsageError if there are none or one is
+    damaged.
+
+    A caller that runs the code that they name calls `trust` first and runs exactly what was read
+    here.
     """
     found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
     if not found:
@@ -55,8 +58,8 @@ def _read_about(folder: Path) -> SavedTrace:
 
 
 def _check_memory(folder: Path) -> None:
-    """Raises CannotRunError where the files of a trace are larger than memory: they may have holes,
-    which take no disk.
+    """Raise CannotRunError if the files of a trace exceed memory. Sparse files can exceed it
+    without occupying disk space.
     """
     try:
         needed = sum(file.stat().st_size for file in folder.glob("run-*/*"))
@@ -71,7 +74,6 @@ def _check_memory(folder: Path) -> None:
 
 
 def require_tensors(trace: SavedTrace) -> None:
-    """Raises UsageError for a trace that keeps digests alone."""
     if not trace.saved.tensors:
         raise UsageError(
             f"the trace in {trace.folder} keeps digests and no tensors; judging needs the tensors; "
@@ -80,9 +82,9 @@ def require_tensors(trace: SavedTrace) -> None:
 
 
 def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) -> list[int]:
-    """The traces of a saved case, in shared memory again; the caller closes the descriptors.
+    """Return file descriptors of a saved case's traces in shared memory; the caller closes them.
 
-    Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
+    Raises UsageError if files are missing or damaged, and for a trace of digests without tensors
     unless `digests_suffice`.
     """
     folder, saved, indexes = trace.folder, trace.saved, trace.indexes
@@ -112,7 +114,7 @@ def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) 
         for fd in fds:
             os.close(fd)
         cause = error.__cause__
-        if isinstance(cause, OverflowError):  # JSON has numbers of any size, a message of 64 bits
+        if isinstance(cause, OverflowError):  # JSON has numbers of any size, a message 64 bits
             raise UsageError(f"the trace in {folder} is damaged: {cause}") from error
         raise
     return fds

@@ -1,19 +1,17 @@
-"""Which code a saved run makes distcheck run, and whether the person has to agree to it first.
+"""Consent before code that a saved run names is executed. Every caller uses `require_trust`.
 
-All who run code that a file or folder names (replay, recheck, compare) go through `require_trust`.
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
-
 Code is trusted
-- under a name of distcheck's own or of an installed strategy;
-- in a case that this user has run (`provenance.is_sealed`), as long as its digest is the one that
-  was recorded then;
-- in a file of this checkout (`Checkout`) that is not at or below the folder or file that was given.
-  A file that came with a bundle stands for the file of the checkout that holds the same bytes.
 
-In a trusted file, an object is trusted that the file defines, and none that it imports from
-elsewhere (`sync.py:os.system`). A text that a case gives to a function of the checkout may be a
-command. All other code, and such texts, run only with `--trust`, or after a yes on a terminal. The
-command of a whole job is always asked about.
+- under the name of a built-in or of an installed strategy;
+- in a case that this user has run (`provenance.is_sealed`), if its digest is the recorded one;
+- in a file of this checkout (`Checkout`) that is not at or below the given folder or file. A file
+  of a bundle is equivalent to a checkout file with the same bytes.
+
+In a trusted file, an object is trusted if the file defines it, not if the file imports it from
+elsewhere (`sync.py:os.system`). A text argument that a case passes to a function of the checkout
+may be a command. All other code, and such texts, run only with `--trust` or after confirmation on a
+terminal. The command of a job always needs confirmation.
 """
 
 import ast
@@ -43,7 +41,7 @@ from distcheck.training import loading, sources_only
 from distcheck.training.scripts import root_of
 from distcheck.workloads.cells import place_of
 
-# Ours that is meant to be run as a case: other functions of distcheck write and remove files.
+# Packages whose objects may run as cases; other functions of distcheck write and remove files.
 _OWN = ("distcheck_strategies", "distcheck_mutants")
 _OWN_WORKLOADS = "distcheck.workloads."
 NOTHING: Mapping[str, str] = {}
@@ -51,9 +49,9 @@ UNRECORDED: Mapping[str, Provenance] = {}
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of code that a case runs: `what` it is for, the file that it is in ("" if none is
-    found), the folder from which that is imported, the digests of its files by their absolute
-    paths, one digest of them, and the reason that it is not trusted.
+    """A piece of code that a case runs: its purpose (`what`), its file ("" if none is found), the
+    folder that it is imported from, the digests of its files by absolute path, one digest of them
+    all, and the reason that it is not trusted.
     """
 
     what: str
@@ -71,15 +69,15 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkout:
-    """The folder whose code the person answers for: the git repository around the current folder,
-    or else the current folder. There is none in a home folder and at the root, which hold downloads
-    as well.
+    """The folder whose code the user is responsible for: the git repository around the current
+    folder, or else the current folder. The home folder and the root never qualify: they also
+    contain downloads.
 
-    `given` is the folder or file that was handed over, if any. In a git repository, a file of the
-    checkout is tracked, holds the bytes of its entry in the index, and is not at or below `given`.
-    Without git nothing distinguishes a downloaded file: there, none is at or below the folder that
-    `given` is in, and none has changed since it was recorded. No file is another user's, installed,
-    or unpacked from a bundle.
+    `given` is the folder or file that was handed over, if any. In a git repository, a checkout file
+    is tracked, has the bytes of its index entry, and is not at or below `given`. Without git a
+    downloaded file is indistinguishable, so a checkout file must not be at or below the folder that
+    contains `given`, and must be unchanged since it was recorded. Files that belong to another
+    user, are installed, or were unpacked from a bundle never qualify.
     """
 
     def __init__(self, given: str = "") -> None:
@@ -92,7 +90,7 @@ class Checkout:
         self._root = git or (None if here in home else here)
         self._not_ours = [(store.DEFAULT_FOLDER / "bundles").resolve()]
         self._entries: dict[Path, dict[Path, str]] = {}
-        self.beside: tuple[Path, ...] = ()  # the files that are loaded with the one in question
+        self.beside: tuple[Path, ...] = ()  # files loaded together with the one in question
         if given:
             path = Path(given).resolve()
             run = path if self.is_git else _run_of(path)
@@ -102,7 +100,7 @@ class Checkout:
             self._not_ours.append(path if is_around else run)
 
     def holds(self, path: Path) -> bool:
-        """Return True if a file lies in the checkout, is this user's, and was not handed over."""
+        """Return True if a file is in the checkout, is this user's, and was not handed over."""
         if not is_ones_own(path):
             return False
         path = path.resolve()
@@ -113,8 +111,8 @@ class Checkout:
         )
 
     def has(self, path: Path) -> bool:
-        """Return True if a file and all that Python imports from next to it are the checkout's."""
-        if not self.holds(path):  # the files next to a library's are all of it
+        """Return True if a file and its imports from its folder belong to the checkout."""
+        if not self.holds(path):  # the folder of an installed file is the whole library
             return False
         try:
             files = [file.path for file in files_of(path, self.beside).values()]
@@ -126,8 +124,8 @@ class Checkout:
         return self.holds(path) and (not self.is_git or self._is_unmodified(path.resolve()))
 
     def _is_unmodified(self, path: Path) -> bool:
-        """Return True if a file has the content that the index of the repository has for it. git
-        reads its index alone: a filter that would change the content is a program.
+        """Return True if a file has the content of its entry in the git index. Only the index is
+        read: running a content filter would execute a program.
         """
         assert self._root is not None
         if path.parent not in self._entries:
@@ -141,7 +139,7 @@ class Checkout:
         return entry == hashlib.new(algorithm, b"blob %d\0" % len(data) + data).hexdigest()
 
     def _tracked(self, folder: Path) -> dict[Path, str]:
-        """Return the digest that the index has for each file below a folder."""
+        """Return the digests that the git index has for the files below a folder."""
         listed = run_git(
             "-c", f"safe.directory={self._root}", "--literal-pathspecs", "-C", str(self._root),
             "ls-files", "--stage", "-z", "--full-name", "--", str(folder),
@@ -162,9 +160,9 @@ def unknown_code(
     given: str = "",
     made: Mapping[str, Provenance] = UNRECORDED,
 ) -> list[Code]:
-    """Return the code of cases that is not trusted. `unpacked` has the files of a bundle: where
-    each lies now, and where it was when the bundle was made. `given` is where the cases were read,
-    `made` says by the id of a case where it was run.
+    """Return the code of cases that is not trusted. `unpacked` maps the original path of each file
+    of a bundle to its current one; `given` is the source of the cases; `made` has provenances by
+    case ID.
     """
     checkout = Checkout(given)
     found: dict[tuple[str, str], Code] = {}
@@ -197,12 +195,14 @@ def require_trust(
     folder: Path | None = None,
     unpacked: Mapping[str, str] = NOTHING,
 ) -> None:
-    """Return if the code of these cases, which were read from `given`, may run: the caller runs
-    them and reads none again. `doing` says what for; `made` and `unpacked` are as for
-    `unknown_code`; `folder` is where a bundle was unpacked. Raises UsageError otherwise, and for a
-    case that reads a file from outside its run.
+    """Return if the code of these cases, read from `given`, may run; the caller runs exactly these
+    objects.
+
+    `doing` names the action in the question; `made` and `unpacked` are as for `unknown_code`;
+    `folder` is where a bundle was unpacked. Raises UsageError if the code is not trusted and not
+    confirmed, and for a case that reads a file outside its run.
     """
-    handed_over = given if folder is None else ""  # what a bundle holds is not below it
+    handed_over = given if folder is None else ""  # the files of a bundle are not below it
     sources_only.begin(around=() if trusted else (handed_over,))
     foreign = [case for case in cases if not is_sealed(case, made.get(case.id))]
     for case in foreign:
@@ -220,7 +220,7 @@ def require_trust(
     runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
-    # What is not asked about is trusted, and may lie next to what is.
+    # Files that need no confirmation are trusted, and may be in the same folders as those that do.
     others = [_described(what, spec, unpacked) for case in cases for what, spec in named(case)]
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
@@ -233,7 +233,7 @@ def require_trust(
 
 
 def _run_of(given: Path) -> Path:
-    """Return the run's folder that was given, or that a case file is in."""
+    """Return the given run folder, or the run folder of the given case file."""
     if given.is_dir():
         return given
     return given.parents[1] if given.parent.name == "cases" else given.parent
@@ -246,8 +246,8 @@ def _check_within(file: str, given: Path) -> None:
 
 
 def texts_given(cases: Iterable[Case]) -> list[str]:
-    """The texts that cases give to code that is not distcheck's, in words: numbers are no commands,
-    and distcheck's own strategies run none.
+    """Return the text arguments that cases pass to code that is not distcheck's, for the question.
+    Numbers cannot be commands, and built-in strategies execute no text.
     """
     found: dict[str, None] = {}
     for case in cases:
@@ -259,7 +259,7 @@ def texts_given(cases: Iterable[Case]) -> list[str]:
 
 
 def _has_text(literal: str) -> bool:
-    """Whether there is a text in a literal, or it is not a literal."""
+    """Return True if a literal contains a text, or the input is no literal."""
     try:
         values = [ast.literal_eval(literal)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -303,20 +303,20 @@ def _is_known(
 
 
 def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded: str) -> bool:
-    """Whether an object is of this checkout. Without git, nothing but the run's record says that
-    its code is still the code that ran.
+    """Return True if an object belongs to this checkout. Without git, only the run's record shows
+    that the code is still the code that ran.
     """
     is_current = checkout.is_git or recorded == digest != NO_DIGEST
     return is_current and checkout.has(file) and _defines(file, attribute, checkout)
 
 
 def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
-    """Whether an object is defined in a file of this checkout, or in another one of it."""
+    """Return True if an object is defined in this file of the checkout or in another file of it."""
     return own_objects.is_defined(file, attribute, checkout.has)
 
 
 def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
-    """Whether a bundle has the sources of a file of this checkout, all of them and no others."""
+    """Return True if a bundle has exactly the sources of a file of this checkout."""
     if not checkout.has(place):
         return False
     try:

@@ -1,8 +1,8 @@
-"""A zip that comes from elsewhere, unpacked into a folder of its own and checked on the way.
+"""Unpacking of a zip file of unknown origin into a new folder, with checks of every member.
 
-Whatever the archive says, nothing is written outside of that folder, nothing in it is a link, and
-no more is written than `MOST_BYTES` of compressed members; stored members take no more than the
-archive itself does. Raises UsageError for an archive that breaks a rule, in one sentence.
+Independent of the archive's contents, nothing is written outside that folder, nothing in it is a
+link, and compressed members together write at most `MOST_BYTES`; stored members take no more than
+the archive itself. An archive that violates a rule raises UsageError with one sentence.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from typing import IO
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 
-MOST_BYTES = 256 << 20  # of all compressed members together, unpacked
+MOST_BYTES = 256 << 20  # of all compressed members, unpacked
 MOST_MEMBERS = 10_000
-_MOST_DIRECTORY_BYTES = 4 << 20  # of the list of members, which is read at once
+_MOST_DIRECTORY_BYTES = 4 << 20  # of the central directory, which is read as a whole
 _MOST_PARTS = 32
 _MOST_NAME_BYTES = 1000
 _COMPILED = "__pycache__"
@@ -35,7 +35,7 @@ _DAMAGE = (
 
 
 class _Bounded(io.BufferedReader):
-    """A file of which no more is read at once than a list of members may take."""
+    """A file whose single reads are limited to the maximum size of a central directory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         most = _MOST_DIRECTORY_BYTES + 1
@@ -47,7 +47,7 @@ class _Bounded(io.BufferedReader):
 
 @contextmanager
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive, with every member checked. Raises UsageError."""
+    """Yield the archive, with every member checked. Raises UsageError."""
     try:
         with _Bounded(open(path, "rb", buffering=0)) as file, zipfile.ZipFile(file) as archive:
             _check_members(path, archive.infolist())
@@ -62,10 +62,10 @@ def opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 @contextmanager
 def unpacked(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Path]:
-    """A draft of `folder` with every member, which takes the folder's place when the block ends.
-    Where the folder holds the same files already, it stays: another process may be reading it.
+    """Yield a draft of `folder` with every member; it replaces the folder when the block ends.
 
-    Raises UsageError for a damaged member, CannotRunError where nothing can be written.
+    A folder with the same files is left in place: another process may be reading it. Raises
+    UsageError for a damaged member, CannotRunError if nothing can be written.
     """
     try:
         draft = folder.with_name(private.unique(f".{folder.name[:80]}-"))
@@ -97,7 +97,7 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder but what Python has compiled there, by its path from the folder."""
+    """Return the SHA-256 of every file in a folder by relative path, except compiled Python."""
     return {
         file.relative_to(folder).as_posix(): _digest(file)
         for file in sorted(folder.rglob("*"))
@@ -123,7 +123,7 @@ def _write_members(path: Path, archive: zipfile.ZipFile, folder: Path) -> None:
 
 
 def _copy(path: Path, source: IO[bytes], file: IO[bytes], most: int | None) -> int:
-    """Copies in pieces; returns how much of the limit was used. Raises UsageError beyond it."""
+    """Copy in pieces; return the bytes counted against the limit. Raises UsageError."""
     written = 0
     while piece := source.read(_CHUNK_BYTES):
         written += len(piece)
@@ -134,7 +134,7 @@ def _copy(path: Path, source: IO[bytes], file: IO[bytes], most: int | None) -> i
 
 
 def read_member(path: Path, archive: zipfile.ZipFile, name: str, *, most: int) -> bytes:
-    """One member, of at most `most` bytes. Raises UsageError where it is missing or larger."""
+    """Return one member, of at most `most` bytes. Raises UsageError if it is missing or larger."""
     if name not in archive.namelist():
         raise UsageError(f"{path} is not a bundle of distcheck: it has no {name}")
     with archive.open(name) as source:
@@ -173,7 +173,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _why_not(member: zipfile.ZipInfo) -> str:
-    """What is wrong with a member; empty for one that may be unpacked."""
+    """Return the reason that a member is refused; empty if it may be unpacked."""
     name = member.orig_filename
     plain = name.rstrip("/") if member.is_dir() else name
     path = PurePosixPath(plain)

@@ -1,27 +1,27 @@
 """Distributed tests under pytest: a test marked `world(4)` runs its body on four fresh ranks.
 
-The ranks are forked from the pytest process itself at the moment of the call, so that fixtures,
-parameters and hypothesis' examples are simply there. With `backend="simulated"` one process is
-forked, and the ranks are its threads. `plugin.py` is the door; beside it:
+The ranks are forked from the pytest process itself at the time of the call, so that they inherit
+fixtures, parameters and Hypothesis examples. With `backend="simulated"` one process is forked, and
+the ranks are its threads. `plugin.py` is the entry point; the other modules:
 
-    marker      what `@pytest.mark.world(...)` may say
-    fixtures    which fixtures belong to the ranks
+    marker      arguments of `@pytest.mark.world(...)`
+    fixtures    the fixtures that ranks set up themselves
     front       in the pytest process: starts a world, waits, decides; tries other schedules
-    rank        in a rank: runs the body, tells what happened
-    threads     ranks of a simulated world: what each has of its own
-    session     in a rank: its copy of pytest's session, kept from the terminal
-    examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
-    messages    what a rank tells
-    waiting     until a world is over: what its ranks say meanwhile, or did when Ctrl-C came
-    timeouts    pytest-timeout's, which a world keeps by itself
-    failures    many ranks' failures as one report
-    kept        worlds that are kept from test to test (`reuse=True`)
-    blas        one thread for it in a rank
-    leaks       what a test left behind in a rank
-    view        the `world` that a test sees
-    verifying   `distcheck.verify(...)`; conformance/ is a suite made of it
+    rank        in a rank: runs the body, reports the result
+    threads     per-rank state of a simulated world
+    session     in a rank: its copy of pytest's session, detached from the terminal
+    examples    Hypothesis examples: rejection, deadline, events and targets of ranks
+    messages    reports of a rank
+    waiting     waits for a world: its ranks' messages, and their stacks after Ctrl-C
+    timeouts    limits of pytest-timeout, which a world enforces itself
+    failures    merges failures of several ranks into one report
+    kept        persistent worlds that run several tests (`reuse=True`)
+    blas        limits BLAS to one thread in a rank
+    leaks       resources that a test left open in a rank
+    view        the `world` fixture's value
+    verifying   `distcheck.verify(...)`; conformance/ is a test suite that uses it
 
-    pytest_compat, hypothesis_compat   names of theirs that have no public counterpart
+    pytest_compat, hypothesis_compat   private names without a public equivalent
 """
 
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _HOMES = {"LeakWarning": "leaks", "WorldFailure": "failures", "WorldView": "view
 
 
 def __getattr__(name: str) -> Any:
-    """Resolves the public names on first use (PEP 562)."""
+    """Resolve the public names on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'distcheck.testing' has no attribute {name!r}")
     from importlib import import_module
@@ -46,5 +46,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for Tab and `dir()`."""
+    """Return the public names, for completion and `dir()`."""
     return sorted(__all__)

@@ -1,13 +1,15 @@
-"""One thread for OpenBLAS in ranks, which inherit it from the pytest process with all of its own.
+"""Limits OpenBLAS to one thread in ranks, which inherit it from the pytest process with all of its
+threads.
 
 OPENBLAS_NUM_THREADS is read when the library is loaded, before there is any rank. Its own
-openblas_set_num_threads() would first start anew, in every rank, the threads that the fork has
-lost, one for each core, and they spin a while for work that never comes. The number that it would
-then write is a global of the library (blas_cpu_number, of driver/others/blas_server.c), as old as
-the library itself, and is written here. A library without that name is left as it is.
+openblas_set_num_threads() would first restart, in every rank, the threads that were lost in the
+fork, one per core, and they spin for a while without work. The number that it would then set is a
+global of the library (blas_cpu_number in driver/others/blas_server.c), present since its
+beginnings, and is set here directly. A library without that name is left unchanged.
 
-Measured (2 cores, medians of 15 ranks): a rank's first product takes 14 ms of CPU with all threads,
-1.5 ms with this, and 1.8 to 3.5 ms through threadpoolctl, which calls openblas_set_num_threads().
+Measured (2 cores, medians of 15 ranks): a rank's first matrix product takes 14 ms of CPU time with
+all threads, 1.5 ms with this, and 1.8 to 3.5 ms through threadpoolctl, which calls
+openblas_set_num_threads().
 """
 
 import contextlib
@@ -15,14 +17,14 @@ import ctypes
 import os
 import sys
 
-_LOADED_BY = ("numpy", "scipy.linalg")  # each with a library of its own, as PyPI has them
+_LOADED_BY = ("numpy", "scipy.linalg")  # each with its own library, as published on PyPI
 
 _looked_with: list[str] = []
 _counts: list[ctypes.c_int] = []
 
 
 def look() -> None:
-    """In the pytest process: finds what is loaded, once for each module that may have loaded it."""
+    """Find the loaded libraries, in the pytest process; again after any new module."""
     loaded = [name for name in _LOADED_BY if name in sys.modules]
     if loaded == _looked_with:
         return
@@ -33,12 +35,12 @@ def look() -> None:
         lines = [line for line in maps if "openblas" in line]
     paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in lines}
     for path in sorted(paths):
-        with contextlib.suppress(OSError, ValueError):  # another kind of file, or without it
+        with contextlib.suppress(OSError, ValueError):  # another kind of file, or without the name
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
             _counts.append(ctypes.c_int.in_dll(library, "blas_cpu_number"))
 
 
 def take_one_thread() -> None:
-    """In a rank."""
+    """Limit the libraries to one thread, in a rank."""
     for count in _counts:
         count.value = 1

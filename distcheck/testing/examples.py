@@ -1,5 +1,5 @@
-"""Hypothesis' examples in worlds: the pytest process generates and shrinks them, ranks run the
-body. What a rank tells hypothesis is carried back; what it would draw is refused.
+"""Hypothesis examples in worlds: the pytest process generates and shrinks them, ranks run the body.
+Events and targets of ranks are sent back; drawing values in a rank is refused.
 """
 
 import functools
@@ -19,7 +19,7 @@ _DRAWS = (
     "st.composite, above the world"
 )
 _TRUE = "st.randoms() without use_true_random=True"
-# What no test in a world is given, by its class of hypothesis'.
+# Arguments that no test in a world accepts, by Hypothesis' class name.
 _REFUSED = {
     "DataObject": f"st.data() {_DRAWS}",
     "ArtificialRandom": f"{_TRUE} {_DRAWS}",
@@ -31,25 +31,25 @@ _NEVER = timedelta(days=1)
 
 
 class PassedToHypothesis(msgspec.Struct, frozen=True):
-    """What a rank has passed to hypothesis by `event()` and `target()`: values by text or label."""
+    """Events and targets that a rank passed to Hypothesis: values by text or label."""
 
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
 
 
-# In the pytest process.
+# -- in the pytest process
 
 
 @contextmanager
 def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
-    """Takes hypothesis' deadline off a test, for this process would count the start of every world
-    and all imports of the first. Yields it for `hold_to`; None where it is hypothesis' default.
+    """Disable Hypothesis' deadline for a test, because it would include the start of every world
+    and all imports of the first. Yield it for `hold_to`; None if it is Hypothesis' default.
     """
     import hypothesis
 
     decorated = hypothesis_compat.given_function(function)
     given: hypothesis.settings = getattr(decorated, hypothesis_compat.SETTINGS)
-    # Where it observes tests, hypothesis takes a deadline to be there that has not struck twice.
+    # If Hypothesis observes tests, it requires a deadline.
     none = _NEVER if hypothesis_compat.is_observed() else None
     setattr(decorated, hypothesis_compat.SETTINGS, hypothesis.settings(given, deadline=none))
     default = hypothesis.settings.get_profile("default").deadline
@@ -60,9 +60,8 @@ def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
 
 
 def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
-    """Holds the slowest rank's body to a deadline; as hypothesis does, to 5/4 of it in a search.
-
-    Raises hypothesis' DeadlineExceeded.
+    """Apply the deadline to the slowest rank's body; during a search 5/4 of it, as Hypothesis does.
+    Raises Hypothesis' DeadlineExceeded.
     """
     __tracebackhide__ = True
     from hypothesis.control import current_build_context
@@ -76,8 +75,8 @@ def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
 
 
 def refuse(values: Iterable[object]) -> None:
-    """Refuses arguments that could not be what they are on ranks. One inside of another value is
-    noticed on the rank that draws from it.
+    """Refuse arguments that would not work on ranks. One nested in another value is detected on the
+    rank that draws from it.
     """
     for value in values:
         kind = type(value)
@@ -87,27 +86,27 @@ def refuse(values: Iterable[object]) -> None:
 
 
 def reject(reason: str) -> NoReturn:
-    """Makes hypothesis try another example, as `assume()` does that failed on every rank."""
+    """Make Hypothesis try another example, like an `assume()` that failed on every rank."""
     from hypothesis.errors import UnsatisfiedAssumption
 
     raise UnsatisfiedAssumption(reason)
 
 
 def shown(arguments: Mapping[str, object]) -> str:
-    """An example's arguments, as hypothesis shows them."""
+    """Return an example's arguments in Hypothesis' format."""
     from hypothesis.vendor.pretty import pretty
 
     return ", ".join(f"{name}={pretty(value)}" for name, value in arguments.items())
 
 
 def is_final() -> bool:
-    """Whether this is the run of the example that hypothesis will show."""
+    """Return True if this is the run of the example that Hypothesis will show."""
     context = hypothesis_compat.context()
     return context is not None and context.is_final
 
 
 def pass_on(told: Iterable[PassedToHypothesis]) -> None:
-    """Tells hypothesis what ranks have: of `target()`, the greatest value of all ranks."""
+    """Pass ranks' events and targets to Hypothesis: for `target()`, the maximum over all ranks."""
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
     for said in told:
@@ -124,8 +123,8 @@ def pass_on(told: Iterable[PassedToHypothesis]) -> None:
 
 
 def leave_out_explanation(found: BaseException) -> None:
-    """Takes hypothesis' explanation off its notes on what it has found, one failure or a group: it
-    is of lines that ran in this process, which are ours.
+    """Remove Hypothesis' explanation from the notes of a failure or a group: it is about lines that
+    ran in this process, which are distcheck's.
     """
     notes: list[str] = getattr(found, "__notes__", [])
     kept: list[str] = []
@@ -141,11 +140,11 @@ def leave_out_explanation(found: BaseException) -> None:
             leave_out_explanation(failure)
 
 
-# In a rank.
+# -- in a rank
 
 
 def is_rejection(error: BaseException | None) -> bool:
-    """Whether a test has ended by `assume()` or `reject()`, in an example of hypothesis'."""
+    """Return True if a test ended by `assume()` or `reject()` within a Hypothesis example."""
     errors = sys.modules.get("hypothesis.errors")
     return (
         errors is not None
@@ -166,7 +165,7 @@ def said() -> PassedToHypothesis:
 
 @contextmanager
 def inherited() -> Iterator[None]:
-    """In a fresh rank, around a test: within the example, if any, that it was forked in."""
+    """Run a test in a fresh rank within the example that it was forked in, if any."""
     context = hypothesis_compat.context()
     if context is not None:
         for name in dir(context.data):
@@ -178,8 +177,8 @@ def inherited() -> Iterator[None]:
 
 @contextmanager
 def of_its_own(*, given: bool, final: bool) -> Iterator[None]:
-    """In a kept rank, around a test: within an example of its own, if the test is `given` one;
-    never within that which the world may have been started in.
+    """Run a test in a persistent rank within a new example, if the test is `given` one; never
+    within the example in which the world was started.
     """
     context = _made() if given else None
     if context is not None:
@@ -197,14 +196,14 @@ def _within(context: Any) -> Iterator[None]:
 
     if context is not None:
         context.data.events, context.data.target_observations = {}, {}
-    # What collects the text of note() is a copy here: it is printed, to be this rank's output.
+    # The collector of note() texts is a copy here, so they are printed, as this rank's output.
     with hypothesis_compat.within(context), with_reporter(default):
         yield
 
 
 @functools.cache
 def _made() -> Any:
-    """An example that is of no test, taken from hypothesis rather than built by its internals."""
+    """Return an example of no test, obtained from Hypothesis and not from its internals."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
     from hypothesis.control import current_build_context
@@ -221,7 +220,7 @@ def _made() -> Any:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    with _within(None):  # in another one, hypothesis would refuse to nest them
+    with _within(None):  # Hypothesis refuses to nest examples
         quick(given(st.none())(take))()
     return made[0]
 

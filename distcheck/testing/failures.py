@@ -1,4 +1,4 @@
-"""Many ranks' failures as one: the cause first, ranks that failed alike once, victims in a line."""
+"""Merges failures of ranks: root cause first, identical ones once, secondary ones in a line."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
     """A test that failed on at least one rank.
 
     Raised in the pytest process as a subclass that is also of the type that the rank raised, so
-    that `xfail(raises=...)` and hypothesis see what they would have seen in one process.
+    that `xfail(raises=...)` and Hypothesis see the type that a single process would raise.
     `longrepr` is the report of all ranks.
     """
 
@@ -34,9 +34,8 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a world ended: `outcomes` with causes first, and per rank what it reported and printed.
-
-    `subtests` are (rank, subtest) in the order in which they were reported.
+    """End of a world: `outcomes` with root causes first, and each rank's report and output.
+    `subtests` are (rank, subtest) in the order of their reports.
     """
 
     size: int
@@ -47,7 +46,7 @@ class Ended:
     timeout: str = ""
 
 
-# Ends of a rank that found nothing to test: how they are reported, and what it has done.
+# Ends of a rank without a result: phrases for the rank and for the advice.
 _LEFT_OUT = {"skipped": ("skipped", "skip"), "rejected": ("rejected the example", "reject")}
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _Entry = ReprEntry | ReprEntryNative
@@ -87,7 +86,7 @@ def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
 
 
 def divided(ended: Ended) -> str:
-    """What to say of ranks that did not agree on whether there was anything to test."""
+    """Return the error message if ranks disagree about skipping or rejecting."""
     left_out: dict[str, list[int]] = {}
     for rank, report in sorted(ended.reports.items()):
         if report.end in _LEFT_OUT:
@@ -104,7 +103,7 @@ def divided(ended: Ended) -> str:
 
 
 def resolve(name: str) -> type[BaseException] | None:
-    """The class called "module:qualified name", if it is loaded here."""
+    """Return the exception class "module:qualified name", if it is loaded here."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -113,7 +112,7 @@ def resolve(name: str) -> type[BaseException] | None:
 
 
 def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
-    """Ranks that failed on their own account, by how they failed; causes first."""
+    """Return groups of ranks with the same primary failure; root causes first."""
     found: dict[tuple[str, str, str], tuple[list[int], Outcome]] = {}
     for outcome in ended.outcomes:
         if outcome.outcome in (RankEnd.FINISHED, RankEnd.ENDED) or _is_victim(outcome):
@@ -132,7 +131,7 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
 
 
 def _detail(outcome: Outcome) -> str:
-    """What is known of a rank, less the step of a training that a test does not have."""
+    """Return the details of a rank's end, without the training step, which a test does not have."""
     return outcome.story if outcome.phase == "test" and outcome.story else outcome.detail
 
 
@@ -161,7 +160,7 @@ def _bystanders(ended: Ended) -> list[str]:
 
 
 def _had_ended(ended: Ended) -> list[str]:
-    """Ranks for which the others may have waited in vain, or which saw nothing of their end."""
+    """Return lines about finished ranks, whose end may have blocked the others."""
     found: dict[str, list[int]] = {}
     for outcome in ended.outcomes:
         report = ended.reports.get(outcome.rank)
@@ -189,7 +188,7 @@ def _last_line(outcome: Outcome) -> str:
 
 
 def name_of(ranks: Sequence[int], size: int) -> str:
-    """For a sentence: rank 1 of 4, ranks 0, 2 of 4, all 4 ranks."""
+    """Return a phrase such as "rank 1 of 4", "ranks 0, 2 of 4", "all 4 ranks"."""
     if len(ranks) == size and size > 1:
         return f"all {size} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} of {size}"
@@ -210,7 +209,7 @@ def _line(text: str) -> ReprEntryNative:
 def _entries_of(
     data: dict[str, Any], config: pytest.Config
 ) -> tuple[list[_Entry], ReprFileLocation | None]:
-    """A rank's own report, as pytest serialised it there, in entries that can be put together."""
+    """Return a rank's own report, as serialized by pytest, as entries that can be merged."""
     report = config.hook.pytest_report_from_serializable(config=config, data=data)
     longrepr = report.longrepr
     if isinstance(longrepr, ExceptionChainRepr):
@@ -226,9 +225,11 @@ def _entries_of(
 
 
 def _type_for(reports: Sequence[RankReport | None]) -> type[WorldFailure]:
-    """A type of its own for every kind and place of failure, as hypothesis tells bugs apart. Where
-    ranks failed in different ways, it is also of the type that is common to all of them:
-    `xfail(raises=...)` of one rank's must not hide the others'.
+    """Return a separate type for every kind and place of failure, by which Hypothesis distinguishes
+    bugs.
+
+    If ranks failed in different ways, it also derives from their common base class:
+    `xfail(raises=...)` for one rank's failure must not hide the others'.
     """
     cause = reports[0] if reports else None
     if cause is None or not cause.exception:
@@ -243,7 +244,7 @@ def _type_for(reports: Sequence[RankReport | None]) -> type[WorldFailure]:
 
 
 def _common(kinds: Sequence[type[BaseException] | None]) -> type[BaseException] | None:
-    """The nearest class that all `kinds` are of; None where one is not known."""
+    """Return the nearest common base class of `kinds`; None if one is unknown."""
     first, *others = kinds
     known = [kind for kind in others if kind is not None]
     if first is None or len(known) < len(others):
@@ -257,7 +258,7 @@ def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]
             of_a_text = {"__init__": _plain_init, "__str__": Exception.__str__}
             kind = type(name, (WorldFailure, base), of_a_text)
             kind("tried")
-        except TypeError:  # a class that cannot be mixed, or made from a text
+        except TypeError:  # a class that cannot be mixed, or needs other arguments
             pass
         else:
             return kind

@@ -1,8 +1,9 @@
-"""Which of a test's fixtures belong to the ranks, and how both sides set up theirs.
+"""Division of a test's fixtures between the pytest process and the ranks, and their setup on both
+sides.
 
 Fixtures are set up once, in the pytest process, and inherited by the ranks, except those that
-ask for `world`, directly or through another fixture: they are set up and torn down in every
-rank. In the pytest process a `Deferred` stands in their place.
+request `world`, directly or through another fixture: they are set up and torn down in every rank.
+In the pytest process a `Deferred` replaces them.
 """
 
 import traceback
@@ -17,16 +18,16 @@ from distcheck.testing import examples, pytest_compat
 from distcheck.worlds.messages import text_of
 
 WORLD = "world"
-# Fixtures that hold on to streams, which every rank has of its own.
+# Fixtures that keep references to streams, which are per rank.
 _STREAMS = ("capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary")
-# Fixtures that act on the process that uses them, with whatever is built on them ...
+# Fixtures that act on their process, and all that depend on them ...
 OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn")
-# ... and those that only cannot be sent to another.
+# ... and fixtures that only cannot be sent to another process.
 _NOT_SENT = (
     "request", "pytestconfig", "cache", "tmp_path_factory", "tmpdir_factory", "pytester", "testdir",
     "subtests", "record_property", "record_xml_attribute", "record_testsuite_property",
 )  # fmt: skip
-# Those that make folders in one for the whole session.
+# Fixtures that create folders within one folder of the session.
 _OF_FOLDERS = {"tmp_path_factory", "tmpdir_factory"}
 
 _inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
@@ -34,7 +35,7 @@ _inherited: list[Any] = []  # captures of the pytest process, never closed in a 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Stands for a fixture that every rank sets up for itself."""
+    """Placeholder for a fixture that every rank sets up itself."""
 
     name: str
 
@@ -42,20 +43,20 @@ class Deferred:
         return f"<{self.name} of each rank>"
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
-        """How hypothesis shows it among the arguments of an example; it knows dataclasses."""
+        """Define the representation for Hypothesis, which has its own for dataclasses."""
         printer.text(repr(self))
 
 
 def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
-    """The fixtures of a test that the ranks set up, in pytest's order of setting up: those that
-    depend on `world`; in a kept world, also what acts on the process or cannot be sent.
+    """Return the fixtures of a test that the ranks set up, in pytest's setup order: those that
+    depend on `world`; in a persistent world, also those that act on the process or cannot be sent.
     """
     definitions = pytest_compat.definitions(item)
     belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
 
     def decide(name: str) -> bool:
         if name not in belongs:
-            belongs[name] = False  # while its own dependencies are looked at
+            belongs[name] = False  # while its own dependencies are examined
             asked = {arg for definition in definitions.get(name, ()) for arg in definition.argnames}
             belongs[name] = any(decide(arg) for arg in sorted(asked))
         return belongs[name]
@@ -64,11 +65,11 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
 
 
 def defer(item: pytest.Function, names: list[str]) -> None:
-    """Before pytest fills a test's fixtures in: has it leave these alone.
+    """Make pytest skip these fixtures, before it sets up the test's fixtures.
 
-    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test, and
-    refuses one that is not set up anew for every example. These are. What another fixture asks
-    for that is set up here is set up here, too, for that one.
+    They are also registered as set up: Hypothesis checks the scope of every fixture of a test, and
+    refuses one that is not recreated for every example. These are recreated. A deferred fixture
+    that another fixture requests here is also set up here, for that one.
     """
     others = [name for name in item.fixturenames if name not in names]
     needed = _asked_by(item, others)
@@ -81,8 +82,8 @@ def defer(item: pytest.Function, names: list[str]) -> None:
 
 
 def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
-    """In the pytest process, before it forks: has the folder in which ranks make theirs. Each would
-    make one of its own, and clear away another's where --basetemp says which.
+    """Create the base folder of ranks' temporary folders in the pytest process, before it forks.
+    Otherwise each rank would create one, and with --basetemp delete another's.
     """
     factory = pytest_compat.folders(item.config)
     if factory is not None and (kept or not _OF_FOLDERS.isdisjoint(item.fixturenames)):
@@ -95,8 +96,8 @@ def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:
 
 
 def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
-    """In the pytest process: of what it has set up for a test, what the ranks' own fixtures ask
-    for; less direct parameters, which a rank knows as they are.
+    """Return fixture values that the pytest process has set up and that the ranks' own fixtures
+    request, without direct parameters, which a rank knows.
     """
     own = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
     asked = _asked_by(item, own).difference(own)
@@ -106,13 +107,13 @@ def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
 
 @contextmanager
 def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
-    """In a kept rank, around a test: has pytest find these fixtures set up, and none of the item's
-    others, which would be of the test in which the rank was forked or of another one.
+    """Register these fixtures as set up for one test in a persistent rank, and clear all others of
+    the item, which would belong to another test.
     """
     definitions = pytest_compat.definitions(item)
     _forget(item)
     for name in values.keys() & definitions.keys():
-        # Under this request, which knows its own fixtures by name, the key of the cache is moot.
+        # This request looks up fixtures by name, so the cache key is not used.
         definitions[name][-1].cached_result = (values[name], None, None)
         pytest_compat.note_set_up(item, name, definitions[name][-1])
     try:
@@ -130,8 +131,9 @@ def _forget(item: pytest.Function) -> None:
 
 @contextmanager
 def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
-    """Sets up what was deferred; yields the values by name, and tears down after, whatever the
-    scope. A block that failed raises what it did, with a note of every fixture that did as well.
+    """Set up the deferred fixtures; yield the values by name, and tear down afterwards, regardless
+    of scope. A failed block raises its own error, with a note for every fixture whose teardown
+    failed as well.
     """
     __tracebackhide__ = True
     names = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
@@ -144,7 +146,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
     except BaseException as error:
         undone = _torn_down(item)
         if undone is not None and not _has_failed(error):
-            raise undone  # noqa: B904 - pytest tells of both
+            raise undone  # noqa: B904 - pytest shows both
         for one in _single(undone):
             error.add_note(f"also, when fixtures were torn down: {_told(one)}")
         raise
@@ -154,8 +156,8 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
 
 
 def _make_own(item: pytest.Function, names: list[str]) -> None:
-    """Makes pytest set these up here, and tear down here what it sets up here, nothing else: the
-    rest belongs to the pytest process, or to an earlier test in this rank.
+    """Make pytest set these up here, and tear down only those: the others belong to the pytest
+    process, or to an earlier test in this rank.
     """
     pytest_compat.begin_teardown(item)
     for definitions in pytest_compat.definitions(item).values():
@@ -165,12 +167,12 @@ def _make_own(item: pytest.Function, names: list[str]) -> None:
         del item.funcargs[name]
         pytest_compat.note_not_set_up(item, name)
         for definition in pytest_compat.definitions(item).get(name, ()):
-            # From an earlier test in this rank, or one that asked for it outside of a world.
+            # The value is from an earlier test in this rank, or from a test outside a world.
             definition.cached_result = None
 
 
 def _torn_down(item: pytest.Function) -> BaseException | None:
-    """Runs all finalizers, in pytest's order and by its own hand. Returns what they raised."""
+    """Run all finalizers by pytest itself. Return the exception they raised, if any."""
     try:
         pytest_compat.tear_down(item)
     except BaseException as error:
@@ -179,7 +181,7 @@ def _torn_down(item: pytest.Function) -> BaseException | None:
 
 
 def _has_failed(error: BaseException) -> bool:
-    """Whether it says more than that there is nothing to test."""
+    """Return True unless the error means that the test was skipped, xfailed or rejected."""
     from unittest import SkipTest
 
     nothing = pytest.skip.Exception | pytest.xfail.Exception | SkipTest
@@ -187,7 +189,7 @@ def _has_failed(error: BaseException) -> bool:
 
 
 def _single(error: BaseException | None) -> Iterator[BaseException]:
-    """The exceptions of a group, of groups in it, or the one that is none."""
+    """Yield the exceptions in nested groups, or a single exception."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from _single(one)
@@ -196,7 +198,7 @@ def _single(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _told(error: BaseException) -> str:
-    """In a line: what, and where."""
+    """Return type, message and place of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     first, _, _ = text_of(error).partition("\n")
@@ -204,13 +206,13 @@ def _told(error: BaseException) -> str:
 
 
 def fill_in(value: Any, values: dict[str, Any]) -> Any:
-    """What a Deferred stands for; anything else as it is."""
+    """Return the value of a Deferred; any other value unchanged."""
     return values[value.name] if isinstance(value, Deferred) else value
 
 
 @contextmanager
 def own_streams(item: pytest.Function) -> Iterator[None]:
-    """Makes capsys and its like capture this rank's own streams, and lets go of what is left."""
+    """Make capsys and similar fixtures capture this rank's own streams."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
     _inherited.extend(pytest_compat.capture_anew(capture) for capture in captures)

@@ -1,4 +1,4 @@
-"""In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
+"""In the pytest process: starts a world for a test, and decides the test's outcome."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ from distcheck.worlds.pool import Pool
 
 @dataclass
 class _One:
-    """One subtest: what each rank reported of it."""
+    """One subtest, with the report of each rank."""
 
     name: str
     told: dict[int, Subtest] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class _One:
 
 
 def pass_on(item: pytest.Function, ended: Ended) -> list[str]:
-    """Reports the subtests of all ranks. Returns a phrase for each that failed on some."""
+    """Report the subtests of all ranks. Return a phrase for each that failed on some."""
     captures: Any = item.config.pluginmanager.getplugin("capturemanager")
     failed = []
     for one in _by_subtest(ended):
@@ -75,7 +75,7 @@ def pass_on(item: pytest.Function, ended: Ended) -> list[str]:
 
 
 def _by_subtest(ended: Ended) -> list[_One]:
-    """Ranks' reports of the same subtest together: the first called so on each, the second, ..."""
+    """Group ranks' reports by subtest: the first with a name on each rank, the second, ..."""
     seen: dict[tuple[int, str], int] = {}
     found: dict[tuple[int, str], _One] = {}
     for place, subtest in ended.subtests:
@@ -86,15 +86,15 @@ def _by_subtest(ended: Ended) -> list[_One]:
 
 
 def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport:
-    """One report for all ranks: of the failure, where any has failed."""
+    """Return one report for all ranks: of the failure, if any rank failed."""
     ranks = one.failed or sorted(one.told)
     hook = item.config.hook
     made = {}
     for place in ranks:
-        data = copy.deepcopy(one.told[place].report)  # pytest takes it apart
+        data = copy.deepcopy(one.told[place].report)  # pytest modifies it
         made[place] = hook.pytest_report_from_serializable(config=item.config, data=data)
         context = data.get("_subtest.context")
-        if context is not None:  # pytest has taken the repr() of what was one already
+        if context is not None:  # pytest applies repr() to values that are repr() results
             made[place].context.kwargs.update(context["kwargs"])
     report: pytest.TestReport = made[ranks[0]]
     report.location = item.location
@@ -102,7 +102,7 @@ def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport
         (f"{title} of rank {rank}", text) for rank in ranks for title, text in made[rank].sections
     ]
     where: Any = report.longrepr
-    if isinstance(where, list):  # of a skip, which pytest wants as a tuple
+    if isinstance(where, list):  # of a skip, for which pytest needs a tuple
         report.longrepr = where[0], where[1], where[2]
     if one.failed:
         report.longrepr = failures.longrepr_of(
@@ -117,17 +117,17 @@ def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport
     return report
 
 
-# Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
-# with this process; the next world need not wait for that.
+# Pools of finished worlds. A helper needs milliseconds to release the memory that it shares with
+# this process; the next world need not wait for that.
 _leaving: list[Pool] = []
 _SECTION = "output of rank"
 _LOG = "log of rank"
 
 
 def call(item: pytest.Function, options: WorldOptions) -> None:
-    """Runs a test in a world; with hypothesis, every example in a world of its own."""
+    """Run a test in a world; with Hypothesis, every example in its own world."""
     __tracebackhide__ = True
-    if item.config.getoption("trace", False):  # it would quit at the end of an empty input: passed
+    if item.config.getoption("trace", False):  # pdb would quit, and the test pass
         _refuse("--trace: a rank has no terminal that a debugger could use")
     if options.is_simulated:
         threads.prepare(item)
@@ -170,8 +170,8 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
 
 
 def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
-    """One body, once, on all ranks. Returns what they reported if it passed; raises what pytest, or
-    hypothesis, understands.
+    """Run one body, once, on all ranks. Return their reports if it passed; otherwise raise
+    exceptions of pytest or Hypothesis.
     """
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
@@ -201,7 +201,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     failed_subtests = pass_on(item, ended)
     try:
         _tell(item, ended)
-    except Warning:  # as -W error has it
+    except Warning:  # with -W error
         if not _left_out_by_all(ended):
             _decide(item, ended)
         raise
@@ -216,7 +216,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
 
 
 def _make_ready_to_fork(options: WorldOptions) -> None:
-    """What every rank will need is imported here, once; what cannot be inherited is refused."""
+    """Import modules that every rank needs once, here; refuse state that cannot be inherited."""
     import torch
     import torch.distributed as dist
 
@@ -254,7 +254,7 @@ def _try_schedules(prepared: Prepared) -> None:
 
 @contextmanager
 def _pool(prepared: Prepared) -> Iterator[Pool]:
-    """A pool whose processes are forks of this one, and know the test."""
+    """Yield a pool whose processes are forks of this one, with the test in memory."""
     rank.prepare(prepared)
     pool = Pool(ForkedHelper())
     try:
@@ -267,13 +267,13 @@ def _pool(prepared: Prepared) -> Iterator[Pool]:
 
 
 def settle() -> None:
-    """Waits for the helpers of worlds that are over."""
+    """Wait for the helpers of finished worlds."""
     while _leaving:
         _leaving.pop().close()
 
 
 def _tell(item: pytest.Function, ended: Ended) -> None:
-    """Passes on what ranks printed, logged, recorded, warned of, left open and had to import."""
+    """Forward ranks' output, logs, properties, events, warnings, leaks and imports."""
     pytest_compat.drop_sections(item, (_SECTION, _LOG))
     logs = {number: report.log for number, report in ended.reports.items()}
     for kind, texts in ((_SECTION, ended.outputs), (_LOG, logs)):
@@ -286,10 +286,10 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
     seen: dict[Seen, Seen] = {}
     for _, report in sorted(ended.reports.items()):
         for warning in report.warnings:
-            alike = re.sub(r"\b0x[0-9a-f]+", "", warning.text)  # but for an object's address
+            alike = re.sub(r"\b0x[0-9a-f]+", "", warning.text)  # ignore an object's address
             seen.setdefault(msgspec.structs.replace(warning, text=alike), warning)
     with warnings.catch_warnings():
-        # Those of its rank have passed it, and may have been the test's own.
+        # They have passed the rank's filters, which the test may have set.
         warnings.simplefilter("always")
         for warning in seen.values():
             _warn_again(warning)
@@ -301,7 +301,7 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
 
 
 def _alike(texts: dict[int, str]) -> list[tuple[str, str]]:
-    """Ranks by text, the empty one left out: [("0, 2", text), ...]."""
+    """Group ranks by text, without the empty one: [("0, 2", text), ...]."""
     found: dict[str, list[int]] = {}
     for number in sorted(texts):
         if texts[number]:
@@ -315,7 +315,7 @@ def _warn_again(warning: Seen) -> None:
         category = UserWarning
     try:
         again = category(warning.text)
-    except TypeError:  # a class that is not made from a text
+    except TypeError:  # a class with other arguments
         again = UserWarning(warning.text)
     warnings.warn_explicit(again, type(again), warning.filename, warning.line)
 
@@ -342,7 +342,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
 
 
 def _left_out_by_all(ended: Ended) -> bool:
-    """Whether every rank has come to its end, and found nothing to test."""
+    """Return True if every rank finished, and skipped or rejected the test."""
     ends = [report.end for report in ended.reports.values()]
     finished = all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes)
     whole = finished and not ended.timeout and len(ends) == ended.size
@@ -350,19 +350,19 @@ def _left_out_by_all(ended: Ended) -> bool:
 
 
 def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
-    """Whether a rank failed for a reason of its own, in a world in which another one xfailed."""
+    """Return True if a rank has a primary failure in a world in which another one xfailed."""
     if outcome.outcome in (RankEnd.FINISHED, RankEnd.ENDED) or ends.get(outcome.rank) == "xfailed":
         return False
     return not outcome.lost_peer
 
 
 def _skip(reason: str) -> NoReturn:
-    """At the test, as the marker `skip` has it: the frames here are pluggy's and ours."""
+    """Skip with the test's location, like the marker `skip`; the frames here are pluggy's."""
     raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
 def _refuse(text: str) -> NoReturn:
-    """No frame for a traceback to hide: pytest remarks on a failure of which every one is."""
+    """Fail without a traceback: pytest warns if every frame of a failure is hidden."""
     pytest.fail(text, pytrace=False)
 
 
@@ -375,7 +375,7 @@ def search(
     options: WorldOptions,
     run_again: Callable[[WorldOptions], Ended],
 ) -> None:
-    """Fails the test if it fails under another schedule; `run_again` gives the report of one."""
+    """Fail the test if it fails under another schedule; `run_again` returns the report of one."""
     __tracebackhide__ = True
     try:
         found = search_schedules(
@@ -394,7 +394,7 @@ def search(
 
 
 def _why_not_compared(found: Searched) -> str:
-    """Why schedules show nothing, although the test has passed; empty where they do."""
+    """Return why the schedules prove nothing although the test passed; empty if they do."""
     for run in (found.usual, found.again):
         if run.end != "finished":
             return (

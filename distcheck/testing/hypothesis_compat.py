@@ -1,7 +1,8 @@
-"""Names of Hypothesis that have no public counterpart: one place to mend when a release moves one.
+"""Private names of Hypothesis without a public equivalent. Update this file when a release renames
+one.
 
-Hypothesis is imported where a test uses it, and not before: it need not be installed.
-`tests/plugin/test_hypothesis_compat.py` uses every name in the Hypothesis that is installed.
+Hypothesis is imported only if a test uses it: it need not be installed.
+`tests/plugin/test_hypothesis_compat.py` uses every name in the installed Hypothesis.
 """
 
 import inspect
@@ -10,26 +11,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SETTINGS = "_hypothesis_internal_use_settings"  # of a test, on the function that @given has made
+SETTINGS = "_hypothesis_internal_use_settings"  # of a test, on the function created by @given
 
 
 def given_function(function: Callable[..., object]) -> Any:
-    """Of a test, the function that holds its settings."""
+    """Return the function that holds a test's settings."""
     decorated: Any = inspect.unwrap(function)
     return getattr(decorated, "__func__", decorated)
 
 
 def is_observed() -> bool:
-    """Whether Hypothesis reports what each example did."""
+    """Return True if Hypothesis reports the results of each example."""
     from hypothesis.internal import observability
 
     if hasattr(observability, "observability_enabled"):
         return observability.observability_enabled()
-    return bool(observability.TESTCASE_CALLBACKS)  # of older releases
+    return bool(observability.TESTCASE_CALLBACKS)  # older releases
 
 
 def context() -> Any:
-    """The example that runs now; None where none does."""
+    """Return the running example; None if there is none."""
     control = sys.modules.get("hypothesis.control")
     if control is None or not control.currently_in_test_context():
         return None
@@ -38,7 +39,7 @@ def context() -> Any:
 
 @contextmanager
 def within(example: Any) -> Iterator[None]:
-    """Makes an example the one that runs now, or none the one."""
+    """Make an example the running one, or none, within the block."""
     from hypothesis.control import _current_build_context
 
     with _current_build_context.with_value(example):

@@ -1,9 +1,9 @@
-"""Worlds that are kept from test to test: `@pytest.mark.world(4, reuse=True)`.
+"""Persistent worlds: `@pytest.mark.world(4, reuse=True)` runs several tests in one world.
 
-Ranks and process group stay; a test costs a message there and back. Ranks were forked when the
-first such test ran, after collection, so they know every test; fixtures that are not their own
-travel by pickle. What a test changes in its rank is put back (see kept_rank.py), a world in which
-one failed is thrown away.
+Ranks and process group stay; a test costs one message in each direction. Ranks were forked when the
+first such test ran, after collection, so they know every test; inherited fixtures are sent by
+pickle. A test's changes of its rank are reverted (see kept_rank.py), and a world in which a test
+failed is discarded.
 """
 
 import atexit
@@ -35,7 +35,7 @@ _kept: dict[_Key, "KeptWorld"] = {}
 
 
 def run(prepared: Prepared) -> Ended:
-    """Runs a test in a kept world, which is started if there is none."""
+    """Run a test in a persistent world, starting one if there is none."""
     options, arguments = prepared.options, _pickled(prepared)
     key = (options.size, options.backend, options.device)
     world = _kept.pop(key, None)
@@ -50,16 +50,16 @@ def run(prepared: Prepared) -> Ended:
         ended = world.run(prepared, arguments)
     finally:
         if ended is not None and world.usable and not _left_something(ended):
-            _kept[key] = world  # the youngest last
+            _kept[key] = world  # the most recent one last
         else:
             world.close()
     return ended
 
 
 def _left_something(ended: Ended) -> bool:
-    """Whether a test has left its ranks in a state that the next one would meet: a collective that
-    only some have entered, another default group, one that only some have made, a thread that goes
-    on, whatever a failed subtest has not come to.
+    """Return True if a test left its ranks in a state that would affect the next one: a collective
+    that only some have entered, a changed default group, a group created on some ranks only, a
+    running thread, or the unfinished rest of a failed subtest.
     """
     failed = any(subtest.failure for _, subtest in ended.subtests)
     reports = ended.reports.values()
@@ -97,12 +97,12 @@ class KeptWorld:
 
     @property
     def usable(self) -> bool:
-        """Whether another test may run here."""
+        """True if another test may run here."""
         return not self._closed and os.getpid() == self._owner and not self._ranks.world.over
 
     def is_ready(self, deadline_s: float) -> bool:
-        """Whether a test that gives its ranks so long may run here now: its collectives wait as
-        long as they should, and no rank has died since the last test.
+        """Return True if a test with this deadline may run here now: collectives have a sufficient
+        timeout, and no rank has died since the last test.
         """
         if not self.usable or deadline_s > self._deadline_s:
             return False
@@ -113,7 +113,7 @@ class KeptWorld:
         return not any(child.gone for child in self._ranks.world.children)
 
     def run(self, prepared: Prepared, arguments: bytes) -> Ended:
-        """One test, with its pickled arguments. If a rank fails, the world is over afterwards."""
+        """Run one test, with its pickled arguments. If a rank fails, the world is over."""
         test = KeptTest(
             nodeid=prepared.item.nodeid,
             arguments=arguments,
@@ -127,7 +127,7 @@ class KeptWorld:
             self._pool, self._ranks.world, heard, enough=lambda: self._all_well(heard.reports)
         )
         if ended is None:
-            self._pool.pump(0)  # what was printed before the reports were sent
+            self._pool.pump(0)  # output printed before the reports were sent
             done = [Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(self._size)]
             ended = heard.as_end(self._ranks.world, done)
             for child in self._ranks.world.children:
@@ -149,7 +149,7 @@ class KeptWorld:
 
 
 def _filters() -> list[Any]:
-    """The filters of warnings, without those of a category that ranks could not find."""
+    """Return the warning filters, without those of a category that ranks cannot import."""
     found = []
     for warning_filter in warnings.filters:
         with contextlib.suppress(Exception):
@@ -159,7 +159,9 @@ def _filters() -> list[Any]:
 
 
 def _pickled(prepared: Prepared) -> bytes:
-    """In one pickle, so that what is one object here is one in a rank."""
+    """Return all arguments in one pickle, so that shared objects stay shared in a rank. Fails the
+    test if they cannot be pickled.
+    """
     asked = fixtures.asked_by_ranks(prepared.item)
     try:
         return pickle.dumps((prepared.args, prepared.kwargs, asked, _filters()))

@@ -1,4 +1,4 @@
-"""In a kept rank: one test after the other, with everything put back in between."""
+"""In a persistent rank: runs one test after another, and restores the process state in between."""
 
 import os
 import pickle
@@ -23,12 +23,12 @@ from distcheck.worlds.kept import requests
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.reporter import Reporter
 
-BODY = "_distcheck_body"  # on what stands in for a hypothesis test's body while it runs
+BODY = "_distcheck_body"  # on the substitute for a Hypothesis test's body while it runs
 
 
 @SERVE.does
 def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    """The job of a kept rank: tests, until the pytest process lets go."""
+    """Run tests in a persistent rank until the pytest process closes the channel."""
     first = rank.inherited()
     items = {item.nodeid: item for item in first.item.session.items}
     session.take_over(first.item.config, reporter.say)
@@ -85,14 +85,14 @@ def _body(item: pytest.Function) -> Callable[..., object]:
 
 
 def _make_room(item: pytest.Function) -> None:
-    """Readies pytest's own state for fixtures of this test; nothing of it ran here before."""
+    """Reset pytest's state for the fixtures of this test."""
     pytest_compat.begin_again(item)
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 
 class _Before:
-    """How the process was before any test: environment, folder, umask, import path, signals, and
-    what torch keeps globally. Noted once: reading an environment takes as long as a small
+    """The process state before any test: environment, folder, umask, import path, signals, and
+    torch's global settings. Saved once, because reading the environment takes as long as a small
     collective.
     """
 
@@ -114,8 +114,9 @@ class _Before:
         self._groups = set(compat.groups())
 
     def with_group(self, report: RankReport) -> RankReport:
-        """With what became of the default group, and how many this rank has made: torch names a
-        group by its number, and ranks that count differently would wait for each other in vain.
+        """Add to a report whether the default group was changed, and how many groups this rank has
+        created: torch names a group by its number, so ranks with different counts would block each
+        other.
         """
         import torch.distributed as dist
 
@@ -143,22 +144,22 @@ class _Before:
             torch.set_num_threads(self._threads)
             torch.set_grad_enabled(self._grad)
             if torch.are_deterministic_algorithms_enabled() != self._deterministic:
-                # It imports much; only if it must.
+                # It imports many modules, so only if needed.
                 torch.use_deterministic_algorithms(self._deterministic)
 
     def _put_signals_back(self) -> None:
-        """An alarm of one test would end the next one."""
+        """Cancel timers, which would end the next test, and restore signal handlers."""
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
         for number, handler in self._signals.items():
-            # None: a handler that is not Python's, and that Python cannot set.
+            # None: a handler outside Python, which Python cannot set.
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
     def destroy_left_groups(self) -> None:
-        """Destroys the groups that the last test left. Only now that the next one is here, and so
-        every rank through with the last: to destroy a group closes connections that a slower peer
-        may still be using, or making.
+        """Destroy groups left by the last test. This waits for the next test, when every rank has
+        finished the last one: destroying a group closes connections that a slower peer may still be
+        using or opening.
         """
         import torch.distributed as dist
 
@@ -167,5 +168,5 @@ class _Before:
         groups = compat.groups()
         left: list[Any] = [group for group in groups if group not in self._groups]
         for group in left:
-            if group in groups:  # the default one takes the others along
+            if group in groups:  # the default one destroys the others
                 dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""What a test leaves behind in a rank: process groups, collectives, threads, processes."""
+"""Resources that a test leaves open in a rank: process groups, collectives, threads, processes."""
 
 import contextlib
 import functools
@@ -13,10 +13,11 @@ from typing import Any
 
 from distcheck.worlds import flight, linux
 
-_LOOKS = 500  # a thread that was asked to end is given that long to do so
+_LOOKS = 500  # time for a thread to end after it was asked to
 _LOOK_EVERY_S = 0.001
-# Where Python and what is installed lie: a process keeps daemon threads of theirs that no test can
-# end, as a queue's feeder, a bar's monitor, an event loop, those of a loader or a compiler.
+# Folders of Python and installed packages: their daemon threads, which no test can end, are
+# ignored, such as a queue's feeder, a progress bar's monitor, an event loop, a loader or a
+# compiler.
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 # In the command lines of processes that libraries start once and keep.
 _KEPT_BY = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
@@ -24,16 +25,12 @@ _FOLDERS = {"site-packages", "dist-packages"}
 
 
 class LeakWarning(UserWarning):
-    """A test ended with something open. The rank ends, and with it the leak; in training it
-    would have stayed.
-    """
+    """A test left resources open. The rank's exit frees them; training would leak them."""
 
 
 @dataclass(frozen=True)
 class Before:
-    """What is here before the test: threads, processes that this one has started, and functional
-    collectives of the pytest process.
-    """
+    """State before the test: threads, child processes, and functional collectives."""
 
     threads: frozenset[int]
     processes: frozenset[int]
@@ -41,7 +38,7 @@ class Before:
 
 
 def here_now() -> Before:
-    """What the test will not have left."""
+    """Return the current state, which is not attributed to the test."""
     threads = frozenset(thread.ident or 0 for thread in threading.enumerate())
     return Before(
         threads=threads,
@@ -52,8 +49,9 @@ def here_now() -> Before:
 
 @dataclass(frozen=True)
 class StillOpen:
-    """What is still open: a phrase for every kind, and whether a next test in the same ranks would
-    meet it. A process group can be destroyed; what others have not entered, or what runs, cannot.
+    """Open resources: a phrase for every kind, and `stays` if a next test in the same ranks would
+    be affected. A process group can be destroyed; an incomplete collective or a running thread
+    cannot.
     """
 
     phrases: tuple[str, ...] = ()
@@ -61,9 +59,9 @@ class StillOpen:
 
 
 def left_behind(before: Before, *, has_process: bool = True) -> StillOpen:
-    """Looks for process groups, unfinished collectives, and threads and processes that were not
-    there before. A rank that is a thread has no process: what its process has may be another
-    rank's, and a simulated world names unfinished calls itself.
+    """Find process groups, unfinished collectives, and new threads and processes. A rank that is a
+    thread has no process of its own: resources of the process may be another rank's, and a
+    simulated world reports unfinished calls itself.
     """
     if not has_process:
         return StillOpen(tuple(_process_groups()))
@@ -102,7 +100,7 @@ def _results_never_asked_for(before: int) -> list[str]:
 
 
 def _functional_collectives() -> int:
-    """Those of which torch keeps the work until it is waited for."""
+    """Return the number of functional collectives that were not waited for."""
     if "torch.distributed" not in sys.modules:
         return 0
     from distcheck.machine import compat  # imports torch, which a test may do without
@@ -111,7 +109,7 @@ def _functional_collectives() -> int:
 
 
 def _stray_threads(before: frozenset[int]) -> list[str]:
-    """Names of the threads that go on, once those that were asked to end have had time to."""
+    """Return the names of running threads, after time for ending ones to finish."""
     for _ in range(_LOOKS):
         stray = [
             thread.name
@@ -125,8 +123,8 @@ def _stray_threads(before: frozenset[int]) -> list[str]:
 
 
 def _stray_processes(before: frozenset[int]) -> list[str]:
-    """Names of the processes that go on, once those that are ending have had time to; those
-    that libraries keep, and zombies, do not count.
+    """Return the names of running processes, after time for ending ones to finish; zombies and
+    processes kept by libraries are ignored.
     """
     for _ in range(_LOOKS):
         stray = [linux.name_of(pid) for pid in linux.children_of_self() if pid not in before]
@@ -138,22 +136,22 @@ def _stray_processes(before: frozenset[int]) -> list[str]:
 
 
 def _is_of_a_library(thread: threading.Thread) -> bool:
-    """Whether it was made by C++, or runs code of Python's, of torch's or of what is installed."""
+    """Return True if it was created by C++, or runs code of Python, torch or a package."""
     if isinstance(thread, threading._DummyThread):
         return True
-    # A Timer calls its `function`.
+    # The function of a Timer is its `function`.
     runs: Any = getattr(thread, "_target", None) or getattr(thread, "function", type(thread).run)
     while isinstance(runs, functools.partial):
         runs = runs.func
     with contextlib.suppress(ValueError):  # of a proxy, which has every attribute
         runs = inspect.unwrap(runs)
     code = getattr(runs, "__code__", None) or getattr(type(runs).__call__, "__code__", None)
-    if code is None:  # built in, as time.sleep
+    if code is None:  # a builtin, such as time.sleep
         return True
     package, _, _ = str(getattr(runs, "__module__", "")).partition(".")
     path = code.co_filename
     installed = path.startswith(_INSTALLED) or not _FOLDERS.isdisjoint(path.split(os.sep))
-    return installed or package == "torch"  # also where it is built in its own source
+    return installed or package == "torch"  # also if torch was built in its own source folder
 
 
 def _many(count: int, what: str) -> str:

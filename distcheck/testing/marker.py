@@ -1,4 +1,4 @@
-"""`@pytest.mark.world(4)`, `@pytest.mark.world([2, 4], deadline_s=30)`: what may be said."""
+"""Arguments of the marker: `@pytest.mark.world(4)`, `@pytest.mark.world([2, 4], deadline_s=30)`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from distcheck.plan.scheduled import check_schedules
 from distcheck.records import MOST_DEADLINE_S
 
 NAME = "world"
-SIZE_PARAMETER = "_distcheck_world_size"  # a name that no fixture of a user has
+SIZE_PARAMETER = "_distcheck_world_size"  # a name that no user's fixture has
 _MOST_RANKS, _MOST_SIMULATED = 256, 1024
 _KINDS = {
     "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "switches": int,
@@ -23,7 +23,7 @@ _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reus
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """A marker's arguments. `size` is one of `sizes`, chosen by parametrisation."""
+    """A marker's arguments. `size` is one of `sizes`, selected by parametrization."""
 
     sizes: tuple[int, ...]
     size: int
@@ -38,24 +38,24 @@ class WorldOptions:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its ranks are threads of one process."""
+        """True if its ranks are threads of one process."""
         return name_of(self.backend) == "simulated"
 
     @property
     def is_shared(self) -> bool:
-        """Whether a process runs the test more than once: for several ranks, or after others."""
+        """True if a process runs the test more than once: for several ranks, or after others."""
         return self.reuse or self.is_simulated
 
 
 def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
-    """The marker that counts: the test's own, or else its class's, or its module's.
+    """Return the effective marker: the test's own, or else its class's, or its module's.
 
-    Raises pytest.UsageError where one of these has several that differ: one of them would be left
-    out, and with it ranks that were asked for. A class may replace its bases' own.
+    Raises pytest.UsageError if one of these has several that differ, because ignoring one would
+    drop requested ranks. A class may override its bases' marker.
     """
     for holder, _ in node.iter_markers_with_node(NAME):
         marks = [mark for mark in holder.own_markers if mark.name == NAME]
-        if isinstance(holder, pytest.Class):  # which has its bases' before its own
+        if isinstance(holder, pytest.Class):  # the bases' markers come first
             own = holder.obj.__dict__.get("pytestmark", [])
             count = sum(mark.name == NAME for mark in (own if isinstance(own, list) else [own]))
             marks = marks[-max(count, 1) :]
@@ -72,7 +72,7 @@ def _as_written(mark: pytest.Mark) -> str:
 
 
 def check_options(mark: pytest.Mark) -> WorldOptions:
-    """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
+    """Parse a marker. Raises pytest.UsageError with the given and the accepted values."""
     known = {one.name for one in fields(WorldOptions)} - {"sizes"}
     unknown = set(mark.kwargs) - known
     if unknown:
@@ -144,10 +144,10 @@ def _refuse(what: str) -> pytest.UsageError:
 
 
 def with_size(options: WorldOptions, size: int | None) -> WorldOptions:
-    """The options of one of the sizes; None where there has been no choice.
+    """Return the options of one of the sizes; None if there was no parametrization.
 
-    Raises pytest.UsageError where the marker says another thing than at collection, when a list
-    of sizes becomes several tests.
+    Raises pytest.UsageError if the marker differs from the one at collection, when a list of sizes
+    becomes several tests.
     """
     chosen = options.size if size is None else size
     if chosen not in options.sizes or (size is None and len(options.sizes) > 1):

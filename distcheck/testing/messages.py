@@ -1,4 +1,4 @@
-"""What a rank tells about its part of a test: msgpack, through its events pipe."""
+"""Reports of a rank about its part of a test: msgpack, through its events pipe."""
 
 from typing import Any, Literal
 
@@ -23,15 +23,15 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How the test ended on one rank.
+    """The result of the test on one rank.
 
-    `exception` names its class ("module:qualified name"); `longrepr` is pytest's own report of
-    it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
-    first line. `left` says what it left open, `left_stays` whether a next test in the same rank
-    would meet that, `groups` how many process groups a kept rank has made so far. `preloads` are
-    modules that the rank had to import and that every rank will; `properties` are pytest's "user
-    properties"; `body_s` is how long the test itself took, without its fixtures; `said` is for
-    hypothesis, whose example a rank may have `rejected`.
+    `exception` is its class ("module:qualified name"); `longrepr` is pytest's own report of it, as
+    serialized for xdist; `where` is "path:line" of the crash, `message` its first line. `left`
+    lists open resources, `left_stays` is True if they would affect a next test in the same rank,
+    `groups` is the number of process groups that a persistent rank has created. `preloads` are
+    modules that every rank must import; `properties` are pytest's "user properties"; `body_s` is
+    the duration of the test without its fixtures; `said` contains events and targets for
+    Hypothesis, whose example a rank may have `rejected`.
     """
 
     end: End
@@ -52,9 +52,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How a subtest ended on one rank, sent when it has: pytest's own report of it, serialised.
-    `failure` is what its rank would have reported had the test failed as the subtest did, less the
-    report itself.
+    """The result of a subtest on one rank, sent at its end: pytest's own report of it, serialized.
+    `failure` is the rank's report as if the test had failed like the subtest, without `longrepr`.
     """
 
     name: str
@@ -66,15 +65,15 @@ class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self.failure, longrepr=self.report)
 
 
-# What to do where something cannot be sent to a kept world.
+# Advice if a value cannot be sent to a persistent world.
 KEPT_ELSE = (
     "have that fixture depend on `world`, so that every rank sets it up, or leave reuse=True away"
 )
 
 
 class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test for a kept rank: which, with which arguments (pickled), under which marker;
-    whether hypothesis will show this run of it.
+    """A test for a persistent rank: its node id, pickled arguments and marker; `final` if
+    Hypothesis will show this run of it.
     """
 
     nodeid: str
@@ -88,7 +87,7 @@ SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (STORE,
 
 
 def encoded(message: RankReport | Subtest) -> bytes:
-    """As msgpack, whatever a test has put into it: text that is not UTF-8 is escaped, values of
+    """Encode a message as msgpack, for any content: text that is not UTF-8 is escaped, values of
     other types and integers beyond 64 bits become text.
     """
     try:

@@ -1,4 +1,4 @@
-"""The pytest plugin: tests in worlds of ranks. Imports no torch until a world is asked for.
+"""The pytest plugin: tests in worlds of ranks. Imports no torch until a world is requested.
 
 @pytest.mark.world(4)
 def test_sum(world):
@@ -23,7 +23,7 @@ _HELP = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What the conformance suite is pointed at."""
+    """Add the options of the conformance suite."""
     group = parser.getgroup("distcheck", "gradient synchronisation under test")
     for name, kind, what in (
         (
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the marker known; under xdist, has worlds take turns with those of other processes."""
+    """Register the marker; under xdist, make worlds take turns with those of other processes."""
     config.addinivalue_line("markers", _HELP)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Ends kept worlds, and waits for the others to be gone."""
+    """End persistent worlds, and wait for the others to exit."""
     kept = sys.modules.get("distcheck.testing.kept")
     if kept is not None:
         kept.close_all()
@@ -59,7 +59,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
-    """Tells what the ranks of an interrupted test were doing."""
+    """Show the stacks of an interrupted test's ranks."""
     waiting = sys.modules.get("distcheck.testing.waiting")
     if waiting is not None:
         waiting.show_interrupt(terminalreporter)
@@ -72,7 +72,7 @@ def _settle() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A list of sizes is a parameter."""
+    """Parametrize a list of sizes."""
     mark = marker.nearest(metafunc.definition)
     if mark is None:
         return
@@ -101,17 +101,17 @@ def world() -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves the ranks' own fixtures to them."""
+    """Defer the ranks' own fixtures."""
     options = _options(item)
     if options is None:
-        _settle()  # an ordinary test finds the process as if there had been no world
+        _settle()  # an ordinary test must find the process as if there had been no world
     elif isinstance(item, pytest.Function):
         fixtures.defer(item, fixtures.deferred_names(item, kept=options.is_shared))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs the body of a test marked `world` on its ranks."""
+    """Run the body of a test marked `world` on its ranks."""
     __tracebackhide__ = True
     options = _options(pyfuncitem)
     if options is None:
@@ -126,12 +126,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Puts the ranks' own reports in place of the pytest process's view of them."""
+    """Replace the pytest process's report by those of the ranks."""
     report = yield
     if call.excinfo is not None and report.outcome == "failed":
         longrepr = getattr(call.excinfo.value, "longrepr", None)
         if longrepr is not None and item.get_closest_marker(marker.NAME) is not None:
-            if notes := getattr(call.excinfo.value, "__notes__", []):  # of hypothesis
+            if notes := getattr(call.excinfo.value, "__notes__", []):  # added by Hypothesis
                 longrepr.addsection("hypothesis", "\n".join(notes))
             report.longrepr = longrepr
     return report
@@ -139,7 +139,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Makes a world keep pytest-timeout's limit by itself; otherwise the timer is set as usual."""
+    """Make a world enforce pytest-timeout's limit itself; other tests are unaffected."""
     if item.get_closest_marker(marker.NAME) is not None:
         from distcheck.testing import timeouts
 
@@ -147,14 +147,14 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """In a rank, the one implementation that is left: the pytest process gets that."""
+    """Send a report to the pytest process; in a rank, this is the only remaining implementation."""
     session = sys.modules.get("distcheck.testing.session")
     if session is not None:
         session.tell(report)
 
 
 def _is_of_unittest(item: pytest.Function) -> bool:
-    unittest = sys.modules.get("unittest")  # imported by what derives from it
+    unittest = sys.modules.get("unittest")  # imported by any subclass of its classes
     return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
 
 

@@ -1,7 +1,7 @@
-"""Names of pytest that have no public counterpart: one place to mend when a release moves one.
+"""Private names of pytest without a public equivalent. Update this file when a release renames one.
 
-`tests/plugin/test_pytest_compat.py` uses every one of them in the pytest that is installed, and so
-says which of them a release has moved.
+`tests/plugin/test_pytest_compat.py` uses each of them in the installed pytest, and so detects
+renamed ones.
 """
 
 import copy
@@ -27,26 +27,26 @@ __all__ = [
     "ReprTraceback",
 ]  # fmt: skip
 
-FINALIZERS = "_finalizers"  # of what was set up on a fixture
-# Where releases keep the names of all fixtures.
+FINALIZERS = "_finalizers"  # teardown functions of a fixture definition
+# Attributes with the names of all fixtures, in different releases.
 NAMES_OF_FIXTURES = ("_arg2fixturedefs", "_arg2node2fixturedefs", "_arg2nodeid2fixturedefs")
-_PARAMETER = "get_direct_param_fixture_func"  # what makes a direct parameter's value
+_PARAMETER = "get_direct_param_fixture_func"  # the fixture function of a direct parameter
 
 # -- a test and its fixtures -------------------------------------------------------------------
 
 
 def argument_names(item: pytest.Function) -> Sequence[str]:
-    """The arguments of a test's function that are fixtures or parameters."""
+    """Return the arguments of a test's function that are fixtures or parameters."""
     return item._fixtureinfo.argnames
 
 
 def definitions(item: pytest.Function) -> Mapping[str, Sequence[Any]]:
-    """By the name of each fixture of a test, those that have it: the last one counts."""
+    """Return the definitions of each fixture of a test by name: the last one is used."""
     return item._fixtureinfo.name2fixturedefs
 
 
 def every_definition(item: pytest.Function) -> list[Any]:
-    """All fixtures that a test could set up, also by `request.getfixturevalue`."""
+    """Return all fixtures that a test could set up, also by `request.getfixturevalue`."""
     manager: Any = item.session._fixturemanager
     known = (getattr(manager, name, {}) for name in NAMES_OF_FIXTURES)
     every = [manager.getfixturedefs(name, item) or () for names in known for name in names]
@@ -55,18 +55,18 @@ def every_definition(item: pytest.Function) -> list[Any]:
 
 
 def is_parameter(item: pytest.Function, name: str) -> bool:
-    """Whether a name stands for a direct parameter, by @pytest.mark.parametrize."""
+    """Return True if a name is a direct parameter of @pytest.mark.parametrize."""
     functions = [one.func for one in definitions(item).get(name, ())]
     return any(getattr(f, "__name__", "") == _PARAMETER for f in functions)
 
 
 def fixture_value(item: pytest.Function, name: str) -> Any:
-    """Sets a fixture of a test up, unless it is."""
+    """Return the value of a test's fixture, after setting it up if necessary."""
     return item._request.getfixturevalue(name)
 
 
 def note_set_up(item: pytest.Function, name: str, definition: Any) -> None:
-    """Has pytest take a fixture of a test for one that was set up."""
+    """Register a fixture of a test as set up."""
     item._request._fixture_defs[name] = definition
 
 
@@ -75,19 +75,19 @@ def note_not_set_up(item: pytest.Function, name: str) -> None:
 
 
 def of_session(definition: Any) -> Any:
-    """A copy of a fixture, with the scope of the session."""
+    """Return a copy of a fixture, with session scope."""
     copied = copy.copy(definition)
     copied._scope = Scope.Session
     return copied
 
 
 def drop_finalizers(definition: Any) -> None:
-    """Forgets what was set up on a fixture, and would be torn down before it."""
+    """Forget the teardown of dependent fixtures."""
     definition._finalizers.clear()
 
 
 def begin_teardown(item: pytest.Function) -> None:
-    """Makes pytest tear down what it sets up from now on for a test, and nothing else."""
+    """Make pytest tear down only what it sets up for a test from now on."""
     stack = item.session._setupstate.stack
     stack.clear()
     for node in item.listchain():
@@ -95,12 +95,12 @@ def begin_teardown(item: pytest.Function) -> None:
 
 
 def tear_down(item: pytest.Function) -> None:
-    """Runs all finalizers, in pytest's order and by its own hand."""
+    """Run all finalizers by pytest itself, in its order."""
     item.session._setupstate.teardown_exact(None)
 
 
 def begin_again(item: pytest.Function) -> None:
-    """Readies pytest's own state for fixtures of a test of which nothing ran in this process."""
+    """Reset pytest's state for fixtures of a test of which nothing ran in this process."""
     item._initrequest()
     logs: Any = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
@@ -111,8 +111,8 @@ def begin_again(item: pytest.Function) -> None:
 
 
 def own_state(item: pytest.Function) -> Iterator[tuple[Any, str, Callable[[], Any]]]:
-    """What of pytest's state a rank that is a thread has of its own: an object, a name in it, what
-    makes the first value of a rank.
+    """Yield pytest's state that is per rank if a rank is a thread: an object, an attribute name,
+    and a function that creates a rank's initial value.
     """
 
     def own_request() -> Any:
@@ -128,25 +128,25 @@ def own_state(item: pytest.Function) -> Iterator[tuple[Any, str, Callable[[], An
 
 
 def drop_sections(item: pytest.Function, titles: tuple[str, ...]) -> None:
-    """Takes off the sections of a test's report whose titles begin so."""
+    """Remove the sections of a test's report with these title prefixes."""
     item._report_sections[:] = [s for s in item._report_sections if not s[1].startswith(titles)]
 
 
-# -- what pytest has one of --------------------------------------------------------------------
+# -- global objects of pytest ---------------------------------------------------------------------
 
 
 def folders(config: pytest.Config) -> Any:
-    """What makes the folders of tmp_path; None without that plugin."""
+    """Return the factory of tmp_path's folders; None without that plugin."""
     return getattr(config, "_tmp_path_factory", None)
 
 
 def remove_hook(caller: Any, plugin: object) -> None:
-    """Takes a plugin's implementation of one hook off."""
+    """Remove a plugin's implementation of one hook."""
     caller._remove_plugin(plugin)
 
 
 def take_capture_off(config: pytest.Config) -> Any:
-    """Lets go of what captures the output of the process, as it is; returns it."""
+    """Detach and return the capture of the process's output, without changing it."""
     captures: Any = config.pluginmanager.getplugin("capturemanager")
     if captures is None:
         return None
@@ -155,9 +155,7 @@ def take_capture_off(config: pytest.Config) -> Any:
 
 
 def capture_anew(fixture: Any) -> Any:
-    """Makes capsys, or its like, capture the streams that are there now; returns what captured
-    before, as it is.
-    """
+    """Make capsys or a similar fixture capture current streams; return the previous capture."""
     before, fixture._capture = fixture._capture, None
     fixture._start()
     return before

@@ -1,4 +1,4 @@
-"""In a rank: joins the world, runs the test's body there, and tells how it ended."""
+"""In a rank: joins the world, runs the test's body, and reports the result."""
 
 import logging
 import random
@@ -29,14 +29,14 @@ from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated.owned import Owned, of_each_rank
 
-_MOST_MESSAGE = 200_000  # characters of an exception that pytest is given
+_MOST_MESSAGE = 200_000  # characters of an exception that are passed to pytest
 _CUT = "; pytest is given 200,000 of a text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A test on the way into its ranks. `body` is what each runs; fixtures that ranks set up
-    stand as `Deferred` among its arguments.
+    """A test to be run by ranks. `body` runs on each of them; fixtures that ranks set up are
+    `Deferred` among its arguments.
     """
 
     item: pytest.Function
@@ -51,19 +51,19 @@ _prepared: Prepared | None = None
 
 
 def prepare(prepared: Prepared | None) -> None:
-    """In the pytest process, just before it forks: what the ranks will run."""
+    """Set the test for the ranks, in the pytest process just before it forks."""
     global _prepared
     _prepared = prepared
 
 
 def inherited() -> Prepared:
-    """In a rank: what was prepared when it was forked."""
+    """Return the test that was set when this rank was forked."""
     assert _prepared is not None, "ranks are forked from a process that has prepared a test"
     return _prepared
 
 
 def view() -> WorldView | None:
-    """The world, in a rank; None in any other process."""
+    """Return the view of the world in a rank; None in any other process."""
     return _view
 
 
@@ -83,13 +83,13 @@ def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
         report, error = execute(prepared)
     reporter.say(encoded(report))
     if error is not None and report.end not in ("skipped", "rejected"):
-        raise error  # a failed rank leaves at once, so that its peers notice
+        raise error  # a failed rank exits at once, so that its peers notice
 
 
 def enter(
     rendezvous: Rendezvous, listen_fd: int, options: WorldOptions, reporter: Reporter
 ) -> None:
-    """Makes the process group and the view of the world."""
+    """Create the process group and the view of the world."""
     global _view
     import torch
     import torch.distributed as dist
@@ -98,7 +98,7 @@ def enter(
 
     torch.set_num_threads(1)
     blas.take_one_thread()
-    # torch's record of its own failed calls, at DEBUG: a failure is reported better elsewhere.
+    # torch logs its own failed calls at DEBUG: a failure is reported better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if options.device == "cuda" and compat.is_cuda_lost_by_fork():
         raise CannotRunError(
@@ -122,16 +122,16 @@ def enter(
 
 
 def look_from(options: WorldOptions) -> None:
-    """Tells the view what a further test's marker says."""
+    """Update the view for the marker of a further test."""
     assert _view is not None
     _view.seed = options.seed
 
 
 def seed_everything(seed: int) -> None:
-    """Every generator there is, which the fork has cloned."""
+    """Seed all RNGs, which the fork has cloned."""
     import torch
 
-    # Not torch.manual_seed: it would import torch._dynamo, in every rank.
+    # torch.manual_seed would import torch._dynamo, in every rank.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -142,7 +142,7 @@ def seed_everything(seed: int) -> None:
 
 
 def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
-    """Runs the body with this rank's fixtures; never raises what the test raised."""
+    """Run the body with this rank's fixtures; the test's exception is returned, not raised."""
     __tracebackhide__ = True
     item = prepared.item
     before, properties = leaks.here_now(), len(item.user_properties)
@@ -177,7 +177,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
             error = raised
         error = session.with_unheard(item, error)
     end = _end_of(error)
-    # What failed has seldom come to closing what it opened; its ranks are thrown away.
+    # A failed test has rarely closed its resources; its ranks are discarded.
     goes_on = end in ("passed", "skipped", "rejected")
     left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.StillOpen()
     compiles = late_compiler.is_loaded()
@@ -210,7 +210,7 @@ def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapp
 
 
 def _has_left(error: BaseException) -> bool:
-    """Whether a rank that is a thread has called os._exit, which is for its world to report."""
+    """Return True if a rank that is a thread has called os._exit, which its world reports."""
     from distcheck.worlds.simulated.limits import RankLeftError
 
     return isinstance(error, RankLeftError)
@@ -221,7 +221,7 @@ def _cut(text: str) -> str:
 
 
 def _short_repr(error: BaseException) -> str:
-    """What pytest would take minutes for: it wraps and copies a text many times."""
+    """Return a short representation of a long text, which pytest would wrap for minutes."""
     stack = "".join(traceback.format_tb(error.__traceback__))
     return f"{stack}{type(error).__name__}: {_cut(text_of(error))}"
 
@@ -250,10 +250,10 @@ def _end_of(error: BaseException | None) -> End:
 
 
 def _with_failure(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:
-    """Adds pytest's own report of the failure, made here, where the frames are."""
+    """Add pytest's own report of the failure, created here, where the frames exist."""
     frame = error.__traceback__
     if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
-        error.__traceback__ = frame.tb_next  # our own, which --tb=native would show
+        error.__traceback__ = frame.tb_next  # distcheck's own frame, which --tb=native would show
     excinfo = pytest.ExceptionInfo.from_exception(error)
     is_short = len(text_of(error)) <= _MOST_MESSAGE
     longrepr: Any = item.repr_failure(excinfo) if is_short else _short_repr(error)
@@ -279,7 +279,7 @@ def _with_failure(report: RankReport, item: pytest.Function, error: BaseExceptio
 
 @contextmanager
 def _seen_warnings(item: pytest.Function) -> Iterator[list[warnings.WarningMessage]]:
-    """Notes the warnings that pass the filters; leaves them to `recwarn` where that is used."""
+    """Record the warnings that pass the filters; if `recwarn` is used, leave them to it."""
     if "recwarn" in item.fixturenames:
         yield []
         return

@@ -1,4 +1,4 @@
-"""In a rank: its copy of pytest's session, which tells the pytest process and writes nothing."""
+"""In a rank: its copy of pytest's session, which reports to the pytest process only."""
 
 import pdb
 import sys
@@ -11,10 +11,10 @@ import pytest
 from distcheck.testing.messages import RankReport, Subtest, encoded
 from distcheck.testing.pytest_compat import remove_hook, take_capture_off
 
-# Hooks by which a report reaches the terminal, a file or a debugger, all of which are the pytest
-# process's own.
+# Hooks by which a report reaches the terminal, a file or a debugger, which all belong to the pytest
+# process.
 _OUTWARD = ("pytest_runtest_logreport", "pytest_exception_interact")
-# Plugins of pytest that warn of what could not be caught; up to pytest 8.3 by a generator.
+# Plugins of pytest that report uncaught exceptions; up to pytest 8.3 by a generator.
 _UNHEARD = {
     "threadexception": "thread_exception_runtest_hook",
     "unraisableexception": "unraisable_exception_runtest_hook",
@@ -25,7 +25,7 @@ _inherited: list[Any] = []  # captures of the pytest process, never closed in a 
 
 
 def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
-    """Leaves of these hooks what this plugin does; lets go of what holds the terminal."""
+    """Remove other plugins' implementations of these hooks, and detach from the terminal."""
     global _line
     _line = config, say
     for name in _OUTWARD:
@@ -33,7 +33,7 @@ def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
         for implementation in caller.get_hookimpls():
             if implementation.function.__module__ != "distcheck.testing.plugin":
                 remove_hook(caller, implementation.plugin)
-    # To suspend it would be to write where the pytest process writes.
+    # Suspending it would write to the pytest process's output.
     _inherited.append(take_capture_off(config))
     sys.breakpointhook = pdb.set_trace = _no_debugger
 
@@ -43,9 +43,7 @@ def _no_debugger(*_: Any, **__: Any) -> None:
 
 
 def tell(report: pytest.TestReport) -> None:
-    """In a rank, tells of a subtest, the only thing that is reported there; at once, since the rank
-    may hang after it.
-    """
+    """Send the report of a subtest at once, because the rank may hang after it."""
     if _line is None:
         return
     config, say = _line
@@ -63,7 +61,7 @@ def tell(report: pytest.TestReport) -> None:
 
 @contextmanager
 def hearing(item: pytest.Function) -> Iterator[None]:
-    """Where pytest listens to threads and finalizers test by test, which it did up to 8.3."""
+    """Enable pytest's per-test observation of threads and finalizers, which it had up to 8.3."""
     with ExitStack() as stack:
         for name, generator in _UNHEARD.items():
             plugin: Any = item.config.pluginmanager.getplugin(name)
@@ -73,8 +71,8 @@ def hearing(item: pytest.Function) -> Iterator[None]:
 
 
 def with_unheard(item: pytest.Function, error: BaseException | None) -> BaseException | None:
-    """Makes pytest warn, in this process, of what threads and finalizers raised. Under `-W error`
-    that is how the test has failed, or is noted where it has on its own account.
+    """Make pytest warn, in this process, about exceptions of threads and finalizers. Under `-W
+    error` the warning fails the test, or becomes a note if the test failed already.
     """
     __tracebackhide__ = True
     for name, generator in _UNHEARD.items():

@@ -1,8 +1,8 @@
-"""Ranks of a simulated world, which are threads of one process: what each has of its own there.
+"""Per-rank state of a simulated world, whose ranks are threads of one process.
 
-Ranks that are processes begin as copies of the pytest process. Threads share it, so that each gets
-its copies of what a test can see: pytest's own state of the test, the values of its fixtures and
-parameters, and the global variables of the code under test.
+Ranks that are processes begin as copies of the pytest process. Threads share it, so each gets its
+own copies of the state that a test can access: pytest's state of the test, the values of its
+fixtures and parameters, and the global variables of the code under test.
 """
 
 import ast
@@ -21,15 +21,15 @@ from distcheck.testing import fixtures, pytest_compat, session
 from distcheck.worlds.simulated.owned import ABSENT, Owned
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
-# Fixtures that capture the descriptors of a process.
+# Fixtures that capture the file descriptors of a process.
 _OF_DESCRIPTORS = ("capfd", "capfdbinary")
-_variables: list[tuple[types.ModuleType, str]] = []  # global variables that ranks own
+_variables: list[tuple[types.ModuleType, str]] = []  # global variables that are per rank
 _memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
 
 
 def prepare(item: pytest.Function) -> None:
-    """In the pytest process: fails a test that asks for what threads cannot have; notes which
-    global variables ranks will own, once for all worlds that are forked for the test.
+    """Fail a test that requests unsupported fixtures, and determine the per-rank global variables,
+    in the pytest process; once for all worlds that are forked for the test.
     """
     _variables[:] = [(module, name) for module in _modules() for name in _rebound(module)]
     for name in _OF_DESCRIPTORS:
@@ -48,7 +48,7 @@ def prepare(item: pytest.Function) -> None:
 
 
 def owned(item: Any) -> Owned:
-    """What of pytest, and of the code under test, each rank of a test owns."""
+    """Return the state of pytest, and of the code under test, that is per rank."""
     definitions = pytest_compat.every_definition(item)
     known = pytest_compat.definitions(item)
     asked = {one for name in item.fixturenames for one in known.get(name, ())}
@@ -73,7 +73,7 @@ def owned(item: Any) -> Owned:
 
 
 def own_copy(value: Any, name: str) -> Any:
-    """In a rank: its copy of an argument of a test."""
+    """Return this rank's copy of an argument of a test."""
     if isinstance(value, fixtures.Deferred | types.ModuleType):
         return value
     try:
@@ -87,7 +87,7 @@ def own_copy(value: Any, name: str) -> Any:
 
 
 def own_body(body: Callable[..., object]) -> Callable[..., object]:
-    """In a rank: the test, bound to the rank's copy of its instance."""
+    """Return the test bound to this rank's copy of its instance."""
     if not isinstance(body, types.MethodType) or isinstance(body.__self__, type):
         return body
     return types.MethodType(body.__func__, own_copy(body.__self__, "the instance of the class"))
@@ -97,7 +97,9 @@ _Place = tuple[Any, str]
 
 
 def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
-    """Places that every test has, each with what makes a rank's first value; None: its memo."""
+    """Yield per-rank places of every test, each with a function that creates the initial value;
+    None stands for the copies' memo.
+    """
     yield (_here(), "_memo"), None
     yield (session, "_line"), lambda: None
     yield (item, "funcargs"), lambda: dict(item.funcargs)
@@ -131,7 +133,7 @@ def _modules() -> list[types.ModuleType]:
 
 @functools.cache
 def _declared(file: str) -> frozenset[str]:
-    """The names that functions of a source file declare `global`."""
+    """Return the names that functions of a source file declare `global`."""
     try:
         text = Path(file).read_text()
         tree = ast.parse(text) if "global" in text else None
@@ -142,8 +144,8 @@ def _declared(file: str) -> frozenset[str]:
 
 
 def _rebound(module: types.ModuleType) -> list[str]:
-    """The global variables of a module that its functions may change: those that they declare
-    `global`, and those whose value is of a kind that is copied.
+    """Return the global variables of a module that its functions may change: those declared
+    `global`, and those with a value that is copied.
     """
     held = [name for name, value in vars(module).items() if _is_copied(value)]
     found = {name for name in held if not name.startswith(("__", "@"))}
@@ -157,14 +159,14 @@ def _is_copied(value: object) -> bool:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A rank's copy of a global variable: containers in it as well, and tensors and models. What
-    else it holds is shared, since it may be held elsewhere, too.
+    """Return a rank's copy of a global variable, with nested containers, tensors and models. Other
+    objects in it are shared, because they may also be referenced elsewhere.
     """
     if not _is_copied(value) or id(value) in memo:
         return memo.get(id(value), value)
     if type(value) in _HOLDING:
         made = memo[id(value)] = copy.copy(value)
-        memo.setdefault(id(memo), []).append(value)  # as deepcopy does: its id stays its own
+        memo.setdefault(id(memo), []).append(value)  # as in deepcopy: its id must stay unique
         if isinstance(made, dict):
             made.update({key: _copied(inner, memo) for key, inner in value.items()})
         elif not isinstance(made, set | bytearray):
@@ -173,12 +175,12 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return made
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # of a tensor within a graph, for example
+    except Exception:  # for example a tensor within a graph
         return value
 
 
 def _copied_or_shared(value: Any, memo: dict[int, Any]) -> Any:
-    """A rank's copy of a fixture's value, which it may never ask for."""
+    """Return a rank's copy of a fixture's value, which it may never use."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:

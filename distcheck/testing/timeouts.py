@@ -1,8 +1,8 @@
-"""A limit that pytest-timeout has set for a test, and that a world keeps by itself.
+"""A pytest-timeout limit of a test, which a world enforces itself.
 
-Its method "thread" ends the pytest process when the time is up, with stacks of that process alone.
-A world that ends itself a moment before tells what its ranks were doing, and the session goes on.
-By either method, the limit is one for all of hypothesis' examples of a test.
+Its method "thread" ends the pytest process at the limit, with stacks of that process only. A world
+that ends itself slightly earlier reports its ranks' stacks, and the session continues. With either
+method, the limit applies to all Hypothesis examples of a test together.
 """
 
 import sys
@@ -22,9 +22,8 @@ _EARLY_SHARE = 0.1  # of the limit
 
 @dataclass(kw_only=True)
 class Limit:
-    """`seconds` for a test, whose time is up when the monotonic clock shows `ends_at`.
-
-    `is_ours`: a world has to end itself, and has not `struck` yet. `held_back`: by a debugger.
+    """A limit of `seconds` that ends when the monotonic clock shows `ends_at`. `is_ours`: a world
+    must end itself, and has not `struck` yet. `held_back`: suspended by a debugger.
     """
 
     seconds: float
@@ -42,8 +41,8 @@ _KEY = pytest.StashKey[Limit | None]()
 
 
 def note(item: pytest.Item, settings: Any) -> None:
-    """Notes what pytest-timeout is about to set. Its method "signal" raises where a world is waited
-    for, which needs no help.
+    """Record the limit that pytest-timeout is about to set. Its method "signal" raises while a
+    world is waited for, which needs no handling.
     """
     is_ours = settings.method == "thread"
     early_s = min(_MOST_EARLY_S, _EARLY_SHARE * settings.timeout) if is_ours else 0.0
@@ -51,12 +50,12 @@ def note(item: pytest.Item, settings: Any) -> None:
         seconds=settings.timeout,
         ends_at=time.monotonic() + settings.timeout - early_s,
         is_ours=is_ours,
-        held_back=not getattr(settings, "disable_debugger_detection", False),  # of 2.2
+        held_back=not getattr(settings, "disable_debugger_detection", False),  # since 2.2
     )
 
 
 def check(item: pytest.Item) -> None:
-    """Fails the test, once and as the method "signal" would, where its time is nearly up."""
+    """Fail the test, once and like the method "signal", if its time is nearly up."""
     limit = item.stash.get(_KEY, None)
     if limit is not None and limit.is_ours and not limit.struck and _is_up(item, limit):
         limit.struck = True
@@ -64,9 +63,7 @@ def check(item: pytest.Item) -> None:
 
 
 def _is_up(item: pytest.Item, limit: Limit) -> bool:
-    """Whether the time is up. Then all others that wait for that are let go: ranks take their time
-    to answer and to end.
-    """
+    """Return True if the time is up, and cancel pytest-timeout's timer: ranks need time to end."""
     if time.monotonic() < limit.ends_at or (limit.held_back and _is_debugging()):
         return False
     item.config.hook.pytest_timeout_cancel_timer(item=item)
@@ -74,18 +71,18 @@ def _is_up(item: pytest.Item, limit: Limit) -> bool:
 
 
 def _is_debugging() -> bool:
-    """Whether pytest-timeout takes it that a person is at a debugger, who needs time."""
+    """Return True if pytest-timeout assumes that a debugger is in use."""
     timeouts: Any = sys.modules.get("pytest_timeout")
     return timeouts is not None and timeouts.is_debugging()
 
 
 class _TimeIsUp(BaseException):
-    """Ends hypothesis' search, which would catch any Exception, and pytest's failures."""
+    """Ends Hypothesis' search, which would catch any Exception, and pytest's failures."""
 
 
 class ExampleSearch:
-    """Hypothesis' examples of a test. When the time is up, no further one is tried: there would be
-    nothing to limit the many that shrink a failure, and that show whether it comes again.
+    """Hypothesis examples of a test. When the time is up, no further one is tried: otherwise the
+    examples that shrink and reproduce a failure would be unlimited.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -95,7 +92,7 @@ class ExampleSearch:
 
     @contextmanager
     def example(self, arguments: Mapping[str, object]) -> Iterator[None]:
-        """Around one example. What it raises when the time is up is what the test raises."""
+        """Run one example. Its error when the time is up is the error of the test."""
         __tracebackhide__ = True
         limit = self._item.stash.get(_KEY, None)
         if limit is None:
@@ -125,7 +122,7 @@ class ExampleSearch:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Around all of them. Raises the one failure of a test whose time was up."""
+        """Run all examples. Raises the single failure of a test whose time was up."""
         __tracebackhide__ = True
         limit = self._item.stash.get(_KEY, None)
         try:

@@ -31,25 +31,26 @@ def verify(
     save: str | os.PathLike[str] | None = None,
     **asked: Unpack[KeywordSettings],
 ) -> Report:
-    """Judges one or more gradient-sync strategies against single-node training.
+    """Judge one or more gradient-sync strategies against single-process training.
 
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
-                be imported by its module and name, as it stands there; of a notebook, or a running
-                script, its source is copied to `.distcheck/cells/`
-    world       number of ranks, or several to try; by default 4
-    workload    names of workloads; by default those that `distcheck verify` has
+                be imported by its module and name; for a notebook, or a running script, its source
+                is copied to `.distcheck/cells/`
+    world       world size, or several to try; by default 4
+    workload    names of workloads; by default those of `distcheck verify`
     batch       samples per step, over all ranks; `steps`: by default each workload's own
     form ...    as the options --as, --arg, --set, --finish, --reset, --loss, --backend, --device,
                 --accept
     without_data  ranks without a shard of the batch, such as a parameter server
-    thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
-                a search of `explore_s` seconds for each strategy (0: none)
-    separate    whether the second world's ranks come from separate interpreters
-    delays      (rank, n, ms): ranks of the first world that are late for their n-th collective
-    save        folder for cases, traces and the report; nothing is written without it
-    All else is as the option of that name says. Returns the report; its `raise_for_verdict()`
-    raises AssertionError unless it passed. Ranks are fresh in every call. Raises UsageError for
-    invalid arguments, CannotRunError for what cannot.
+    thorough    also run all cells except those in `without`; world sizes 2 to 6 if no `world` is
+                given; a search of `explore_s` seconds for each strategy (0: none)
+    separate    True if the second world's ranks run in separate interpreters
+    delays      (rank, n, ms): delays of ranks of the first world before their n-th collective
+    save        folder for cases, traces and the report; by default nothing is written
+
+    All other arguments correspond to the option of the same name. Returns the report; its
+    `raise_for_verdict()` raises AssertionError unless it passed. Ranks are fresh in every call.
+    Raises UsageError for invalid arguments, CannotRunError if the verification cannot run.
     """
     fields = {"strategies": names_of(strategy), **_fields(asked)}
     fields["delays"] = [dict(zip(_DELAY, late, strict=False)) for late in delays]
@@ -57,7 +58,7 @@ def verify(
 
 
 def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for in Python, as a request has it; what is None was not."""
+    """Return the arguments as fields of a request, without those that are None."""
     by_parameter = {setting.parameter: name for name, setting in SETTINGS.items()}
     fields: dict[str, Any] = {}
     for parameter, value in asked.items():

@@ -1,4 +1,4 @@
-"""The `world` that a test sees from its rank."""
+"""The value of the fixture `world` in a rank."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 class WorldView:
     """One rank's view of the world that it runs in.
 
-    rank, size   this rank's number, and how many there are
-    device       where this rank's tensors belong
+    rank, size   this rank's number, and the world size
+    device       the device for this rank's tensors
     group        the process group of all ranks: torch's default group
-    seed         the root seed; torch, random and numpy start from it, alike on every rank
+    seed         the root seed; torch, random and numpy start from it, identically on every rank
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class WorldView:
         self.group, self.seed = group, seed
 
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
+        """Block until every rank has called it."""
         import torch.distributed as dist
 
         dist.barrier(self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks, on every rank. Values are pickled."""
+        """Return every rank's `value`, in rank order, on every rank. Values are pickled."""
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size

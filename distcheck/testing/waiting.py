@@ -1,5 +1,5 @@
-"""Waiting for a world of tests: what its ranks say and print, and how it ends; and, where Ctrl-C
-ends it, what they were doing, which is shown at the end of the session.
+"""Waits for a world of a test: its ranks' messages and output, and how it ends; after Ctrl-C, the
+ranks' stacks, which are shown at the end of the session.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
 
-_PATIENCE_S = 2.0  # of the person who pressed Ctrl-C; most answers come within milliseconds
+_PATIENCE_S = 2.0  # of the user who pressed Ctrl-C; most answers take milliseconds
 
 _KEY = pytest.StashKey[tuple[str, str]]()
 
 
 def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvous]:
-    """The ranks that a marker asks for, each of which is asked for its rendezvous alone."""
+    """Return the ranks that a marker requests; the request of each is its rendezvous."""
     return Ranks(
         job=job,
         backend=options.backend,
@@ -48,8 +48,8 @@ def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvo
 
 @dataclass
 class Heard:
-    """What ranks have said so far: each one's report, which of them did so before it was necessary
-    to ask what they were doing, and their subtests as (rank, subtest). `item` is the test.
+    """Messages of ranks so far: each one's report, the ranks that reported before they were asked
+    for their stacks, and subtests as (rank, subtest). `item` is the test.
     """
 
     item: pytest.Item | None = None
@@ -58,7 +58,7 @@ class Heard:
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
 
     def as_end(self, world: World, outcomes: Sequence[Outcome], *, timeout: str = "") -> Ended:
-        """How a world ended whose ranks came to these outcomes."""
+        """Return the end of a world whose ranks have these outcomes."""
         return Ended(
             size=len(world.children),
             outcomes=outcomes,
@@ -70,7 +70,7 @@ class Heard:
 
 
 def listen(world: World, item: pytest.Function) -> Heard:
-    """Collects what each rank says; without capturing, prints what it prints."""
+    """Collect the messages of each rank; if capturing is off, print its output."""
     heard = Heard(item=item)
 
     def take(number: int, payload: bytes) -> None:
@@ -82,7 +82,7 @@ def listen(world: World, item: pytest.Function) -> Heard:
             if not world.hung:
                 heard.in_time.add(number)
 
-    live = item.config.getoption("capture", "no") == "no"  # -p no:capture takes the option along
+    live = item.config.getoption("capture", "no") == "no"  # -p no:capture also removes the option
     for number, child in enumerate(world.children):
         child.on_said = functools.partial(take, number)
         if live:
@@ -101,10 +101,10 @@ def wait(
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> Ended | None:
-    """Until the world is over, or there is `enough`: then None, and the world goes on. Raises
-    NotSimulatedError for code that a simulated world cannot run.
+    """Wait until the world is over, or `enough` returns True: then return None, and the world
+    continues. Raises NotSimulatedError for code that a simulated world cannot run.
 
-    A timeout that strikes meanwhile is reported with the ranks' stacks, and so is Ctrl-C.
+    A timeout or Ctrl-C meanwhile is reported with the ranks' stacks.
     """
     timeout = ""
     try:
@@ -136,8 +136,8 @@ def wait(
 
 
 def _of_the_test(outcomes: list[Outcome], heard: Heard) -> list[Outcome]:
-    """A kept rank that waits for its next test has finished this one, whatever others do; not one
-    that went on when it was asked.
+    """Replace the outcomes of persistent ranks that wait for their next test: they have finished
+    this one, unless they only continued after being asked for their stacks.
     """
     waiting = {number for number in heard.in_time if heard.reports[number].end != "failed"}
     still = [
@@ -150,7 +150,7 @@ def _of_the_test(outcomes: list[Outcome], heard: Heard) -> list[Outcome]:
 
 
 def outputs_of(world: World) -> dict[int, str]:
-    """What each rank has printed, unless it was shown already; how much of it is not kept."""
+    """Return each rank's output, unless it was printed already, and how much of it was dropped."""
     found = {}
     for number, child in enumerate(world.children):
         text = child.output.strip("\n") if child.on_output is None else ""
@@ -167,8 +167,8 @@ def _print_live(number: int, data: bytes) -> None:
 
 
 def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collection[int]) -> None:
-    """Asks the ranks, but for those that had `ended` the test, and notes what they answer in time.
-    Another Ctrl-C cuts it short.
+    """Ask the ranks for their stacks, except those that had `ended` the test, and record timely
+    answers. Another Ctrl-C stops this.
     """
     end = time.monotonic() + _PATIENCE_S
     world.interrupt()
@@ -180,7 +180,7 @@ def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collectio
 
 
 def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
-    """Every rank's stack and last collective, alike ones once; those in no collective first."""
+    """Return every rank's stack and last collective, identical ones once."""
     alike: dict[tuple[bool, str], list[int]] = {}
     for rank, child in enumerate(children):
         waits, text = False, " did not answer"
@@ -199,7 +199,7 @@ def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
 
 
 def show_interrupt(terminal: "pytest.TerminalReporter") -> None:
-    """Writes what was noted, if a test was interrupted, as a section of its own."""
+    """Write the recorded stacks, if a test was interrupted, as a separate section."""
     noted = terminal.config.stash.get(_KEY, None)
     if noted is not None:
         nodeid, text = noted

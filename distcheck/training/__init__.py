@@ -1,14 +1,13 @@
-"""What runs in a rank: the one training loop, the shard it reads, and what it writes down.
+"""The training loop of a rank: the shard it reads, the code it calls, and the trace it records.
 
-jobs           what the front asks of such processes; rank carries that out
-loading        from a name to a strategy or workload; loaded: what such a one has
-building       the model, data and optimizer, alike in every rank and every reference
-loop           forward, backward, exchange, the optimizer's step
+jobs           requests of the front end to such processes; rank runs them
+loading        resolves a name to a strategy or workload; loaded: the resolved object's interface
+building       the model, data and optimizer, identical in every rank and every reference
+loop           forward, backward, gradient synchronization, optimizer step
 losses         the loss of a shard, as code under test computes it; outputs: of the model
-adapters/      calling code that was not written for distcheck; engines, scripts: two such kinds
-
-recorder       writes down what the checks need, as the loop goes on
+adapters/      calls code that does not use distcheck's interface; engines, scripts: two such kinds
+recorder       records the values that the checks need, during the loop
 leaf_hooks     a gradient as backward computed it
-whole_tensors  tensors as numbers in one memory, however they are kept; optimizers: their state
-delays         a rank that is late on purpose
+whole_tensors  contiguous copies of tensors, however they are stored; optimizers: their state
+delays         delays one rank intentionally
 """

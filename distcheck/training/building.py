@@ -1,4 +1,4 @@
-"""Building what is trained, alike in every rank and in every reference."""
+"""Builds the model, data and optimizer of a case, identically in every rank and every reference."""
 
 import copy
 import os
@@ -33,8 +33,8 @@ from distcheck.workloads import datasets
 
 @dataclass(frozen=True)
 class Ingredients:
-    """A case's workload and samples, opened in this process. `settings` are those that the
-    workload's own file has left (`seeds.settings`).
+    """A case's workload and samples, opened in this process. `settings` are those left by the
+    workload's file (`seeds.settings`).
     """
 
     case: Case
@@ -45,11 +45,11 @@ class Ingredients:
     settings: int = 0
 
     def model(self) -> nn.Module:
-        """The model in its initial state, built on the CPU: the same bits in every process, and
-        but for the cast in every dtype.
+        """Return the model in its initial state, built on the CPU: bit-identical in every process
+        and, except for the cast, in every dtype.
         """
         seeds.seed_everything(seeds.derive(self.case.seed, "model"))
-        # A default dtype that the strategy's file has set would draw other numbers.
+        # A default dtype set by the strategy's file would change the random numbers.
         with seeds.under(self.settings):
             model = self.loaded.workload.model(
                 sample_shape=self.samples.shape, classes=self.samples.classes
@@ -62,7 +62,7 @@ class Ingredients:
 
     @property
     def training(self) -> Training:
-        """What the workload wants of the training loop. Raises UsageError for anything else."""
+        """The workload's `Training`. Raises UsageError for an invalid value."""
         training = getattr(self.loaded.workload, "training", Training())
         if not isinstance(training, Training):
             raise UsageError(
@@ -79,8 +79,8 @@ class Ingredients:
 
     @property
     def must_happen(self) -> tuple[Happening, ...]:
-        """What the workload declares must happen in its run, and what must where it counts tokens.
-        Raises UsageError for the rest.
+        """The events that the workload declares as required, and those implied by counting tokens.
+        Raises UsageError for an invalid value.
         """
         declared = getattr(self.loaded.workload, "must_happen", ())
         of_tokens = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
@@ -93,20 +93,20 @@ class Ingredients:
             ) from None
 
     def handed_over(self, model: nn.Module, rank: int) -> None:
-        """What the workload does to a rank's model before the strategy is given it; references
-        start from what rank 0 has then.
+        """Apply the workload's changes to a rank's model before the strategy receives it;
+        references start from rank 0's values after them.
         """
         self._of_workload("hand_over", model, rank)
 
     def prepare(self, model: nn.Module, step: int) -> None:
-        """What the workload does to its model before a step, in ranks and references alike."""
+        """Apply the workload's changes to its model before a step, in ranks and references."""
         self._of_workload("before_step", model, step)
 
     def optimizer(
         self, parameters: Iterable[Any], *, one_group: bool = False
     ) -> torch.optim.Optimizer:
-        """The workload's optimizer, of its groups of `parameters`; what is groups already, or is to
-        stay one group, is taken as it is.
+        """Return the workload's optimizer, with its groups of `parameters`; existing groups, and
+        parameters that must stay one group, are passed unchanged.
         """
         workload, listed = self.loaded.workload, list(parameters)
         if self.makes_groups and not one_group and not any(isinstance(p, dict) for p in listed):
@@ -115,11 +115,11 @@ class Ingredients:
 
     @property
     def makes_groups(self) -> bool:
-        """Whether the workload divides its parameters into groups."""
+        """True if the workload defines parameter groups."""
         return hasattr(self.loaded.workload, "groups")
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """What the workload does to its optimizer before a step, in ranks and references alike."""
+        """Apply the workload's changes to its optimizer, in ranks and references."""
         self._of_workload("schedule", optimizer, step)
 
     def _of_workload(self, name: str, *arguments: object) -> None:
@@ -128,7 +128,7 @@ class Ingredients:
             method(*arguments)
 
     def batch(self, ids: torch.Tensor, total: int, *, train: bool = True) -> Batch:
-        """The samples `ids` [n] of a split, as part of a step of `total` samples."""
+        """Return the samples `ids` [n] of a split, as part of a step of `total` samples."""
         inputs, labels = self.samples.read(ids, train=train, dtype=self.dtype)
         inputs, labels = inputs.to(self.device), labels.to(self.device)
         batch = Batch(inputs=inputs, labels=labels, ids=ids, total=total)
@@ -136,13 +136,13 @@ class Ingredients:
 
 
 def counts_tokens(workload: Any) -> bool:
-    """Whether the workload says which positions its loss is over."""
+    """Return True if the workload declares the positions that its loss covers."""
     return hasattr(workload, "tokens")
 
 
 def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
-    """The batch, with the real positions of each sample where the workload says them. Raises
-    UsageError for what is not a table of them.
+    """Return the batch with a mask [n, positions] of the positions that the loss covers, if the
+    workload declares them. Raises UsageError for any other result.
     """
     if not counts_tokens(workload):
         return batch
@@ -165,10 +165,7 @@ def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
 def open_ingredients(
     case: Case, description: bytes, data_fd: int | None, device: torch.device | None = None
 ) -> Ingredients:
-    """Loads a case's workload and its samples, for work on a device (by default the CPU).
-
-    Raises UsageError where they do not fit.
-    """
+    """Open a case's workload and samples for a device (default CPU). Raises UsageError."""
     trained = trained_with(case.adaptation.form) == case.workload
     loaded = load_trained(case.strategy, case.adaptation) if trained else None
     loaded = loaded or load_workload(case.workload)
@@ -188,12 +185,12 @@ def open_ingredients(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a trace records: every one, frozen ones included; tied ones once."""
+    """Return the parameters that a trace records: all, including frozen ones; tied ones once."""
     return list(model.named_parameters())
 
 
 def in_one_storage(model: nn.Module) -> set[str]:
-    """The names of parameters that are views of one storage."""
+    """Return the names of parameters that are views of one storage."""
     storages: dict[int, set[str]] = {}
     for name, parameter in trainable(model):
         if type(parameter.data) is torch.Tensor and parameter.numel():
@@ -202,9 +199,7 @@ def in_one_storage(model: nn.Module) -> set[str]:
 
 
 def can_train(parameter: nn.Parameter) -> bool:
-    """Whether it may ever have a gradient: one of integers never has, and no optimizer steps in 8
-    bits.
-    """
+    """Return True if a parameter can have a gradient: not of integers or 8-bit floats."""
     return parameter.dtype.itemsize > 1 and (
         parameter.is_floating_point() or parameter.is_complex()
     )
@@ -213,7 +208,7 @@ def can_train(parameter: nn.Parameter) -> bool:
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layout: ModelLayout
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's state by name, numbers as tensors: all that a trace of this layout holds."""
+    """Return the optimizer's state by name, numbers as tensors: all state in a trace."""
     tensors, numbers = tensors_and_numbers(model, optimizer)
     if layout.numbers:
         numbers |= group_numbers(optimizer)
@@ -222,7 +217,7 @@ def state_tensors(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a script keeps of a rank: model, optimizer, random-number state."""
+    """A rank's checkpoint as a script saves it: model, optimizer, RNG state."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -233,8 +228,8 @@ class Checkpoint:
 def take_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Checkpoint:
-    """Copies of everything. An optimizer that is divided over the ranks is first put together, on
-    every rank in turn; that is what ZeroRedundancyOptimizer asks of a script.
+    """Return a copy of the complete state. A sharded optimizer is first consolidated on every rank
+    in turn, as ZeroRedundancyOptimizer requires.
     """
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is None:
@@ -265,14 +260,13 @@ def restore(
 
 
 def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
-    """What a trace of this model will hold, the optimizer's state included.
+    """Return the layout of a trace of this model, including optimizer state.
 
-    The state's shape is only known after a step, so one is taken, with gradients of zero: also of
-    what is frozen now, where the workload may let it train later. Which numbers of their groups
-    optimizers change that are not torch's own shows in two steps more, with other gradients; the
-    others (rates, betas) are the workload's, and a trace does not hold them.
-
-    Raises UsageError for a tensor that a trace cannot hold, and an optimizer that takes no dense
+    The state's shapes are only known after a step, so one is taken with zero gradients, also for
+    frozen parameters if the workload may unfreeze them. For optimizers that are not torch's own,
+    two further steps with other gradients show which numbers of their groups they change; the
+    remaining numbers (rates, betas) belong to the workload and are not in a trace. Raises
+    UsageError for a tensor that a trace cannot hold, and for an optimizer that rejects dense
     gradients.
     """
     workload = ingredients.loaded.workload
@@ -305,7 +299,7 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
 def _take_step(ingredients: Ingredients, optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
-    except (RuntimeError, TypeError) as error:  # SparseAdam; LBFGS, which evaluates by itself
+    except (RuntimeError, TypeError) as error:  # SparseAdam; LBFGS, which needs a closure
         if not is_torchs_own(optimizer):
             raise
         raise UsageError(
@@ -315,8 +309,8 @@ def _take_step(ingredients: Ingredients, optimizer: torch.optim.Optimizer) -> No
 
 
 def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Numbers between -1 and 1 to all that has a gradient or trains."""
-    for group in getattr(optimizer, "param_groups", ()):  # people's own may have none
+    """Set gradients between -1 and 1 for all parameters that have one or train."""
+    for group in getattr(optimizer, "param_groups", ()):  # user-defined ones may have none
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:
                 numbers = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
@@ -324,9 +318,9 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
-    """Whether the workload's optimizer, built anew and given what a trace holds of another's state,
-    takes the same step as that one, to the bit: torch's own do. One does not that keeps more than
-    tensors and numbers, or draws random numbers.
+    """Return True if the workload's optimizer, rebuilt and filled with the state in a trace, takes
+    a bit-identical step, as torch's own do. False for an optimizer with further state, or with
+    random numbers.
     """
     build = ingredients.optimizer
     if is_torchs_own(build(model.parameters())):
@@ -366,14 +360,14 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def load_initial(model: nn.Module, file: str) -> None:
-    """Give a model the parameters and buffers that the ranks of a saved trace began with, and read
-    no others. Raises UsageError if the file does not have them.
+    """Load the initial parameters and buffers of a saved trace into a model. Raises UsageError if
+    the file does not have them.
     """
     try:
         if not stat.S_ISREG(os.lstat(file).st_mode):
             raise ValueError("it is not a regular file")
         with safe_open(file, "pt") as recorded, torch.no_grad():
-            held: dict[str, list[str]] = {}  # ranks that began with the same bits share one tensor
+            held: dict[str, list[str]] = {}  # ranks with bit-identical tensors share one
             for key in recorded.keys():  # noqa: SIM118
                 held.setdefault(key.partition("/")[2], []).append(key)
             for kind, tensors in (

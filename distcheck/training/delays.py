@@ -1,11 +1,10 @@
-"""A rank that is late on purpose: sleeps before backward, or before a collective.
+"""Delays one rank intentionally: sleeps before backward, or before a collective.
 
-Code that synchronises without waiting is often right by luck: the others were there already. A rank
-that comes late takes the luck away.
+Code that lacks a synchronization often passes by chance because the peers are early enough;
+delaying one rank exposes the race.
 
-Collectives are counted where Python enters them, in `torch.distributed`'s functions, so those that
-DDP or FSDP start from C++ are not: to make a rank late for these is what the sleep before backward
-is for.
+Collectives are counted at their Python entry points in `torch.distributed`; those that DDP or FSDP
+start from C++ are not counted. The sleep before backward delays these.
 """
 
 import threading
@@ -28,19 +27,19 @@ Progress = Callable[[int, str], None]
 
 
 class Lateness:
-    """The delays of one rank, step by step. `install` it before code under test is imported."""
+    """The delays of one rank, step by step. Call `install` before code under test is imported."""
 
     def __init__(self) -> None:
         self._ms: defaultdict[int, int] = defaultdict(int)
         self._entered = 0
 
     def install(self) -> None:
-        """Makes every collective of `torch.distributed` ask first who is late in this thread: ranks
+        """Make every collective of `torch.distributed` apply the delays of this thread first: ranks
         of a simulated world are threads.
         """
         _of_thread[threading.get_ident()] = self
         if len(_of_thread) > 1:
-            return  # another rank of this process has installed it
+            return  # another rank of this process has installed them
         for name in _COLLECTIVES:
             original = getattr(dist, name, None)
             if original is not None:
@@ -49,13 +48,13 @@ class Lateness:
                 setattr(dist.distributed_c10d, name, late)
 
     def begin(self, delays: Sequence[Delay]) -> None:
-        """From now on, these; several before one collective add up."""
+        """Use these delays from now on; several before one collective add up."""
         self._ms.clear()
         for delay in delays:
             self._ms[delay.collective] += delay.ms
 
     def watching(self, progress: Progress) -> Progress:
-        """`progress`, and what it says of steps and phases is noted here."""
+        """Return `progress` extended to apply the delays at the start of phases."""
 
         def watched(step: int, phase: str) -> None:
             progress(step, phase)
@@ -67,7 +66,7 @@ class Lateness:
         return watched
 
     def enter_collective(self) -> None:
-        """Counts one, and sleeps where this rank is late for it."""
+        """Count a collective, and sleep if this rank is delayed for it."""
         if self._ms:
             self._entered += 1
             self._sleep(self._entered)
@@ -83,7 +82,7 @@ _of_thread: dict[int, Lateness] = {}
 def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        # A thread that the code under test has started is late as the rank of its process is.
+        # A thread started by the code under test has the delays of its process's rank.
         first = next(iter(_of_thread.values()))
         _of_thread.get(threading.get_ident(), first).enter_collective()
         return original(*args, **kwargs)

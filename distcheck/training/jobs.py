@@ -1,6 +1,6 @@
-"""What the front asks of processes that look, calibrate and train; what they answer.
+"""Requests of the front end to processes that inspect, calibrate and train, and their results.
 
-No torch here: the front writes these, the process that does the job reads them. The jobs
+No torch: the front end writes requests, the process that runs the job reads them. The jobs
 themselves are declared at the end.
 """
 
@@ -18,64 +18,64 @@ from distcheck.worlds.rendezvous import Rendezvous
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases to look at; of their worlds at most `ranks_here` ranks will be on this machine."""
+    """Cases to inspect; at most `ranks_here` ranks of their worlds will run on this machine."""
 
     cases: tuple[Case, ...]
     description: bytes
     ranks_here: int = 1
 
 
-# What the parameters of a model may have: see `verification/contents.py`.
+# Traits that a model's parameters may have: see `verification/contents.py`.
 TRAITS = ("tied", "sparse", "not_contiguous", "views")
 
 
 class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case turned out to be."""
+    """Facts about a case, found by inspection."""
 
     contract: Contract
     strategy_file: str
     strategy_line: int = 0
-    syncs_statistics: bool = False  # whether the strategy's file mentions SyncBatchNorm
+    syncs_statistics: bool = False  # True if the strategy's file mentions SyncBatchNorm
     model: ModelLayout
-    output: TensorSpec | None = None  # what the model returns for one sample
+    output: TensorSpec | None = None  # the model's output for one sample
     train_size: int
     saved_bytes_per_sample: int
     own_sampler: bool
     draws_random_numbers: bool
     normalises_batches: bool = False
-    rows_apart: bool = False  # BatchNorm sees rows that are not one sample's after the other's
-    rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and shorter ones of the forward pass
-    makes_groups: bool = False  # whether the workload divides its parameters into groups
-    updates_again: bool = True  # whether an optimizer that is built anew can repeat a step
-    takes_loss: bool = True  # whether another --loss may be declared for the strategy
+    rows_apart: bool = False  # rows of a sample are not consecutive in BatchNorm
+    rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and lower-precision ones in forward
+    makes_groups: bool = False  # True if the workload defines parameter groups
+    updates_again: bool = True  # True if a rebuilt optimizer can repeat a step
+    takes_loss: bool = True  # True if another --loss may be declared for the strategy
     note: str = ""
-    uses: tuple[Use, ...] = ()  # by the strategy's code
-    exchanges: bool = True  # whether the strategy's code names a collective
-    marks: tuple[str, ...] = ()  # attributes that it looks for, and that torch has not
-    refusal: str = ""  # by the form that was chosen first, where another is tried
-    guessed: bool = False  # how the strategy is called
+    uses: tuple[Use, ...] = ()  # features of the strategy's code
+    exchanges: bool = True  # True if the strategy's code names a collective
+    marks: tuple[str, ...] = ()  # attributes that it looks up, unknown to torch
+    refusal: str = ""  # by the form selected first, if another is tried
+    guessed: bool = False  # True if the form was guessed
     own_backward: bool = False
     own_update: bool = False
     own_clip: bool = False
-    training: Training = Training()  # what the workload wants of the loop
-    must_happen: tuple[Happening, ...] = ()  # in a run that shows what the workload is for
-    by_tokens: bool = False  # whether the workload counts tokens
-    kinds: tuple[str, ...] = ()  # classes of the modules that hold parameters or buffers
-    groups: int = 1  # of the optimizer's parameters
-    schedule: bool = False  # whether the workload changes its optimizer from step to step
-    frozen: int = 0  # parameters that do not train when the model is built
-    traits: tuple[str, ...] = ()  # of its parameters, those of TRAITS
+    training: Training = Training()  # requirements of the workload for the loop
+    must_happen: tuple[Happening, ...] = ()  # events that the workload requires in a run
+    by_tokens: bool = False  # True if the workload counts tokens
+    kinds: tuple[str, ...] = ()  # classes of modules with parameters or buffers
+    groups: int = 1  # parameter groups of the optimizer
+    schedule: bool = False  # True if the workload changes its optimizer between steps
+    frozen: int = 0  # parameters that are frozen when the model is built
+    traits: tuple[str, ...] = ()  # of its parameters, from TRAITS
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found: the machine, and one entry per case."""
+    """Results of an inspection: the machine, and one entry per case."""
 
     environment: dict[str, Any]
     cases: tuple[CaseFacts, ...]
 
 
 class CalibrationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank is to try."""
+    """Reduction orders and dtypes that one rank calibrates."""
 
     rendezvous: Rendezvous
     orders: tuple[Order, ...]
@@ -84,20 +84,20 @@ class CalibrationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Per order that was tried: why it does not hold; an empty text where it does."""
+    """Result for each calibrated order: why it does not hold; empty if it does."""
 
     failures: tuple[tuple[Order, str], ...] = ()
 
     def failure(self, contract: Contract) -> str:
-        """Why the contract's order cannot be relied on; empty where it can."""
+        """Return why the contract's order is unreliable; empty if it is reliable."""
         return next((why for order, why in self.failures if order == contract.order), "")
 
 
 class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Train `case.steps` steps and record them.
 
-    `delays` are those of this world; `memory_seed` is that of what the rank allocates before it
-    loads anything (None: nothing). A rerun is given the first run's trace as `baseline`.
+    `delays` are those of this world; `memory_seed` seeds the rank's allocations before any import
+    (None: none). A rerun receives the first run's trace as `baseline`.
     """
 
     case: Case
@@ -109,7 +109,7 @@ class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Train `case.steps` steps; the answer is a digest of the rank's numbers after each."""
+    """Train `case.steps` steps; the result is a digest of the rank's values after each."""
 
     case: Case
     rendezvous: Rendezvous
@@ -117,10 +117,10 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Train for `epochs` epochs of at most `steps` steps (None: all of them), recording nothing.
+    """Train for `epochs` epochs of at most `steps` steps (None: all) without recording.
 
-    An empty `case.strategy` synchronises nothing. Every rank says an `EpochFigures` per epoch,
-    rank 0 a `RunningLoss` every `log_every` steps.
+    An empty `case.strategy` disables gradient synchronization. Every rank sends an `EpochFigures`
+    per epoch, rank 0 a `RunningLoss` every `log_every` steps.
     """
 
     case: Case
@@ -132,7 +132,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0's mean loss since it last said one."""
+    """Rank 0's mean loss since its last report."""
 
     epoch: int
     step: int
@@ -142,10 +142,10 @@ class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One rank's epoch: summed loss over its samples, and seconds of every step. `losses` are the
-    steps' mean losses over `sizes` samples; 0 samples where the rank has no loss.
+    steps' mean losses over `sizes` samples; 0 samples if the rank has no loss.
 
-    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0, and
-    where no rank has the whole model.
+    `correct` of `tested` test samples were classified correctly; 0 of 0 on ranks other than 0, and
+    if no rank has the full model.
     """
 
     rank: int

@@ -1,11 +1,11 @@
-"""A gradient as backward computed it, before any hook of the code changes it.
+"""Observes a gradient as backward computed it, before any hook of the code changes it.
 
-`LeafHook` sits on the node of the graph that adds a gradient to `.grad`, which torch calls after
-the hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook`
-hands torch a function that first notes the gradient, and then calls the code's own. Nothing else
-about the code's hooks changes: torch calls them, and forgets them (`dist.broadcast(parameter,
-src=0)` makes it), as it would without distcheck. `torch.autograd.grad` calls no hook of a leaf:
-what it returns for one is kept, and is `asked` for where a step had no other backward.
+`LeafHook` sits on the graph node that accumulates into `.grad`, which torch calls after the hooks
+of the leaf tensor. Hooks of the code are therefore intercepted at registration:
+`Tensor.register_hook` passes torch a function that first records the gradient, and then calls the
+code's hook. Nothing else changes: torch calls the hooks, and drops them (for example on
+`dist.broadcast(parameter, src=0)`), as without distcheck. `torch.autograd.grad` calls no leaf hook:
+its result for a leaf is kept, and `asked` reads it if a step had no other backward.
 """
 
 import functools
@@ -20,12 +20,12 @@ Hook = Callable[[torch.Tensor], Any]
 _watched: "weakref.WeakValueDictionary[int, LeafHook]" = (
     weakref.WeakValueDictionary()
 )  # by id(leaf)
-_before: dict[int, torch.Tensor] = {}  # what the first hook of such a leaf was given
-_returned: dict[int, torch.Tensor] = {}  # what torch.autograd.grad() returned for such a leaf
+_before: dict[int, torch.Tensor] = {}  # argument of the first hook of such a leaf
+_returned: dict[int, torch.Tensor] = {}  # result of torch.autograd.grad() for such a leaf
 
 
 class LeafHook:
-    """One hook on one leaf that requires a gradient: it gets what backward computed."""
+    """One hook on one leaf that requires a gradient, called with that gradient."""
 
     def __init__(self, leaf: torch.Tensor, hook: Hook) -> None:
         watch_registrations()
@@ -36,13 +36,13 @@ class LeafHook:
 
     @property
     def is_read(self) -> bool:
-        """Whether a backward that begins now cannot give the leaf a gradient past the hook: it can
-        where the leaf has got other data (a dtype, a device) since the hook was put there.
+        """True if a backward that begins now cannot bypass the hook. It can if the leaf's data was
+        replaced (another dtype or device) since the hook was registered.
         """
         return not self._leaf.requires_grad or get_gradient_edge(self._leaf).node is self._node
 
     def put_back(self) -> None:
-        """Makes torch call the hook again, if it would not. A backward begins after this."""
+        """Register the hook again if torch would not call it. Call this before a backward."""
         _before.pop(id(self._leaf), None)
         _returned.pop(id(self._leaf), None)
         if self._leaf.requires_grad and not self.is_read:
@@ -50,7 +50,7 @@ class LeafHook:
             self._node.register_prehook(self._called)
 
     def asked(self) -> None:
-        """Calls the hook with what torch.autograd.grad() returned since the hook was put back."""
+        """Call the hook with the last result of torch.autograd.grad(), if any."""
         gradient = _returned.pop(id(self._leaf), None)
         if gradient is not None:
             self._hook(gradient)
@@ -63,7 +63,7 @@ class LeafHook:
 
 @functools.cache
 def watch_registrations() -> None:
-    """Notes, from now on, what the first of the code's hooks on a leaf is given."""
+    """Record the argument of the first of the code's hooks on a leaf, from now on."""
     original: Any = torch.Tensor.register_hook
 
     @functools.wraps(original)

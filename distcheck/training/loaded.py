@@ -1,4 +1,4 @@
-"""What is loaded: a strategy with all that it may leave out, and a workload."""
+"""A loaded strategy with all optional methods filled in, and a loaded workload."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,20 +19,19 @@ def _nothing(model: "torch.nn.Module", step: Step) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedStrategy:
-    """A strategy with every optional method filled in; `file` and `line` are where it was
-    defined, 0 where no line is known.
+    """A strategy with every optional method filled in; `file` and `line` locate its definition, 0
+    if the line is unknown.
 
-    `backward` is None where one forward and backward over the whole shard will do. `begun` is
-    called before every forward. `zero_grad` is called in place of the optimizer's; None where the
-    strategy does not define it. `update` says where gradients are final: before the `loop`
-    begins the optimizer's step; where an `optimizer` around another begins that one's; or where
-    `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
-    accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
-    those of all ranks into the whole model, and says whether it has all; every rank calls it. An
-    `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
-    says which form the code was taken as, where it was not written for distcheck; `handed_once` are
-    arguments that get a generator, each with the `--arg` value of a list; `refusal` is what the
-    form that was chosen first says of the code.
+    `backward` is None for one forward and backward over the whole shard. `begun` is called before
+    every forward. `zero_grad` replaces the optimizer's; None if the strategy does not define it.
+    `update` states when gradients are final: before the `loop` begins the optimizer's step; where
+    an `optimizer` around another begins the inner step; or where `sync` begins it, which then takes
+    the step itself. `full` returns unsharded tensors by accessor name, if model and optimizer may
+    not hold them (`recorder.Full`). `buffers` gathers the buffers of all ranks into the full model,
+    and returns True if it has all; a collective. An `engine` may take long to set up. `clip` is
+    None for torch's function. `note` names the form that was selected for code not written for
+    distcheck; `handed_once` are arguments that receive a generator, each with the `--arg` value for
+    a list; `refusal` is the error of the form that was selected first.
     """
 
     contract: Contract
@@ -59,13 +58,13 @@ class LoadedStrategy:
 
     @property
     def syncs(self) -> bool:
-        """Whether there is a sync() to call after backward."""
+        """True if there is a sync() to call after backward."""
         return self.sync is not _nothing
 
     def promising(
         self, *, note: str | None = None, declines: tuple[CellName, ...] = (), **promised: Any
     ) -> "LoadedStrategy":
-        """The same, with fields of the contract and the note replaced; `declines` are added."""
+        """Return the strategy with contract fields and note replaced, `declines` added."""
         declined = tuple(dict.fromkeys((*self.contract.declines, *declines)))
         contract = msgspec.structs.replace(self.contract, declines=declined, **promised)
         return replace(self, contract=contract, note=self.note if note is None else note)
@@ -73,7 +72,7 @@ class LoadedStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWorkload:
-    """A workload; `own_samples` and `sampler` are None where it leaves them to distcheck."""
+    """A workload; `own_samples` and `sampler` are None if it uses distcheck's."""
 
     workload: Workload
     own_samples: Callable[[], Samples] | None
@@ -81,7 +80,7 @@ class LoadedWorkload:
 
 
 def construct(spec: str, kind: type) -> Any:
-    """An object of a class that needs no arguments. Raises UsageError."""
+    """Return an object of a class without required arguments. Raises UsageError."""
     try:
         return kind()
     except Exception as error:

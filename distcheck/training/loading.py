@@ -1,13 +1,13 @@
-"""From a name to the object: strategies and workloads, built in or a stranger's.
+"""Resolves a name to an object: strategies and workloads, built in or from user code.
 
 Three spellings are accepted everywhere:
 
-    allreduce            a name: an entry point `distcheck.strategies`, or a built-in workload
-    pkg.mod:object       anything importable
-    path/to/file.py:object
+ allreduce            a name: an entry point `distcheck.strategies`, or a built-in workload
+ pkg.mod:object       anything importable
+ path/to/file.py:object
 
-This runs in the processes that train, never in the one that the person started: code under
-test may hang, exit or crash on import.
+This runs in the processes that train, never in the front end: code under test may hang, exit or
+crash on import.
 """
 
 import ast
@@ -35,10 +35,10 @@ from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
 from distcheck.workloads.cells import place_of
 
 STRATEGY_GROUP = "distcheck.strategies"
-# Workloads whose names may say more, after a colon.
+# Workloads whose names accept parameters after a colon.
 DESCRIBED = ("generated", "lattice", "composite", "mlp")
 _AS_IT_IS = Adaptation()
-# Libraries that engines come from: the name that is imported, and the one that pip knows.
+# Libraries that provide engines: import name, and name on PyPI.
 PACKAGES = {
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
@@ -51,7 +51,7 @@ PACKAGES = {
 
 @cache
 def strategy_names() -> dict[str, EntryPoint]:
-    """The installed strategies by name. Imports none of them."""
+    """Return the installed strategies by name. Imports none of them."""
     return {point.name: point for point in _registered()} | _own_strategies()
 
 
@@ -61,7 +61,7 @@ def _registered() -> tuple[EntryPoint, ...]:
 
 
 def check_single(spec: str) -> None:
-    """Raises UsageError for a name that stands for several strategies."""
+    """Raise UsageError for a name that several installed packages register."""
     places = {point.value for point in _registered() if point.name == spec}
     if len(places) > 1:
         raise UsageError(
@@ -74,14 +74,14 @@ def check_single(spec: str) -> None:
 def _own_strategies() -> dict[str, EntryPoint]:
     try:
         points = distribution("distcheck").entry_points
-    except PackageNotFoundError:  # not installed, but on the import path
+    except PackageNotFoundError:  # not installed, but importable
         return {}
     return {point.name: point for point in points.select(group=STRATEGY_GROUP)}
 
 
 def _registered_for(spec: str) -> dict[str, EntryPoint]:
-    """What a strategy's name may mean. Every package that is installed is asked, for as long as a
-    small step takes, by a name only that is not distcheck's own.
+    """Return the entry points among which a strategy's name is resolved. Other installed packages
+    are searched, which takes as long as a small step, only for a name that is not distcheck's own.
     """
     place, _, attribute = spec.partition(":")
     if attribute or is_path(place):
@@ -91,7 +91,7 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
 
 
 def workload_names() -> dict[str, str]:
-    """The built-in workloads: name to module."""
+    """Return the built-in workloads: name to module."""
     package = "distcheck.workloads"
     folder = Path(__file__).parents[1] / "workloads"
     modules = (one for one in pkgutil.iter_modules([str(folder)]) if not one.ispkg)
@@ -99,17 +99,17 @@ def workload_names() -> dict[str, str]:
 
 
 def is_built_in(workload: str) -> bool:
-    """Whether a workload is distcheck's own, which words after its name may describe. `mlp:other`
-    is not: it is in another module `mlp`, wherever that is found.
+    """Return True if a workload is distcheck's own, possibly with parameters after its name. False
+    for `mlp:other`, which is in another module `mlp`.
     """
     name, _, words = workload.partition(":")
     return name in workload_names() and (not words or name in DESCRIBED)
 
 
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
-    """Raises UsageError for a plain name that is not registered, or a file that is not there.
+    """Raise UsageError for a plain name that is not registered, or a file that does not exist.
 
-    Needs neither torch nor an import, so that a slip of the keyboard is answered at once.
+    Needs neither torch nor an import, so that a misspelled name fails at once.
     """
     place, _, attribute = spec.partition(":")
     if is_path(place):
@@ -140,8 +140,8 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
 
 
 def _check_object(what: str, spec: str, file: Path) -> None:
-    """Raises UsageError for an object that nothing in a file binds, as far as its text says so; of
-    a file that defines nothing, what happens when it is loaded says more.
+    """Raise UsageError for an object that nothing in a file binds, judged by its text. A file
+    without definitions is not checked: its import gives a better error.
     """
     place, _, attribute = spec.partition(":")
     names = scripts.definitions(file)
@@ -158,8 +158,8 @@ def _no_object(what: str, spec: str, place: str, names: Sequence[str]) -> UsageE
 
 
 def _file_of_module(place: str) -> Path | None:
-    """The source of a module of the current folder, or of an installed one, if that can be said
-    without an import: what is inside a package is not looked for.
+    """Return the source of a module of the current folder, or of an installed one, if it can be
+    found without an import: not inside a package.
     """
     if "." in place:
         return None
@@ -172,15 +172,16 @@ def _file_of_module(place: str) -> Path | None:
 
 
 def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrategy:
-    """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
+    """Import and adapt a strategy. Raises UsageError with the problem and its fix."""
     from distcheck.training.adapters.adapting import adapt
 
     return adapt(_target_of(spec, adaptation), _find)
 
 
 class Look(NamedTuple):
-    """Of a strategy's code: whether its form is `guessed`, whether it names a collective
-    (`exchanges`), the attributes that it looks for and torch has not (`marks`), and what it `uses`.
+    """Facts about a strategy's code: True if its form is `guessed` or it names a collective
+    (`exchanges`), the attributes unknown to torch that it looks up (`marks`), and the features that
+    it `uses`.
     """
 
     guessed: bool
@@ -190,7 +191,7 @@ class Look(NamedTuple):
 
 
 def look_at(spec: str, adaptation: Adaptation) -> Look:
-    """Look at a strategy's code, without calling it."""
+    """Inspect a strategy's code without calling it."""
     from distcheck.training.adapters import hypotheses, uses
 
     target = _target_of(spec, adaptation)
@@ -200,7 +201,7 @@ def look_at(spec: str, adaptation: Adaptation) -> Look:
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:
-    """The ways in which a strategy may be called besides the first; see `adapters/hypotheses`."""
+    """Return the ways to call a strategy other than the first; see `adapters/hypotheses`."""
     from distcheck.training.adapters import adapting
 
     return adapting.other_ways(_target_of(spec, adaptation), _find)
@@ -222,7 +223,7 @@ def _target_of(spec: str, adaptation: Adaptation) -> Any:
 
 
 def load_trained(spec: str, adaptation: Adaptation) -> LoadedWorkload:
-    """The workload that trains a strategy's own code. Raises UsageError."""
+    """Return the workload that trains a strategy's own code. Raises UsageError."""
     from distcheck.training.adapters.forms import form_of
     from distcheck.training.adapters.scene import Scene
 
@@ -232,12 +233,12 @@ def load_trained(spec: str, adaptation: Adaptation) -> LoadedWorkload:
 
 
 def _find(spec: str) -> Any:
-    """The object that `@module:object` stands for."""
+    """Return the object that `@module:object` names."""
     return _resolve("value", spec, {})[0]
 
 
 def load_workload(spec: str) -> LoadedWorkload:
-    """Imports a workload. Raises UsageError with what is wrong and what to do."""
+    """Import a workload. Raises UsageError with the problem and its fix."""
     known, spec = workload_names(), place_of(spec)
     name, _, words = spec.partition(":")
     if is_built_in(spec):
@@ -262,7 +263,7 @@ def load_workload(spec: str) -> LoadedWorkload:
 
 
 def load_backend(spec: str) -> str:
-    """Makes a communication backend known to torch; returns torch's name for it.
+    """Register a communication backend with torch; return torch's name for it.
 
     A name is one of `distcheck.backends`, or torch's own. Anything else is a function that
     registers a backend and returns its name. Raises UsageError.
@@ -286,7 +287,7 @@ def load_backend(spec: str) -> str:
 
 
 def is_path(place: str) -> bool:
-    """Whether the part before the colon is meant as a file."""
+    """Return True if the part before the colon is a file."""
     return place.endswith(".py") or "/" in place
 
 
@@ -297,8 +298,8 @@ def _resolve(
     *,
     before: Mapping[str, Any] | None = None,
 ) -> tuple[Any, type | None, ModuleType]:
-    """An object, the class that it was reached through, and its module, which has the names of
-    `before` already when it begins.
+    """Return an object, the class that it was reached through, and its module, whose namespace
+    contains `before` when it runs.
     """
     place, _, attribute = spec.partition(":")
     if not attribute and place in registered:
@@ -319,8 +320,8 @@ def _resolve(
 
 
 def _look_in_current_folder() -> None:
-    """Lets a person's own code import the modules of the current folder; it comes last, where its
-    random.py shadows nothing.
+    """Make the modules of the current folder importable for the user's code; it comes last, where
+    its random.py shadows nothing.
     """
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -351,7 +352,7 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
 
 
 def not_installed(error: ModuleNotFoundError) -> CannotRunError | None:
-    """The error for a person where what is missing is one of PACKAGES; None for any other."""
+    """Return the error for a missing package of PACKAGES; None for any other."""
     name = (error.name or "").partition(".")[0]
     if name not in PACKAGES:
         return None
@@ -376,8 +377,8 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     if scripts.levels_in_package(path) and name == path.stem:
         folder = scripts.root_of(path)
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-    if str(folder) not in sys.path:  # so that it can import its neighbours
-        # Where every user may write, after Python's own modules, which another's must not replace.
+    if str(folder) not in sys.path:  # so that it can import its neighbors
+        # A world-writable folder comes last: another user's files must not shadow Python's modules.
         is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
         sys.path.insert(len(sys.path) if is_shared else 0, str(folder))
     if "." in name:
@@ -385,7 +386,7 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    if loaded is not None:  # a stranger's file may be called like a module that is loaded
+    if loaded is not None:  # another loaded module may have the file's name
         name = f"_distcheck_file_{name}"
     spec = importlib.util.spec_from_file_location(
         name, path, loader=sources_only.loader(name, path)

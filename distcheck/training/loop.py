@@ -1,10 +1,10 @@
-"""The one training loop. `verify` records it, `train` only watches the loss.
+"""The training loop. `verify` records it, `train` only observes the loss.
 
-Every rank has the indices that a DistributedSampler of its own gives it; a step takes as many of
-them as the rank has positions in the step's stretch of the epoch. So the shards of a step, over all
-ranks, are exactly the batch that one process would read, also when the batch does not divide by the
-world: then shard sizes differ by one, and the sampler's padding is never read. Ranks without data
-have no part in that: the others are counted from 0 as if they were all.
+Every rank has the indices of its own DistributedSampler; a step takes as many of them as the rank
+has positions in the step's part of the epoch. The shards of a step over all ranks are therefore
+exactly the batch that one process would read, also if the batch is not divisible by the world size:
+then shard sizes differ by one, and the sampler's padding is never read. Ranks without data are
+skipped: the others are numbered from 0 as if they were all.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from distcheck.worlds.messages import SETTING_UP
 
 
 class Shards:
-    """One rank's view of the data set, step by step; `rank` None is one that reads nothing."""
+    """One rank's view of the data set, step by step; a rank of None reads nothing."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Shards:
         self._epoch, self._order = -1, list[int]()
 
     def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
-        """The step's stretch, and this rank's indices into the data set, int64 [n]."""
+        """Return the step's part of the epoch, and this rank's dataset indices, int64 [n]."""
         stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
         if self._rank is None:
             return stretch, torch.empty(0, dtype=torch.int64)
@@ -65,9 +65,9 @@ class Shards:
         return _order_of_all(self._size, self._seed, epoch)[rank :: self._world]
 
 
-@lru_cache(maxsize=2)  # ranks that share a process draw it once
+@lru_cache(maxsize=2)  # ranks that share a process compute it once
 def _order_of_all(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """A whole epoch in the order in which DistributedSampler deals it out."""
+    """Return a whole epoch in the order of DistributedSampler."""
     sampler: DistributedSampler[int] = DistributedSampler(
         range(size),  # type: ignore[arg-type]
         num_replicas=1,
@@ -85,8 +85,8 @@ Progress = Callable[[int, str], None]  # (step, phase)
 class Loop:
     """One rank's training: build, then step by step.
 
-    Random streams: the model is built from one seed on every rank, as data-parallel training
-    wants it; what a forward pass draws comes from a stream of each rank's own.
+    RNG streams: the model is built from one seed on every rank, as data-parallel training requires;
+    random numbers of a forward pass come from a stream per rank.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Loop:
             seed=case.seed,
         )
         self._load_again = load_again
-        self._stretches = 1  # that the strategy's own backward cuts a batch into
+        self._stretches = 1  # parts into which the strategy's own backward splits a batch
         scale = self._training.loss_scale
         self._scaler = torch.amp.GradScaler(
             ingredients.device.type, init_scale=scale or 1.0, enabled=scale is not None
@@ -128,7 +128,7 @@ class Loop:
 
     def _build(self) -> None:
         ingredients = self._ingredients
-        seeds.pin_determinism()  # files of theirs have been loaded
+        seeds.pin_determinism()  # user files were loaded before
         self.model = ingredients.model()
         self._observer.attach(self.model)
         ingredients.handed_over(self.model, self._rank)
@@ -146,9 +146,8 @@ class Loop:
         self._optimizer = self._strategy.optimizer(build, self.wrapped.parameters())
 
     def _resume(self, number: int) -> None:
-        """Everything anew, as a script does that was started again, and filled from a checkpoint.
-
-        The optimizer's state is taken from each rank, so that what is divided stays divided.
+        """Rebuild everything, as a restarted script does, and load a checkpoint. Each rank restores
+        its own optimizer state, so sharded state stays sharded.
         """
         assert self._load_again is not None, "only a run that is recorded resumes"
         self._progress(number, "resume")
@@ -159,8 +158,8 @@ class Loop:
         restore(kept, self.model, self._optimizer, self._ingredients.device)
 
     def step(self, number: int) -> tuple[float, int, float]:
-        """One step; returns the shard's mean loss, how many samples (or tokens, where these are
-        counted) it is over, and the seconds it took.
+        """Run one step; return the shard's mean loss, the number of samples (or tokens, if these
+        are counted) that it covers, and the seconds it took.
         """
         begun = time.perf_counter()
         case, progress = self._ingredients.case, self._progress
@@ -190,7 +189,7 @@ class Loop:
             if number and self._training.evaluates:
                 self._evaluate(batch)
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
-            first = first and not self._strategy.engine  # which may hold them elsewhere
+            first = first and not self._strategy.engine  # an engine may hold them elsewhere
             before = _lengths(self.model) if first else None
             loss_value = self._backward(batch, step)
             if before is not None:
@@ -204,8 +203,8 @@ class Loop:
         return loss_value, tokens, time.perf_counter() - begun
 
     def _clear(self, step: Step) -> None:
-        """As a training loop does. A wrapper that has its own zero_grad() may hold gradients that
-        are views of its buffers: None in their place would cut them off.
+        """Clear gradients like a training loop. A wrapper with its own zero_grad() may hold
+        gradients as views of its buffers, which setting them to None would detach.
         """
         zero_grad = type(self.wrapped).zero_grad
         if self._strategy.zero_grad is not None:
@@ -216,7 +215,7 @@ class Loop:
             self._optimizer.zero_grad(set_to_none=not self._training.keeps_gradients)
 
     def _evaluate(self, batch: Batch) -> None:
-        """As scripts do between two steps, on every rank."""
+        """Run the model in evaluation mode, as scripts do between two steps, on every rank."""
         trained = self.wrapped.training
         self.wrapped.eval()
         with torch.no_grad():
@@ -224,8 +223,8 @@ class Loop:
         self.wrapped.train(trained)
 
     def _synchronise(self, step: Step) -> None:
-        """Sync and update. Code that takes the optimizer's step itself, or synchronises within it,
-        has its final gradients when torch's own optimizer begins.
+        """Synchronize and update. Code that takes the optimizer's step itself, or synchronizes
+        within it, has its final gradients when torch's own optimizer begins.
         """
         number, update = step.index, self._strategy.update
         if update == "loop":
@@ -244,7 +243,7 @@ class Loop:
                 register = self._optimizer.register_step_pre_hook
                 with self._final_where_it_begins(number, register) as steps:
                     self._scaler.step(self._optimizer)
-                if not steps:  # a step that the scaler skips runs no hook
+                if not steps:  # a step skipped by the scaler runs no hook
                     self._observer.synced(number, self.model)
             else:
                 self._scaler.step(self._optimizer)
@@ -273,8 +272,8 @@ class Loop:
 
     @property
     def _exchanges_in_hooks(self) -> bool:
-        """Whether the strategy has no sync() and put hooks before the optimizer's step: gradients
-        are final when these have run.
+        """True if the strategy has no sync() and registered pre-step hooks on the optimizer:
+        gradients are final once these have run.
         """
         return has_step_hooks(self._optimizer) and not self._strategy.syncs
 
@@ -282,8 +281,8 @@ class Loop:
     def _final_where_it_begins(
         self, number: int, register: Callable[[Callable[..., None]], Any]
     ) -> Iterator[list[int]]:
-        """Records gradients where an optimizer's first step begins, after hooks that `register` has
-        taken before; yields a list with an entry for each step that has begun.
+        """Record gradients when an optimizer's first step begins, after hooks that were registered
+        before; yield a list with an entry for each step begun.
         """
         steps: list[int] = []
 
@@ -299,12 +298,12 @@ class Loop:
             hook.remove()
 
     def _backward(self, batch: Batch, step: Step) -> float:
-        """Leaves the shard's gradients, and returns its mean loss."""
+        """Compute the shard's gradients, and return its mean loss."""
         saw = self._observer.returned if self._mesh is not None else None
         loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped, saw)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
-            # The scaler makes its factor when it is first asked.
+            # The scaler creates its factor when it is first requested.
             one = torch.ones((), device=self._ingredients.device)
             backward = OwnBackward(
                 self._strategy.backward,
@@ -328,9 +327,8 @@ class Loop:
         return float(mean_loss)
 
     def _stand_by(self, step: Step) -> float:
-        """What a rank without data does in place of forward and backward: it learns of the step as
-        the others do, and has gradients of zero, as a server has that has made room for them.
-        Returns no loss: NaN.
+        """Replace forward and backward on a rank without data: it sees the step like the others,
+        and has zero gradients, like a server that has allocated them. Returns NaN for no loss.
         """
         nothing = torch.zeros((), device=self._ingredients.device)
         self._scaler.scale(self._strategy.scale_loss(nothing, step))
@@ -340,7 +338,7 @@ class Loop:
         return math.nan
 
     def _backward_one(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
-        """Backward from one loss, which is returned."""
+        """Run backward from one loss, and return the detached loss."""
         case = self._ingredients.case
         factors = {
             "mean/world": 1 / step.shards,
@@ -350,7 +348,7 @@ class Loop:
         kind, start = self._strategy.contract.loss_given(case.loss), loss
         if kind in factors:
             start = loss * factors[kind]
-        scaled = self._strategy.scale_loss(start.clone(), step)  # which may work in place
+        scaled = self._strategy.scale_loss(start.clone(), step)  # it may work in place
         self._observer.scaled(start, scaled)
         self._progress(step.index, "backward")
         self._scaler.scale(scaled).backward()
@@ -358,7 +356,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
-        """Whether a wrapped model may exchange gradients in this backward, if that is known."""
+        """Enable gradient synchronization of a wrapped model only in the `last` backward."""
         no_sync = getattr(self.wrapped, "no_sync", None)
         sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)
         if sharded is not None:
@@ -367,21 +365,21 @@ class Loop:
             yield
 
     def buffers_are_whole(self) -> bool:
-        """Puts the buffers of all ranks into the model, and says whether it has all of them."""
+        """Gather the buffers of all ranks into the model; return True if it has all of them."""
         return self._strategy.buffers()
 
     def close(self) -> None:
-        """Lets the strategy end what it started."""
+        """Let the strategy release its resources."""
         self._strategy.close()
 
 
-# Code that trains in a way that is not compared may be right, so it is refused before a verdict.
-# Parameters are compared by name, and gradients after backward: weight_norm gives the model other
-# parameters, and hooks may take the step while backward goes on, and drop the gradients.
+# Code whose training cannot be compared may be correct, so it is refused before a verdict.
+# Parameters are compared by name, and gradients after backward: weight_norm replaces the model's
+# parameters, and hooks may step during backward and drop the gradients.
 
 
 def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> None:
-    """Raises UsageError where a model has parameters under new names in place of its own."""
+    """Raise UsageError if a model has parameters under new names in place of its own."""
     after = [name for name, _ in model.named_parameters()]
     gone = [name for name in before if name not in after]
     new = [name for name in after if name not in before]
@@ -394,17 +392,15 @@ def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> N
 
 
 def _lengths(model: nn.Module) -> list[float]:
-    """A number for each parameter that trains, which another value of it hardly has. Pieces that
-    ranks put together (DTensor) and numbers of one byte are left out.
-    """
+    """Return the norms of trained parameters, to detect changes; none of DTensors or 8 bits."""
     trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize > 1]
     with torch.no_grad():
         return [float(p.norm()) for p in trained if not hasattr(p, "full_tensor")]
 
 
 def _refuse_steps_in_backward(strategy: str, before: list[float], model: nn.Module) -> None:
-    """Raises UsageError where backward moved parameters and left no gradient at all, as hooks do
-    that take the optimizer's step.
+    """Raise UsageError if backward changed parameters and left no gradient at all, as hooks do that
+    take the optimizer's step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if any(p.grad is not None for p in trained) or not trained or _lengths(model) == before:

@@ -1,8 +1,8 @@
-"""The loss of a shard, as a strategy's own `backward` computes it, and what is seen of that.
+"""The loss of a shard as a strategy's own `backward` computes it, and how often it is called.
 
-A backward of a strategy's own that calls the loss on one stretch of the shard after the other
-accumulates, whether or not its contract says so: the number of stretches is recorded, so that what
-is expected can be computed over the same ones.
+A custom backward that calls the loss on consecutive parts of the shard accumulates gradients,
+whether or not its contract declares that: the number of parts is recorded, so that the reference
+can be computed over the same ones.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from distcheck.contract import Batch, LossOf, Step
 from distcheck.recordings.traces.layout import NO_LOSS
 from distcheck.training.outputs import calls_of, per_sample
 
-MOST_STRETCHES = 255  # that a trace can hold; of more, none is noted
-# The ids of some of the shard's samples, and what the model returned for each of them.
+MOST_STRETCHES = 255  # limit of a trace; larger numbers are not recorded
+# The ids of some of the shard's samples, and the model's output for each of them.
 Saw = Callable[[torch.Tensor, torch.Tensor | None], None]
 Backward = Callable[[LossOf, Batch, Step], torch.Tensor | None]
 
 
 class LossOfShard:
-    """What `backward` is given; see `contract.LossOf`. `saw` hears of the outputs that a loss is
-    computed of, where it may be differentiated. The loss is multiplied by each of `factors`.
+    """The argument of `backward`; see `contract.LossOf`. `saw` receives the outputs that a
+    differentiable loss is computed from. The loss is multiplied by each of `factors`.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class LossOfShard:
         self._calls: list[torch.Tensor] = []  # the samples of every call
 
     def times(self, *factors: float) -> "LossOfShard":
-        """The same loss times these, of which nothing has been called yet."""
+        """Return the loss multiplied by these factors, without recorded calls."""
         return LossOfShard(self._loss, self._model, self._saw, factors)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The loss of what the wrapped model makes of the batch."""
         if self._saw is None or not torch.is_grad_enabled():
             return self._counted(batch, self._loss(self._model, batch))
         with calls_of(self._model, len(batch.ids)) as calls:
@@ -53,7 +52,6 @@ class LossOfShard:
         return self._counted(batch, loss)
 
     def given(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The loss of outputs that were computed already."""
         if self._saw is not None and torch.is_grad_enabled():
             self._saw(batch.ids, per_sample(outputs, len(batch.ids)))
         return self._counted(batch, self._loss(_Answers(outputs), batch))
@@ -66,7 +64,7 @@ class LossOfShard:
         return loss
 
     def stretches(self, piece: Batch) -> int:
-        """How many calls there were, if they were on the parts of `Batch.split`; else 1."""
+        """Return the number of calls if they covered the parts of `Batch.split`; else 1."""
         count = len(self._calls)
         if not 1 < count <= MOST_STRETCHES:
             return 1
@@ -78,7 +76,7 @@ class LossOfShard:
 
 
 class _Answers(nn.Module):
-    """Stands for a model whose outputs are known."""
+    """Module that returns known outputs."""
 
     def __init__(self, outputs: torch.Tensor) -> None:
         super().__init__()
@@ -89,8 +87,8 @@ class _Answers(nn.Module):
 
 
 class OwnBackward:
-    """Runs a strategy's own backward over a shard, in one piece or in `accumulate` of them, its
-    loss multiplied by `loss_scale` (a power of two, which rounds nothing). A rank `may_lack` the
+    """Runs a strategy's own backward over a shard, split into `accumulate` micro-batches, with its
+    loss multiplied by `loss_scale` (a power of two, so nothing is rounded). A rank `may_lack` the
     loss.
     """
 
@@ -107,9 +105,9 @@ class OwnBackward:
         self._loss_scale, self._may_lack = loss_scale, may_lack
 
     def run(self, loss_of: LossOfShard, batch: Batch, step: Step) -> tuple[float, int]:
-        """The shard's mean loss (NO_LOSS where a rank may lack it, and does), and how many
-        stretches each call of backward cut its batch into (1 where it was not cut, or not as
-        `Batch.split` does).
+        """Return the shard's mean loss (NO_LOSS if a rank may lack it, and does), and into how many
+        parts each call of backward split its batch (1 if it was not split, or not like
+        `Batch.split`).
         """
         losses, counts = list[torch.Tensor | None](), set[int]()
         pieces = batch.split(self._accumulate)
@@ -133,8 +131,9 @@ class OwnBackward:
     def _of_piece(
         self, loss_of: LossOfShard, piece: Batch, step: Step
     ) -> tuple[torch.Tensor | None, int]:
-        """As a script that accumulates calls it: for a step of the piece's samples, of a loss that
-        counts by the piece's share. The weight of a rank stays what it is.
+        """Call backward on a micro-batch like a script that accumulates gradients: for a step of
+        the micro-batch's samples, with a loss weighted by its share. The rank's weight is
+        unchanged.
         """
         if len(piece.ids) != step.samples:
             whole = step.total_samples * len(piece.ids) // step.samples

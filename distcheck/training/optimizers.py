@@ -1,8 +1,8 @@
-"""An optimizer's state by name: as it is recorded, and put back into one that is built anew.
+"""An optimizer's state by name: reading it for a trace, and restoring it into a rebuilt optimizer.
 
-Most of it is tensors, kept for each parameter. Some optimizers keep Python numbers as well: a count
-of steps for each parameter, or what they count and learn in their groups (`k` of schedule-free
-ones, a warm-up within the optimizer). Those are taken as tensors without dimensions.
+Most of it is per-parameter tensors. Some optimizers also keep Python numbers: a step count per
+parameter, or values in their groups that they count or learn (`k` of schedule-free optimizers, a
+built-in warm-up). These are recorded as scalar (0-d) tensors.
 """
 
 from collections.abc import Mapping
@@ -15,21 +15,19 @@ _GROUP = "param_groups["
 
 
 def is_of_group(name: str) -> bool:
-    """Whether a name is that of a group's number, and not of something kept for a parameter."""
+    """Return True for the name of a group's number, False for state of a parameter."""
     return name.startswith(_GROUP)
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch defines it: what those keep is known."""
+    """Return True for an optimizer class defined by torch, whose state is known."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def tensors_and_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What the optimizer keeps for parameters, as `<parameter>/<state key>`, in a fixed order: its
-    tensors and its numbers.
-    """
+    """Return the optimizer's tensors and numbers as `<parameter>/<state key>`, in fixed order."""
     optimizer = innermost(optimizer)
     tensors, numbers = {}, {}
     for name, parameter in model.named_parameters():
@@ -43,19 +41,17 @@ def tensors_and_numbers(
 
 
 def _count(steps: torch.Tensor) -> torch.Tensor:
-    """A count of steps in the dtype that torch's plain implementations have for it: with a default
-    dtype of float64 that is float64, and float32 in the fused ones.
+    """Return a step count in the dtype of torch's non-fused implementations: with a default dtype
+    of float64 that is float64, but float32 in fused ones.
     """
     fused = steps.dtype == torch.float32 and torch.get_default_dtype() == torch.float64
     return steps.double() if fused and steps.dim() == 0 else steps
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every number of its groups, learning rates and the like included, as
-    `param_groups[<n>]/<key>`.
-    """
+    """Return all numbers in its groups, including learning rates, as `param_groups[<n>]/<key>`."""
     numbers = {}
-    groups = getattr(innermost(optimizer), "param_groups", ())  # people's own may have none
+    groups = getattr(innermost(optimizer), "param_groups", ())  # user-defined ones may have none
     for index, group in enumerate(groups):
         for key, value in sorted(group.items(), key=_by_key):
             if (number := _as_tensor(value)) is not None:
@@ -64,16 +60,14 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that holds the state: of one around another (ZeroRedundancyOptimizer) the
-    inner one.
-    """
+    """Return the optimizer with the state: inside ZeroRedundancyOptimizer and others."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 class StandIn:
-    """What the loop sees in place of an optimizer: that one's groups and state, unless a class
-    derived from this says otherwise.
+    """Object that replaces an optimizer in the loop: it has the inner optimizer's groups and state,
+    unless a subclass overrides them.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -85,12 +79,11 @@ class StandIn:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those whose rates the workload sets."""
+        """Groups whose learning rates the workload sets."""
         groups: list[dict[str, Any]] = self._inner.param_groups
         return groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's own does."""
         self._inner.zero_grad(set_to_none=set_to_none)
 
 
@@ -99,7 +92,7 @@ def _by_key(item: tuple[object, object]) -> str:
 
 
 def _as_tensor(value: object) -> torch.Tensor | None:
-    """A Python number with all of its bits; None for anything else."""
+    """Return a Python number without rounding as a tensor; None for any other value."""
     if isinstance(value, bool):
         return torch.tensor(value)
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -115,7 +108,7 @@ def put_back(
     *,
     is_number: bool,
 ) -> None:
-    """Gives an optimizer over `parameters` what is called `name` in another."""
+    """Set the state `name` of an optimizer over `parameters` to a value from a trace."""
     optimizer = innermost(optimizer)
     owner, _, key = name.rpartition("/")
     if is_of_group(name):
@@ -135,13 +128,13 @@ def put_back(
     optimizer.state[parameter][key] = value.clone()
 
 
-_FLAGS = ("fused", "foreach")  # which of torch's implementations of one algorithm takes a step
+_FLAGS = ("fused", "foreach")  # flags that select torch's implementation of a step
 _CHOICES = (None, False, True)
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> int:
-    """Which of torch's implementations takes the steps: the flags of the first group, in two bits
-    each (0: it has no such flag). They compute one algorithm, and round differently.
+    """Return the implementation of torch that takes the steps: the flags of the first group, two
+    bits each (0: no such flag). They compute the same algorithm, and round differently.
     """
     groups = getattr(innermost(optimizer), "param_groups", ())
     group = groups[0] if groups else {}
@@ -153,7 +146,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
 
 
 def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
-    """Makes one of torch's own optimizers step as `implementation` says of another."""
+    """Make one of torch's own optimizers use the `implementation` of another."""
     optimizer = innermost(optimizer)
     if not is_torchs_own(optimizer):
         return
@@ -165,10 +158,10 @@ def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused kernel takes the steps; it takes no count in float64."""
+    """Return True if a fused kernel takes the steps; it accepts no float64 step count."""
     return is_torchs_own(optimizer) and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps its count of steps beside the parameters, as fused ones on a GPU do."""
+    """Return True if it keeps its step count on the parameters' device (fused, on a GPU)."""
     return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

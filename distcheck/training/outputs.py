@@ -1,7 +1,7 @@
-"""What a model's forward pass returns for each sample: seen where the loss is computed of it.
+"""A model's output for each sample, observed where the loss is computed.
 
-No forward pass is run for it. A hook looks at the calls that the loss makes anyway, and is removed
-when the loss has returned. Nothing is drawn, and the tensors are copied, not kept.
+No extra forward pass is run. A hook observes the calls that the loss makes anyway, and is removed
+when the loss has returned. No random numbers are consumed, and tensors are copied, not kept.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from torch import nn
 from distcheck.machine.compat import tree_leaves
 from distcheck.training.whole_tensors import whole
 
-MOST_NUMBERS = 1024  # that are kept of a sample; of more, every k-th
+MOST_NUMBERS = 1024  # kept of a sample; of more, every k-th
 
 
 def per_sample(made: Any, samples: int) -> torch.Tensor | None:
-    """[samples, numbers] of what calls have returned; None where nothing in it has a row of
-    floating-point numbers for each sample.
+    """Return the outputs of calls as [samples, numbers]; None if they contain no floating-point
+    tensor with a row per sample.
     """
     rows = []
     for leaf in tree_leaves(made):
@@ -38,27 +38,27 @@ def per_sample(made: Any, samples: int) -> torch.Tensor | None:
 
 
 class Calls:
-    """What the calls of a model have returned so far: one table for each of them."""
+    """The outputs of a model's calls so far, one table for each call."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._tables: list[torch.Tensor] = []
 
     def note(self, module: nn.Module, inputs: Any, made: Any) -> None:
-        """A forward hook. What is returned may be changed in place later, so it is copied."""
+        """Record an output, as a forward hook; copied, because it may be changed in place."""
         table = per_sample(made, self._samples)
         if table is not None:
             self._tables.append(table)
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """[samples, numbers] of all calls, in their order; None where they returned none."""
+        """[samples, numbers] of all calls, in their order; None if there are no outputs."""
         return per_sample(self._tables, self._samples)
 
 
 @contextlib.contextmanager
 def calls_of(model: nn.Module, samples: int) -> Iterator[Calls]:
-    """While it is entered, keeps what calls of the model return for `samples` samples."""
+    """Record the model's outputs for `samples` samples within the block."""
     calls = Calls(samples)
     hook = model.register_forward_hook(calls.note)
     try:

@@ -1,4 +1,4 @@
-"""The jobs of a rank: to train and record, or only to train."""
+"""The jobs of a rank: train and record, or only train."""
 
 import contextlib
 import os
@@ -95,7 +95,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
 
 @DIGEST.does
 def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Runs one rank of a world that is compared with itself under another schedule."""
+    """Run one rank of a world that is compared with itself under another schedule."""
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
     samples: object = ingredients.samples
@@ -113,7 +113,7 @@ def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[st
 
 
 def _digest_of(model: torch.nn.Module, loss: float) -> str:
-    """A digest of the bits of gradients, parameters and buffers, and of the loss."""
+    """Return a digest of the bits of gradients, parameters and buffers, and of the loss."""
     hashed = xxhash.xxh3_64(repr(loss).encode())
     held: list[torch.Tensor] = []
     for parameter in model.parameters():
@@ -128,7 +128,7 @@ def _digest_of(model: torch.nn.Module, loss: float) -> str:
 def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
-    # Without a strategy, as a single process trains.
+    # Without a strategy, as in single-process training.
     strategy = LoadedStrategy(contract=Contract(), file="")
     if case.strategy:
         strategy = load_strategy(case.strategy, case.adaptation)
@@ -137,7 +137,7 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     per_epoch = steps_per_epoch(size, case.batch, loop.readers)
     for epoch in range(job.epochs):
         figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
-        # Ranks that each hold a part of the parameters put them together in every forward pass.
+        # With sharded parameters, every forward pass is a collective.
         together = any(is_distributed(parameter) for parameter in loop.model.parameters())
         if loop.buffers_are_whole() and (rank == 0 or together):
             counts = list(_count_correct(ingredients, loop.model, reporter))
@@ -157,7 +157,7 @@ def _train_epoch(
     for number in range(steps):
         loss, size, seconds = loop.step(epoch * per_epoch + number)
         spent.append(seconds)
-        if has_loss(loss):  # which only the last stage of a pipeline has
+        if has_loss(loss):  # only the last stage of a pipeline has it
             loss_sum, samples = loss_sum + loss * size, samples + size
             recent.append(loss)
         losses.append(loss)
@@ -183,8 +183,8 @@ def _train_epoch(
 def _count_correct(
     ingredients: Ingredients, model: torch.nn.Module, reporter: Reporter
 ) -> Iterator[tuple[int, int]]:
-    """Right answers per batch of the test split, and of how many, with the model in evaluation
-    mode. Where tokens are counted, an answer is one token's.
+    """Yield the number of correct answers and their total, per batch of the test split, in
+    evaluation mode. With counted tokens, an answer is one token's.
     """
     size, batch = ingredients.samples.size(train=False), ingredients.case.batch
     model.eval()
@@ -201,7 +201,7 @@ def _count_correct(
 
 
 class _Nothing:
-    """An event or a stream: everything before it is done."""
+    """An event or a stream on which all earlier work is complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -215,7 +215,7 @@ class _Nothing:
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds; no time passes."""
+        """Return 0 milliseconds."""
         return 0.0
 
     def record_event(self, event: Any = None) -> Any:
@@ -223,9 +223,9 @@ class _Nothing:
 
 
 def _stand_in_for_cuda() -> None:
-    """Puts stand-ins in the place of CUDA's clocks and streams where torch finds no GPU. Code that
-    is written for GPUs times itself by events, waits for the device, and has streams. On a CPU all
-    work is done in order when a call returns, so there is nothing to wait for.
+    """Replace CUDA's events and streams if torch finds no GPU, for code that times itself with
+    events, synchronizes the device, or uses streams. On a CPU, all work is complete when a call
+    returns, so there is nothing to wait for.
     """
     if torch.cuda.is_available():
         return

@@ -1,4 +1,4 @@
-"""Watches one rank train and writes down, per step, what the checks need."""
+"""Records one rank's training: the values that the checks need, per step."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -24,61 +24,61 @@ from distcheck.training.optimizers import implementation, innermost
 from distcheck.training.whole_tensors import dense, is_distributed, whole
 from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
 
-# Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
-# holds them elsewhere than in the model and the optimizer; None where these hold what there is. A
-# name that is left out is not recorded, and so not compared; None stands for a gradient of None.
+# Accessor of "full_parameters", "full_gradients" or "full_state": returns full tensors by name, if
+# the strategy holds them outside the model and the optimizer; None if it does not. A missing name
+# is not recorded, and so not compared; a value of None means a gradient of None.
 Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
 
 
 class OfItsOwn(dict[str, torch.Tensor | None]):
-    """What an accessor gives where each rank has the tensors by itself, and puts none together."""
+    """Result of an accessor if each rank has its own complete tensors, so nothing is unsharded."""
 
 
 class Observer:
-    """What the training loop reports, in this order at every step; this one looks away."""
+    """Events of the training loop, in this order at every step; this base class ignores them."""
 
     def attach(self, model: nn.Module) -> None:
-        """Once, before the strategy has wrapped the model."""
+        """Called once, before the strategy wraps the model."""
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Once, before the first step."""
+        """Called once, before the first step."""
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
-        """The shard is known, nothing has been computed."""
+        """Called when the shard is known, before any computation."""
 
     def counted(self, batch: Batch) -> None:
-        """The shard was read, and its tokens were counted; not on a rank without data."""
+        """Called when the shard was read and its tokens counted, on ranks with data."""
 
     def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """In a layout: what the model returned for each of some samples of the shard, of which a
-        loss is computed; None where it has no row for each of them.
+        """Called in a layout with the model's output rows for some samples of the shard, from which
+        a loss is computed; None if there is no row for each sample.
         """
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
+        """Called before backward from `scaled`, computed from the mean `loss`."""
 
     def backward_over(self, stretches: int) -> None:
-        """The step's last backward has ended, nothing else has been called. The strategy's own
-        backward cut each batch that it was given into `stretches`.
+        """Called directly after the step's last backward. The strategy's own backward split each of
+        its batches into `stretches` parts.
         """
 
     def synced(self, step: int, model: nn.Module) -> None:
-        """Gradients are what the optimizer will see."""
+        """Called when gradients are those that the optimizer will use."""
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
     ) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer step."""
 
 
 class Owners:
-    """Which rank's optimizer updates each of a model's parameters. All ranks make one at once: when
-    training begins, or, of optimizers that have all parameters on every rank, when the first step
-    does, from where gradients are.
+    """The rank whose optimizer updates each of a model's parameters. Construction is a collective:
+    when training begins or, for optimizers with all parameters on every rank, at the first step,
+    judged by the ranks that have gradients.
 
-    ZeRO-2 reduces a gradient to its owner: what the other ranks hold is their own gradient or none,
-    and no step reads it. So the owner's gradient counts; what the others hold is recorded besides,
-    to say where a gradient is that its owner has not.
+    ZeRO-2 reduces a gradient to its owner only: the other ranks hold their local gradient or none,
+    which no step reads. The owner's gradient is therefore compared; the others' are recorded to
+    locate a gradient that its owner lacks.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -90,7 +90,7 @@ class Owners:
         self._agree(named, held, of_gradients=False)
 
     def close(self, model: nn.Module) -> None:
-        """Takes the rank with a gradient for the owner of a parameter, unless owners are known."""
+        """Set the ranks with a gradient as owners of the parameters, unless owners are known."""
         if self.is_open:
             named = list(model.named_parameters())
             self._agree(named, {id(p) for _, p in named if p.grad is not None}, of_gradients=True)
@@ -109,7 +109,7 @@ class Owners:
         dist.all_reduce(owner)
         counts = dict(zip((name for name, _ in named), holders.tolist(), strict=True))
         if not of_gradients and min(counts.values()) == dist.get_world_size() > 1:
-            return  # where gradients are will say
+            return  # ranks with gradients will determine it
         self.is_open = False
         wrong = [f"{n} ({counts[n]})" for n, p in named if p.requires_grad and counts[n] != 1]
         if wrong:
@@ -123,9 +123,7 @@ class Owners:
         self.of = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
 
     def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
-        """What this rank holds, by name, in the parameters' dtypes; None where a part of a gradient
-        is left, or nothing.
-        """
+        """Return this rank's gradients by name; None for a missing or partial gradient."""
         held: dict[str, torch.Tensor | None] = {}
         for name, parameter in model.named_parameters():
             if name in self.of:
@@ -139,17 +137,16 @@ class Owners:
 class TraceRecorder(Observer):
     """Records into a trace.
 
-    Local gradients are taken by hooks on the parameters, registered before the strategy sees
-    the model, so they are what backward produced on this rank alone, also for strategies that
-    synchronise while backward is running. Where the code has torch forget them (`leaf_hooks`), they
-    are put back before the next backward. The order in which the hooks fire is the order in
-    which gradients became ready, which is what DDP forms its buckets from.
+    Local gradients are observed by hooks on the parameters, registered before the strategy receives
+    the model, so they are those that backward produced on this rank alone, also for strategies that
+    synchronize during backward. Hooks that the code makes torch drop (`leaf_hooks`) are restored
+    before the next backward. The order in which hooks fire is the order in which gradients became
+    ready, from which DDP forms its buckets.
 
-    Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
-    What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
-    rank whose optimizer updates the parameter. Nothing that hooks see is a local gradient where
-    these are `out_of_sight`. `calls` are heard to say through which lines
-    gradients went.
+    DTensors are unsharded before they are recorded; `full` provides tensors held elsewhere. With
+    `by_owners`, a gradient is recorded with the rank whose optimizer updates the parameter. With
+    `out_of_sight`, hooks observe no local gradients. `calls` provides the lines that communicated
+    each gradient.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class TraceRecorder(Observer):
         self._full = full
         self._calls = calls
         self._model: nn.Module | None = None
-        self._left: dict[str, Memory | None] = {}  # where gradients lay after backward
+        self._left: dict[str, Memory | None] = {}  # memory of gradients after backward
         self._by_owners, self._out_of_sight = by_owners, out_of_sight
         self._owners: Owners | None = None
         self._writer, self._layout, self._device = writer, layout, device
@@ -183,10 +180,10 @@ class TraceRecorder(Observer):
         self._returned: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
+        """Register the hooks, also on frozen parameters that may train later: a parameter accepts a
         hook only while it trains, and keeps it.
         """
-        self._model = model  # a run that resumes has a new one
+        self._model = model  # a resumed run has a new one
         self._hooks.clear()
         for index, (_, parameter) in enumerate(trainable(model)):
             trains = parameter.requires_grad
@@ -197,12 +194,12 @@ class TraceRecorder(Observer):
                 parameter.requires_grad_(trains)
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Records the initial state: slot 0."""
+        """Record the initial state: slot 0."""
         self._owners = Owners(model, optimizer) if self._by_owners else None
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
-        """Opens a step; the RNG states are those that the forward pass will start from."""
+        """Open a step; save the RNG states from which the forward pass will start."""
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
         self._library_states = seeds.library_states()
@@ -216,24 +213,24 @@ class TraceRecorder(Observer):
             self._calls.begin()
 
     def counted(self, batch: Batch) -> None:
-        """Notes the tokens and the positions, where the workload counts them."""
+        """Record the tokens and positions, if the workload counts them."""
         if batch.real is not None:
             self._real = batch.tokens, batch.real.numel()
 
     def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Keeps them until the step ends: a strategy may go through its shard in pieces."""
+        """Keep the outputs until the step ends: a strategy may process its shard in parts."""
         self._returned.append((ids, rows))
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Notes the factor, exactly as backward will meet it."""
+        """Record the factor exactly as backward will apply it."""
         self._put_hooks_back()  # the forward pass may have sent parameters
         if scaled is not loss:
             factor = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
             self._loss_factor = float("nan") if factor is None else float(factor)
 
     def backward_over(self, stretches: int) -> None:
-        """Notes the hooks that torch forgot after they were last put back. Where none was called,
-        local gradients are those that torch.autograd.grad() has returned.
+        """Record the hooks that torch dropped since they were last restored. If no hook was called,
+        local gradients are the results of torch.autograd.grad().
         """
         self._stretches = stretches
         lost = (index for index, hook in self._hooks.items() if not hook.is_read)
@@ -245,8 +242,8 @@ class TraceRecorder(Observer):
             self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
 
     def synced(self, step: int, model: nn.Module) -> None:
-        """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
-        that no hook could see nothing is recorded.
+        """Record local gradients without a hook call as absent, and the synchronized gradients.
+        Gradients that no hook could observe are not recorded.
         """
         held = self._held("full_gradients")
         gradients = {name: parameter.grad for name, parameter in trainable(model)}
@@ -269,7 +266,7 @@ class TraceRecorder(Observer):
     def _put_lines(
         self, step: int, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]
     ) -> None:
-        """Records through which lines the gradients went that there are."""
+        """Record the lines that communicated the existing gradients."""
         if self._calls is None:
             return
         lie = {
@@ -289,7 +286,7 @@ class TraceRecorder(Observer):
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
     ) -> None:
-        """Records the state after the step, slot `step + 1`, and closes the step."""
+        """Record the state after the step, slot `step + 1`, and close the step."""
         self._record_state(step + 1, model, optimizer)
         for index, spec in enumerate(self._layout.outputs):
             self._writer.put(Kind.OUTPUT, step, index, self._table_of_outputs(spec))
@@ -311,8 +308,8 @@ class TraceRecorder(Observer):
         self._writer.put_header(step, header)
 
     def _table_of_outputs(self, spec: TensorSpec) -> torch.Tensor | None:
-        """What the model returned, a row for each place of the shard; None where the rank computed
-        no loss. What is not a row for every sample is given as a table without rows.
+        """Return the model's outputs, one row per position of the shard; None if the rank computed
+        no loss. Outputs without a row for every sample give a table without rows.
         """
         if not self._returned:
             return None
@@ -336,7 +333,7 @@ class TraceRecorder(Observer):
         if self._out_of_sight:
             return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        if index in self._ready:  # a second backward within the step adds to the first
+        if index in self._ready:  # a second backward within the step accumulates
             before = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index)
             gradient = before.to(gradient.device) + gradient
         else:
@@ -371,8 +368,8 @@ class TraceRecorder(Observer):
 def _is_together(
     tensor: torch.Tensor | None, held: Mapping[str, torch.Tensor | None] | None
 ) -> bool:
-    """Whether ranks put the tensor together: an accessor did, or it is a DTensor of which every
-    rank of the world has a part, and no other rank the same.
+    """Return True if ranks unsharded the tensor: by an accessor, or as a DTensor with a distinct
+    shard on every rank of the world.
     """
     if held is not None:
         return not isinstance(held, OfItsOwn)
@@ -384,7 +381,7 @@ def _is_together(
 
 
 def _order_of(tensor: torch.Tensor | None) -> int:
-    """How a rank's tensor lies in memory; of one that ranks hold parts of, nothing is known."""
+    """Return the memory order of a rank's tensor; 0 if unknown, as for a DTensor."""
     if tensor is None or tensor.layout is not torch.strided or is_distributed(tensor):
         return 0
     return memory_order(tensor.shape, tensor.stride())

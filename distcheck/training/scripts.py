@@ -1,7 +1,7 @@
-"""Files that train when they are imported: of them, only what they define is run.
+"""Files that train when they are imported: only their definitions are run.
 
-A course's script, or a public one, often has its training at the top level: it initialises the
-process group, reads a command line, and loops. Its functions can be verified all the same.
+Scripts often train at the top level: they initialize the process group, read a command line, and
+loop. Their functions can still be verified.
 """
 
 import ast
@@ -15,14 +15,14 @@ from distcheck.records.sources import parse_source, read_source
 from distcheck.training import sources_only
 
 _TRAINS = {"backward", "spawn"}
-_BEGINS = {"init_process_group", "parse_args"}  # which may be guarded, and then do no harm
+_BEGINS = {"init_process_group", "parse_args"}  # possibly guarded, and then harmless
 _DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# What an assignment may call: these make a value of what is written there, and no more.
+# Names that an assignment may call: they only compute a value from literals.
 _MAY_BE_CALLED = {
     "torch", "nn", "np", "math", "int", "float", "str", "bool", "tuple", "list", "dict", "set",
     "range", "len", "namedtuple", "dataclass", "partial", "TypeVar",
 }  # fmt: skip
-# By these a module may come to names that are written nowhere in it.
+# With these, a module may define names that do not occur in its source.
 _BINDS_ANY = {
     "*", "__getattr__", "globals", "locals", "vars", "setattr", "exec", "eval", "__dict__",
     "sys.modules",
@@ -31,8 +31,8 @@ ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its trai
 
 
 def trains_at(path: Path, *, begins: bool = False) -> int:
-    """The line at its top level where a file trains, or (`begins`) initialises a process group or
-    reads its command line; 0: none.
+    """Return the top-level line at which a file trains or, with `begins`, initializes a process
+    group or reads its command line; 0 if none.
     """
     names = _TRAINS | _BEGINS if begins else _TRAINS
     calls = (call for node in _body(path) or () for call in _calls_in(node))
@@ -40,14 +40,14 @@ def trains_at(path: Path, *, begins: bool = False) -> int:
 
 
 def has_definitions(path: Path) -> bool:
-    """Whether a file defines a function or a class at its top level."""
+    """Return True if a file defines a function or a class at its top level."""
     body = _body(path)
     return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
 
 
 def levels_in_package(path: Path) -> int:
-    """How many folders up the imports of a file reach: relative ones, and those from the package
-    that one of its folders is; 0: none do.
+    """Return how many folders up the imports of a file reach, by relative imports and by the name
+    of a package that contains the file; 0 if none.
     """
     found, folders = [0], list(path.parent.parts)[::-1]
     for node in ast.walk(ast.Module(_body(path) or [], type_ignores=[])):
@@ -63,9 +63,7 @@ def levels_in_package(path: Path) -> int:
 
 
 def root_of(path: Path) -> Path:
-    """Return the folder from which a file is imported if its imports reach that far: the one that
-    holds its topmost package.
-    """
+    """Return the folder from which a file must be imported: the parent of its topmost package."""
     folder, levels = path.parent, levels_in_package(path)
     while (levels > 0 or (folder / "__init__.py").is_file()) and folder != folder.parent:
         folder, levels = folder.parent, levels - 1
@@ -81,12 +79,12 @@ def _is_own(package: str, folder: Path) -> bool:
 
 
 def first_definition(path: Path) -> str:
-    """The first public function or class of a file, for an example of how to name one."""
+    """Return the first public function or class of a file, as an example for messages."""
     return next(iter(definitions(path)), "my_sync")
 
 
 def lacks(path: Path, name: str) -> bool:
-    """Whether nothing in a file binds a name, nor can make one that is not written there."""
+    """Return True if nothing in a file binds a name, or can create one dynamically."""
     try:
         nodes = list(ast.walk(parse_source(path)))
     except (OSError, SyntaxError):
@@ -95,7 +93,7 @@ def lacks(path: Path, name: str) -> bool:
 
 
 def definitions(path: Path) -> list[str]:
-    """The public functions and classes of a file."""
+    """Return the public functions and classes of a file."""
     return [
         node.name
         for node in _body(path) or ()
@@ -104,7 +102,7 @@ def definitions(path: Path) -> list[str]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """The names that a node binds, and those that it uses of `_BINDS_ANY`."""
+    """Return the names that a node binds, and those of `_BINDS_ANY` that it uses."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -113,11 +111,11 @@ def _bound_by(node: ast.AST) -> set[str]:
         return {node.attr, f"{_root_of(node)}.{node.attr}"} & {"__dict__", "sys.modules"}
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Store) else {node.id} & _BINDS_ANY
-    return {getattr(node, "name", None) or ""}  # of an exception, or in a match
+    return {getattr(node, "name", None) or ""}  # of an exception handler or a match pattern
 
 
 def _body(path: Path) -> list[ast.stmt] | None:
-    """None for a file that cannot be read."""
+    """Return the top-level statements of a file; None if it cannot be parsed."""
     try:
         return parse_source(path).body
     except (OSError, SyntaxError):
@@ -125,8 +123,8 @@ def _body(path: Path) -> list[ast.stmt] | None:
 
 
 def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
-    """Runs the imports, definitions and plain assignments of a file in a new module; what a line
-    needs that was not run leaves its name undefined.
+    """Run the imports, definitions and plain assignments of a file in a new module; names that
+    depend on a skipped line stay undefined.
     """
     vars(module).update(before)
     for node in parse_source(sources_only.checked(str(path), read_source(path))).body:
@@ -142,7 +140,7 @@ def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
 
 
 def _calls_in(node: ast.stmt) -> Iterator[ast.Call]:
-    """The calls in a statement that is run on import, its functions and classes left out."""
+    """Yield the calls in a statement that run on import, outside functions and classes."""
     if isinstance(node, _DEFINES) or (isinstance(node, ast.If) and _is_main(node.test)):
         return
     waiting: list[ast.AST] = [node]

@@ -1,8 +1,8 @@
-"""Imports of sources alone, for code that a saved run names.
+"""Imports from source only, for code that a saved run names.
 
-A compiled copy in `__pycache__` may come from elsewhere as well. Python believes its header, which
-can claim any source; the person has read the source next to it. If the person was asked about
-files, the bytes that they were asked about are loaded, and nothing else from around these files.
+A compiled copy in `__pycache__` may have another origin: Python trusts its header, which can claim
+any source, whereas the user has read the source next to it. If the user confirmed files, exactly
+the confirmed bytes are loaded, and nothing else from around these files.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()) -> None:
-    """Make the processes that this one starts from now on import sources alone. `agreed` has the
-    SHA-256 digests of files by their absolute paths: none is loaded that has another one then, and
-    no other file that lies next to these, or in one of `around`: the folders from which they are
-    imported, and the folder or file that was handed over.
+    """Make processes started by this one import from source only. `agreed` maps absolute paths of
+    confirmed files to SHA-256 digests: a file with another digest is not loaded, and no other file
+    next to these, or in one of `around`: the folders that they are imported from, and the folder or
+    file that was passed.
     """
     places = [str(_root_of(Path(file))) for file in agreed]
     places += [os.path.realpath(one) for one in around if one]
@@ -42,7 +42,7 @@ def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str
 
 
 def follow_environment() -> None:
-    """Make this process compile every module itself that is not installed, if a command that
+    """Make this process compile every module that is not installed from source, if a command that
     started it has called `begin`.
     """
     if not os.environ.get(_VARIABLE) or _hook in sys.path_hooks:
@@ -52,8 +52,8 @@ def follow_environment() -> None:
 
 
 def followed(path: Path) -> Path:
-    """Return the place that a path leads to. What is loaded from there is held to what was agreed
-    for the path: a link may have taken the place of the file.
+    """Return the resolved path. The confirmation of the given path applies to its target, because a
+    link may have replaced the file.
     """
     place, asked = path.resolve(), _asked()
     if (digest := asked["agreed"].get(os.path.abspath(path))) is not None:
@@ -69,12 +69,12 @@ def loader(name: str, file: Path) -> SourceFileLoader | None:
 
 
 def looks_installed(path: Path) -> bool:
-    """Return True if a path is called like that of an installed package, of whichever Python."""
+    """Return True if a path looks like that of an installed package, of any Python."""
     return bool({"site-packages", "dist-packages", _LIBRARY} & {*path.parts})
 
 
 def _places() -> frozenset[Path]:
-    """The folders of this Python's own modules, and of packages that were installed for it."""
+    """Return the folders of this Python's own modules, and of packages installed for it."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     found = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
     found |= {one for one in sys.path if looks_installed(Path(one))}
@@ -82,13 +82,13 @@ def _places() -> frozenset[Path]:
 
 
 def is_installed(path: Path) -> bool:
-    """Return True if a path belongs to an installed package or to the standard library. That a
-    folder is called site-packages says nothing: it may have been handed over.
+    """Return True if a path belongs to an installed package or to the standard library. A folder
+    named site-packages is not sufficient: it may have been passed by the user.
     """
     return any(map(path.is_relative_to, _PLACES))
 
 
-_PLACES = _places()  # before anything of a person's is in sys.path
+_PLACES = _places()  # before any user folder is in sys.path
 
 
 class _Loader(SourceFileLoader):
@@ -106,7 +106,7 @@ class _ExtensionLoader(ExtensionFileLoader):
 
 
 def checked(path: str, data: bytes) -> bytes:
-    """Return the content of a file that is to run. Raises ImportError if it was not agreed to."""
+    """Return the content of a file that is about to run. Raises ImportError if unconfirmed."""
     asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
     if digests - {hashlib.sha256(data).hexdigest()}:
@@ -121,13 +121,13 @@ def checked(path: str, data: bytes) -> bytes:
 
 
 def _asked() -> dict[str, Any]:
-    """What `begin` has written, or nothing."""
+    """Return the confirmation that `begin` stored, or an empty one."""
     found: dict[str, Any] = json.loads(os.environ.get(_VARIABLE) or "{}")
     return found or {"agreed": {}, "around": []}
 
 
 def _root_of(file: Path) -> Path:
-    """The folder in which the top of a file's package is."""
+    """Return the folder that contains the topmost package of a file."""
     return next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
 
 

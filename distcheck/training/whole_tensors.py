@@ -1,11 +1,11 @@
-"""Tensors as numbers in one memory, however they are kept."""
+"""Contiguous tensors from sparse, lazy and distributed ones."""
 
 import torch
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A sparse tensor with all its zeros; a conjugate or a negative that torch only marks as one
-    (`x.mH` leaves such gradients) with its own numbers in memory; any other as it is.
+    """Return a sparse tensor as dense, a lazily conjugated or negated one (`x.mH` produces such
+    gradients) materialized, and any other unchanged.
     """
     if tensor is None:
         return None
@@ -14,13 +14,13 @@ def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which each rank holds a part."""
+    """Return True for a DTensor, of which each rank holds a part."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole of a tensor of which each rank holds a part: a collective then, so every rank
-    must ask for the same tensors in the same order.
+    """Return the full tensor of a DTensor: a collective, so every rank must request the same
+    tensors in the same order. Other tensors as in `dense`.
     """
     tensor = dense(tensor)
     if tensor is None or not is_distributed(tensor):

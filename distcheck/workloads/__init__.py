@@ -1,6 +1,5 @@
-"""The yardsticks that strategies are measured with, one file each; each defines `workload`.
-
-What the front must know of them without importing torch is here.
+"""Reference workloads on which strategies are verified, one file each; each defines `workload`.
+This file holds the facts that the front end needs without importing torch.
 """
 
 from collections.abc import Mapping
@@ -11,14 +10,14 @@ from distcheck.records.layers import IN_FLOAT32
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a workload before it is loaded; the defaults are those of any user's.
+    """Facts about a workload before it is loaded; the defaults apply to any user's workload.
 
-    steps     3 show what begins after the first exchange, and buckets that DDP has rebuilt; 12,
-              where a step costs little, what begins later
-    data      what it trains on whatever `--data` says; empty where it takes that
-    in_float64  whether its float64 case costs seconds, not minutes
-    without   the layers that have nothing to say about it
-    least     samples that each rank must have: BatchNorm cannot normalise a single one
+    steps       3 cover errors that begin after the first synchronization, and rebuilt DDP buckets;
+                12, if a step is cheap, cover errors that begin later
+    data        its own data set, whatever `--data` selects; empty if it uses that
+    in_float64  True if its float64 case takes seconds, not minutes
+    without     checks that do not apply to it
+    least       samples that each rank needs: BatchNorm cannot normalize a single one
     """
 
     steps: int = 3
@@ -37,20 +36,20 @@ ABOUT: Mapping[str, About] = {
     "features": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
     "twelve_steps": About(steps=12, data="synthetic", without=(IN_FLOAT32,)),
-    # In float32 it has dropout, and a whole batch would draw other masks.
+    # In float32 it has dropout, whose masks would differ in a full-batch run.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
-# The float64 case beside a float32 one is there for S64, which looks for what shards mean: that is
-# the same at every step. Two, so that the second starts from parameters that were updated.
+# The float64 case next to a float32 one exists for S64, which checks the rank weights, and these
+# are the same at every step. Two steps, so that the second starts from updated parameters.
 STEPS_IN_FLOAT64 = 2
 
 
 class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What the default run does with a workload besides training and judging it once.
+    """Use of a workload in the default run, in addition to training and judging it once.
 
-    if_it_can  right code may be unable to train it: where ranks crash or hang, it does not count
-    promised   it is for a strategy alone that promises this, as `@strategy(...)` has it
-    steps      fewer than its own, where another workload shows what begins late
+    if_it_can  correct code may be unable to train it: crashed or hung ranks are ignored
+    promised   only for a strategy with this contract, as in `@strategy(...)`
+    steps      fewer than its own, because another workload covers late errors
     """
 
     in_float64: bool = False
@@ -60,8 +59,8 @@ class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
 
 
-# What one workload shows for all is done with one: the rerun where collectives are few, float64
-# where the model is rich, many steps where they cost nothing.
+# Each property is covered by one workload: the rerun where collectives are few, float64 where the
+# model is rich, many steps where they are cheap.
 DEFAULT_RUN: Mapping[str, InDefaultRun] = {
     "lattice": InDefaultRun(steps=3),
     "cnn": InDefaultRun(rerun=True),
@@ -73,7 +72,5 @@ DEFAULT_RUN: Mapping[str, InDefaultRun] = {
 
 
 def about(name: str) -> About:
-    """What is known of a workload, a person's own included; of a variant (`lattice:no-scalar`),
-    what is known of its workload.
-    """
+    """Return the facts about a workload, also a user's; of a variant, its workload's."""
     return ABOUT.get(name.partition(":")[0], About())

@@ -1,6 +1,6 @@
 """A small convolutional network without BatchNorm, so that shards must add up to the full batch.
 
-Its first linear layer is larger than DDP's first bucket, so that bucket boundaries are crossed.
+Its first linear layer is larger than DDP's first bucket, so bucket boundaries are crossed.
 """
 
 from torch import nn
@@ -13,7 +13,7 @@ class CNN(Classifier):
     """Two 3x3 convolutions with pooling, two linear layers; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Wants images [channels, height, width] of at least 4 x 4."""
+        """Build it for images [channels, height, width] of at least 4 x 4. Raises UsageError."""
         if len(sample_shape) != 3 or min(sample_shape[1:]) < 4:
             raise UsageError(
                 f"workload cnn takes images of at least 4x4, not samples of shape {sample_shape}"

@@ -1,27 +1,28 @@
-"""A small model as real ones are: attention, convolutions, 73 tensors of 0 to 5 dimensions.
+"""A small model with the features of real ones: attention, convolutions, 73 tensors of 0 to 5
+dimensions.
 
-What a simple model lacks and a real one has is here together: modules in modules in modules, many
-tensors of one shape, sizes from 1 to over 1 M elements, an embedding of which every rank touches
-other rows, LayerNorm, GroupNorm and BatchNorm, buffers that are constant, that are integers and
-that no checkpoint holds, dropout, two parameter groups with rates and weight decay of their own, a
-learning rate that begins at 0 and changes with every step, and a layer that only few samples go
-through, so that its gradient is zero on some ranks at some steps. (It is never None on some ranks
-alone: code that takes no None is right for most models. The cells have that.)
+It combines features that simple models lack: deeply nested modules, many tensors of one shape,
+sizes from 1 to over 1 M elements, an embedding of which every rank touches other rows, LayerNorm,
+GroupNorm and BatchNorm, constant, integer and non-persistent buffers, dropout, two parameter groups
+with different rates and weight decay, a learning rate that starts at 0 and changes with every step,
+and a layer that only few samples reach, so that its gradient is zero on some ranks at some steps.
+(It is never None on only some ranks: code that does not support None is correct for most models.
+The cells cover that.)
 
-The number of tensors is prime, and small primes do not divide the size of the largest: equal parts
-do not fit by luck. Every sample holds the first word and the last one, so both ends of the
-embedding have a gradient.
+The number of tensors is prime, and small primes do not divide the size of the largest, so equal
+parts do not fit by chance. Every sample contains the first word and the last one, so both ends of
+the embedding have a gradient.
 
 Three choices keep every tensor worth comparing:
 
 - Its gradient is far from zero wherever any sample reaches it. A bias in front of BatchNorm, or of
-  an attention's keys, has a gradient of zero by construction, so there are none.
+  an attention's keys, has a zero gradient by construction, so there are none.
 - All functions are smooth (GELU, tanh), so rounding decides nothing.
-- Dropout would leave no whole batch to compare with: masks differ from shard to shard. In float64,
-  which is there for S64, it is off.
+- Dropout would leave no full batch to compare with, because masks differ between shards. In
+  float64, which exists for S64, it is off.
 
-In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes show two updates. AdamW's
-first rate is not 0, so that S64 judges parameters that were updated after a single step.
+In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes cover two updates.
+AdamW's first rate is not 0, so that S64 judges parameters updated by a single step.
 """
 
 from collections.abc import Iterable
@@ -39,19 +40,19 @@ from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
 VOLUME = (4, 6, 6)
 CLASSES = 10
-DIGIT = 131  # a token is two digits, which every dtype holds exactly
+DIGIT = 131  # a token is two digits, which every dtype represents exactly
 VOCABULARY = DIGIT * DIGIT  # times WIDTH: over 2^20 elements, 4 MiB in float32
-ONE_IN = 48  # samples that go through the expert
+ONE_IN = 48  # fraction of samples that go through the expert
 LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.01
-FOR_ADAMW = 50  # whose every update is about as large as its rate; SGD's rate is divided by it
-RATES = (0.0, 1.0, 0.1)  # of it, step by step, again and again
+FOR_ADAMW = 50  # its updates are about as large as its rate; SGD's rate is divided by it
+RATES = (0.0, 1.0, 0.1)  # factors of it, step by step, repeated
 _VOXELS = VOLUME[0] * VOLUME[1] * VOLUME[2]
 _COLUMNS = {"tokens": 2 * TOKENS, "marked": 1, "volume": _VOXELS}
 
 
 class CompositeSamples(ComputedSamples):
-    """Rows of numbers: the digits of six tokens, from the first word, always, to the last one, a
-    mark that one sample in 48 has, and a volume of 4x6x6 values in [-1, 1). The same bits in every
+    """Rows of numbers: the digits of six tokens, always from the first word to the last one, a mark
+    that one sample in 48 has, and a volume of 4x6x6 values in [-1, 1). Bit-identical in every
     process.
     """
 
@@ -61,7 +62,7 @@ class CompositeSamples(ComputedSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs [n, columns] and labels [n]."""
+        """Return inputs [n, columns] and labels [n]."""
         rows = self.rows(ids, train=train)
         numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(self.shape[0]))
         digits, mark, voxels = numbers.split(list(_COLUMNS.values()), dim=1)
@@ -78,7 +79,7 @@ class CompositeSamples(ComputedSamples):
 
 
 class Attention(nn.Module):
-    """Self-attention over [n, tokens, WIDTH], each of whose matrices is a layer of its own."""
+    """Self-attention over [n, tokens, WIDTH], with a separate layer for each matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[n, tokens, WIDTH] -> the same."""
+        """[n, tokens, WIDTH] -> the same shape."""
         query, key, value = (
             layer(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -100,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's block, its second half behind a gate of one element."""
+    """A transformer block with a gate of one element on its second half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,21 +112,19 @@ class Block(nn.Module):
         self.gate = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[n, tokens, WIDTH] -> the same."""
+        """[n, tokens, WIDTH] -> the same shape."""
         tokens = tokens + _dropout(self.attention(self.before_attention(tokens)), self.training)
         mlp: torch.Tensor = self.mlp(self.before_mlp(tokens))
         return tokens + self.gate * mlp
 
 
 def _dropout(values: torch.Tensor, training: bool) -> torch.Tensor:
-    """See the module's text."""
+    """Apply dropout, except in float64; see the module's docstring."""
     return values if values.dtype == torch.float64 else F.dropout(values, 0.1, training)
 
 
 class Vision(nn.Module):
-    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]. If it is `flat`, no parameter has five
-    dimensions.
-    """
+    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]; if `flat`, without 5-d parameters."""
 
     def __init__(self, *, flat: bool = False) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class Vision(nn.Module):
         self.project = nn.Sequential(nn.Linear(16, WIDTH, bias=False), nn.BatchNorm1d(WIDTH))
 
     def forward(self, volume: torch.Tensor) -> torch.Tensor:
-        """3-d, 3x3 and 1x1 convolutions and one that is transposed; the mean over all places."""
+        """Apply 3-d, 3x3, 1x1 and transposed convolutions, and average over all places."""
         flat = isinstance(self.volume, nn.Conv2d)
         seen = self.volume(volume if flat else volume.unsqueeze(1))
         maps = torch.tanh(seen if flat else seen.flatten(1, 2))
@@ -154,7 +153,7 @@ class Text(nn.Module):
         self.neighbours = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each token's vector, mixed with its neighbours'."""
+        """Return each token's vector, mixed with its neighbors'."""
         found: torch.Tensor = self.neighbours(self.embedding(tokens).transpose(1, 2))
         return torch.tanh(found).transpose(1, 2)
 
@@ -180,39 +179,40 @@ class Composite(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A vector of the volume beside those of the tokens, through all blocks."""
+        """Process a vector of the volume together with those of the tokens, through all blocks."""
         digits, mark, volume = inputs.split(list(_COLUMNS.values()), dim=1)
         high, low = digits.long().unflatten(1, (TOKENS, 2)).unbind(-1)
         words = high * DIGIT + low
         if self.training:
-            self.seen += words.sum()  # other words on every rank
+            self.seen += words.sum()  # different words on every rank
         image = self.features["vision"](volume.unflatten(1, VOLUME))
         tokens = torch.cat([image.unsqueeze(1), self.features["text"](words)], 1)
         tokens = tokens + self.waves + self.places
         for block in self.blocks:
             tokens = block(tokens)
         hidden = self.norm(tokens).mean(1)
-        chosen = mark[:, 0].nonzero().flatten()  # often of one sample, or of none
+        chosen = mark[:, 0].nonzero().flatten()  # often one sample, or none
         hidden = hidden.index_add(0, chosen, torch.tanh(self.expert(hidden[chosen])))
         logits: torch.Tensor = self.head(hidden * self.gain) * (1 + self.temperature(hidden))
         return logits
 
 
 class CompositeWorkload(Classifier):
-    """Cross-entropy; SGD with momentum, in two groups, its rates changing from step to step."""
+    """Cross-entropy; SGD with momentum, in two groups, with rates that change at every step."""
 
     def __init__(self, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
         self._gain, self._flat = gain, flat
 
     def samples(self) -> CompositeSamples:
-        """Samples of its own, in place of `--data`."""
         return CompositeSamples()
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Weights decay; what has one dimension or none does not, and learns at half the rate."""
+        """Return two groups: weights decay; vectors and scalars do not, and learn at half the
+        rate.
+        """
         listed = list(parameters)
         rate = LEARNING_RATE / (FOR_ADAMW if _by_adamw(listed) else 1)
         return [
@@ -229,15 +229,15 @@ class CompositeWorkload(Classifier):
         ]
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """SGD with momentum 0.9, in float64 AdamW; of the parameters, or of groups of them."""
+        """Return SGD with momentum 0.9, or AdamW in float64, for parameters or groups of them."""
         given = list(parameters)
         if _by_adamw(given):
             return torch.optim.AdamW(given, lr=LEARNING_RATE / FOR_ADAMW)
         return torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.9)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """From 0 up, as a warm-up does, and down to a tenth: no two steps in a row are alike.
-        AdamW begins with the second rate.
+        """Set the rates: up from 0 as in a warm-up, then down to a tenth, so that consecutive steps
+        differ. AdamW begins with the second rate.
         """
         for group in optimizer.param_groups:
             rate = group.get("initial_lr", LEARNING_RATE)
@@ -246,7 +246,7 @@ class CompositeWorkload(Classifier):
 
 
 def _by_adamw(parameters: Iterable[Any]) -> bool:
-    """Whether they, or the first of their groups, are of float64."""
+    """Return True if they, or the parameters of their first group, are float64."""
     for given in parameters:
         for parameter in given["params"] if isinstance(given, dict) else [given]:
             return bool(parameter.dtype == torch.float64)
@@ -254,16 +254,16 @@ def _by_adamw(parameters: Iterable[Any]) -> bool:
 
 
 class WithAdamW(CompositeWorkload):
-    """Trained by AdamW, in the same groups and with the same schedule."""
+    """Trained by AdamW, with the same groups and schedule."""
 
     must_happen = (RateChanged(),)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """AdamW; an update hardly depends on how large a gradient is, but on its every sign."""
+        """Return AdamW: its updates depend on the signs of a gradient more than its magnitude."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE / FOR_ADAMW)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """The same, with AdamW's rates."""
+        """Return the groups of the base class, with AdamW's rates."""
         groups = super().groups(parameters)
         for group, rate in zip(groups, (1.0, 0.5), strict=True):
             group["initial_lr"] = LEARNING_RATE / FOR_ADAMW * rate
@@ -274,8 +274,8 @@ workload = CompositeWorkload()
 
 
 def described(words: str) -> CompositeWorkload:
-    """`no-scalar`: for code that takes no parameter without dimensions; `no-volume`: for code that
-    takes none of five. Raises UsageError.
+    """Return a variant: `no-scalar` for code without support of scalar (0-d) parameters,
+    `no-volume` for code without support of five dimensions. Raises UsageError.
     """
     if words not in ("no-scalar", "no-volume"):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""A layer of experts with top-1 routing: what expert parallelism divides.
+"""A mixture-of-experts layer with top-1 routing, which expert parallelism shards.
 
-A gate chooses one expert for each sample, and its answer counts by the gate's probability, so the
-gate has a gradient as well.
+A gate selects one expert for each sample, and the expert's output is multiplied by the gate's
+probability, so that the gate has a gradient as well.
 """
 
 from math import prod
@@ -16,7 +16,7 @@ WIDTH, EXPERTS = 32, 8
 
 
 class Experts(nn.Module):
-    """[n, width] -> [n, width]: each row by the expert that the gate chooses for it."""
+    """[n, width] -> [n, width]: each row through the expert that the gate selects for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +27,12 @@ class Experts(nn.Module):
         )
 
     def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row, the expert [n] and its probability [n]."""
+        """Return the expert [n] and its probability [n] for each row."""
         probabilities = F.softmax(self.gate(rows), dim=1)
         chosen = probabilities.argmax(1)
         return chosen, probabilities.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Expert by expert."""
         chosen, probability = self.choose(rows)
         answers = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
@@ -43,10 +42,9 @@ class Experts(nn.Module):
 
 
 class Workload(Classifier):
-    """A linear layer, the experts beside a residual, a linear layer; SGD with momentum."""
+    """A linear layer, the experts with a residual connection, a linear layer; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Any sample shape will do."""
         return Model(prod(sample_shape), classes)
 
 
@@ -60,7 +58,6 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Through the experts, beside a residual."""
         rows = self.enter(inputs.flatten(1))
         logits: torch.Tensor = self.head(rows + self.mixture(rows))
         return logits

@@ -1,8 +1,8 @@
-"""A table of features, one row a sample: what a loss or a metric that exchanges by itself is given.
+"""A table of features, one row per sample, for a loss or a metric that communicates itself.
 
-With `--as loss` the code under test is the loss, and with `--as metric` what is measured; then
-`training/adapters/forms/loss.py` and `metric.py` put it in here. Each row gets the gradient of its
-own sample alone, so an error in one rank's part is not hidden in a sum over the samples.
+With `--as loss` the code under test is the loss, and with `--as metric` the measurement;
+`training/adapters/forms/loss.py` and `metric.py` insert it here. Each row receives the gradient of
+its own sample only, so an error in one rank's part is not hidden in a sum over the samples.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +17,16 @@ from distcheck.machine.compat import tree_leaves
 from distcheck.workloads.datasets.synthetic import hash24
 
 SAMPLES, WIDTH, CLASSES = 1024, 8, 8
-# What stands for NaN and infinities in a result: they are equal to themselves then.
+# Replacements for NaN and infinities in a result, which are equal to themselves.
 _NOT_A_NUMBER, _INFINITE = -0.123456789, 12345.6789
-_PARTS = 2  # that a metric is updated with; one more where the number of samples is odd
+_PARTS = 2  # updates of a metric; one more for an odd number of samples
 
 Loss = Callable[..., torch.Tensor]
 _OF_CROSS_ENTROPY = {"input": "features", "target": "labels"}
 
 
 class Numbers:
-    """Sample i is its own number, and its label a class that has nothing to do with it."""
+    """Sample i is the number i, and its label a class unrelated to it."""
 
     shape = (1,)
     classes = CLASSES
@@ -37,20 +37,20 @@ class Numbers:
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [n, 1], which every dtype of 11 bits holds, and labels [n]."""
+        """Return numbers [n, 1], exact in every dtype with 11 bits of precision, and labels [n]."""
         return ids.unsqueeze(1).to(dtype), hash24(ids * 8191 + 1) % CLASSES
 
 
 def _rows(seed: int) -> torch.Tensor:
-    """[SAMPLES, WIDTH] random numbers, a little larger in the column of the sample's class."""
+    """Return random numbers [SAMPLES, WIDTH], larger in the column of the sample's class."""
     drawn = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
     _, labels = Numbers().read(torch.arange(SAMPLES), train=True, dtype=drawn.dtype)
     return drawn + F.one_hot(labels, WIDTH)
 
 
 class Table(nn.Module):
-    """The numbers of samples and their labels -> the loss. `given` says by name what the loss is
-    given: "labels", or one more view of the samples ("features").
+    """Sample numbers and labels -> the loss. `given` maps arguments of the loss to "labels", or to
+    one more view of the samples ("features").
     """
 
     def __init__(self, loss: Loss, given: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ class Table(nn.Module):
 
 
 class Workload:
-    """Trains a table under a loss; cross-entropy, unless it is made with another."""
+    """Trains a table under a loss; cross-entropy by default."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Workload:
         self._make, self._given = make, given
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The table, and what the loss holds."""
+        """Return the table, with the loss and its parameters."""
         return Table(self._make(), self._given)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -88,30 +88,28 @@ class Workload:
         return loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05."""
         return torch.optim.SGD(parameters, lr=0.05)
 
     def samples(self) -> Numbers:
-        """Numbers of its own, in place of `--data`."""
         return Numbers()
 
 
 class Results(nn.Module):
-    """What a metric computes of the samples, as the gradient of `compute`: that is recorded and
+    """A metric's result for the samples as the gradient of `compute`, which is recorded and
     compared on every rank. The loss is zero.
     """
 
     def __init__(self, make: Callable[[], Any], given: Mapping[str, str]) -> None:
         super().__init__()
         self._make, self._given = make, given
-        self._metric = [make()]  # in a list, so that what it holds is not trained
+        self._metric = [make()]  # in a list, so that its parameters are not trained
         self._tables = [_rows(view) for view in range(len(given))]
         samples = torch.arange(2 * WIDTH)
         inputs, labels = Numbers().read(samples, train=True, dtype=torch.get_default_dtype())
         self.compute = nn.Parameter(torch.zeros(len(self._measured(inputs, labels))))
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Zero, whose gradient is the result."""
+        """Return zero, with the result as its gradient."""
         found = self._measured(inputs, labels)
         if found.shape != self.compute.shape:
             raise ValueError(
@@ -122,7 +120,7 @@ class Results(nn.Module):
 
     @torch.no_grad()
     def _measured(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """What compute() gives for these samples: its numbers, one after the other."""
+        """Return the numbers in the result of compute() for these samples, as one vector."""
         rows, given = inputs[:, 0].long().cpu(), dict[str, torch.Tensor]()
         for (name, role), table in zip(self._given.items(), self._tables, strict=True):
             view = table[rows].to(inputs)
@@ -144,21 +142,21 @@ class Results(nn.Module):
 
 
 def _cut(samples: int) -> list[slice]:
-    """Stretches of a shard, of unlike sizes, in other numbers on ranks with an odd shard."""
+    """Return consecutive parts of a shard, of different sizes; shards of odd size have one more."""
     parts = min(samples, _PARTS + samples % 2)
     ends = [samples * (n + 1) ** 2 // parts**2 for n in range(parts)]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
 
 
 class Measuring(Workload):
-    """Measures the table by a metric, which is made by `make`."""
+    """Measures the table by a metric, which `make` creates."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The result, which is not trained."""
+        """Return the result as a module, which is not trained."""
         return Results(self._make, self._given)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD that takes no step, since the result is not to be trained."""
+        """Return SGD with rate 0, because the result must not be trained."""
         return torch.optim.SGD(parameters, lr=0.0)
 
 

@@ -1,17 +1,18 @@
-"""A small model that its name describes, as `distcheck explore` makes them up.
+"""A small model described by its name, as `distcheck explore` generates.
 
-`generated:linear3.bias-scale;adam` and the like; `distcheck.records.generated_words` has the words.
+An example is `generated:linear3.bias-scale;adam`; `distcheck.records.generated_words` defines the
+words.
 
-Nothing cancels here: inputs, weights and cotangents are positive, so every gradient is a sum of
-positive terms, over the samples as well as within the network. A gradient that is the small rest of
-large terms would be as small as its rounding errors, and correct code would differ from the whole
-batch by more than S32 allows for. For the same reason layers are followed by tanh: it has no point
-at which rounding decides which side of a kink an input is on. And no layer makes numbers grow,
-however many stand in a row: where a tanh is nearly 1, its slope is the small rest of 1 - tanh^2.
+There is no cancellation: inputs, weights and cotangents are positive, so every gradient is a sum of
+positive terms, over the samples and within the network. A gradient that is a small difference of
+large terms would be as small as its rounding errors, and correct code would differ from the full
+batch by more than S32 permits. For the same reason layers are followed by tanh: it has no kink at
+which rounding decides the branch. No layer increases magnitudes, however many are stacked: if a
+tanh is nearly 1, its slope is the small difference 1 - tanh^2.
 
-BatchNorm is the exception: what passes back through it adds up to zero. It stands before every
-layer that trains, and a sigmoid makes its results positive again; its own weight's gradient is the
-rest of larger terms, and S32 compares it on the scale of its bias' gradient, which is not.
+BatchNorm is the exception: gradients through it sum to zero. It precedes every layer that trains,
+and a sigmoid makes its results positive again; the gradient of its own weight is a difference of
+larger terms, and S32 compares it on the scale of its bias gradient, which is not.
 """
 
 from collections.abc import Iterable
@@ -27,21 +28,21 @@ from distcheck.workloads.datasets.synthetic import hash24
 
 LEARNING_RATE = 2.0**-10
 WEIGHT_DECAY = 0.5
-RATES = (0.25, 1.0, 0.125)  # of it, step by step, again and again
-_CHOSEN_BELOW = 1.0  # a sample's first number, in [0.5, 1.5), where it passes through rare layers
-# What torch's optimizers keep of each parameter that takes a gradient.
+RATES = (0.25, 1.0, 0.125)  # factors of it, step by step, repeated
+_CHOSEN_BELOW = 1.0  # samples whose first number, in [0.5, 1.5), is lower use rare layers
+# State of torch's optimizers for each parameter with a gradient.
 STATE = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq", "step")}
 _KERNEL = 2
 _COLUMNS = SHAPE[0] * SHAPE[1] * SHAPE[2]
 
 
 def between(keys: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Numbers in [low, high) that look random, from int64 keys of any shape; float32."""
+    """Return pseudorandom numbers in [low, high) from int64 keys of any shape; float32."""
     return hash24(keys).to(torch.float32).div_(2**24).mul_(high - low).add_(low)
 
 
 def _weight(*shape: int, fan_in: int) -> torch.Tensor:
-    """Positive weights [shape] whose sum over `fan_in` inputs is about 1, drawn from torch."""
+    """Return random positive weights [shape] whose sum over `fan_in` inputs is about 1."""
     return torch.empty(shape).uniform_(0.5, 1.5).div_(fan_in)
 
 
@@ -59,11 +60,11 @@ class Dense(nn.Module):
         self.features = features if self.tied else layer.size
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One linear map, or two with the same weight."""
+        """Apply one linear map, or two with the same weight."""
         outputs = torch.tanh(nn.functional.linear(inputs, self.weight, self.bias))
         if not self.tied:
             return outputs
-        # The weights add up to about 1 in the other direction.
+        # In the other direction, the weights also sum to about 1.
         back = nn.functional.linear(outputs, self.weight.t()) * (self.features / outputs.shape[1])
         return torch.tanh(back)
 
@@ -81,12 +82,11 @@ class Conv(nn.Module):
         self.bias = nn.Parameter(_weight(layer.size, fan_in=4)) if "bias" in layer.marks else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A 2x2 convolution without padding."""
         return torch.tanh(nn.functional.conv2d(inputs, self.weight, self.bias))
 
 
 class Scale(nn.Module):
-    """Multiplies by one parameter without dimensions."""
+    """Multiplies by one scalar (0-d) parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Scale(nn.Module):
 
 
 class Table(nn.Module):
-    """The mean of every number and of a vector of `size` parameters, which is weighted."""
+    """The mean of each input and a weighted sum of `size` parameters."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Table(nn.Module):
 
 
 class Running(nn.Module):
-    """A buffer that follows the mean of what passes, which it leaves alone."""
+    """A buffer that tracks the mean of the inputs, which pass unchanged."""
 
     mean: torch.Tensor
 
@@ -125,16 +125,15 @@ class Running(nn.Module):
 
 
 class Norm(nn.BatchNorm2d):
-    """[n, channels, height, width] -> the same, between 0 and 1."""
+    """[n, channels, height, width] -> the same shape, between 0 and 1."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Positive numbers."""
         return torch.sigmoid(super().forward(inputs))
 
 
 class Chain(nn.Sequential):
-    """Layer by layer. Those in `rare` are for the samples that are `chosen` [n], and are left out
-    where there are none: what they add is half of the mean of what they make of such a sample.
+    """A sequence of layers. Those in `rare` apply to the `chosen` samples [n] only, and are skipped
+    if there are none: each contributes half of the mean of its output for such a sample.
     """
 
     chosen: torch.Tensor
@@ -144,7 +143,7 @@ class Chain(nn.Sequential):
         self.rare: set[str] = set()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The shape is that of the last layer that is not rare."""
+        """Run the layers; the output has the shape of the last layer that is not rare."""
         for name, layer in self._modules.items():
             assert layer is not None
             if name not in self.rare:
@@ -158,10 +157,10 @@ class Chain(nn.Sequential):
 
 
 class Model(Chain):
-    """The outermost module: it knows which samples are chosen."""
+    """The outermost module, which determines the chosen samples."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 2, 4, 4]."""
+        """Run the layers on inputs [n, 2, 4, 4]."""
         chosen = inputs[:, 0, 0, 0] < _CHOSEN_BELOW
         for module in self.modules():
             if isinstance(module, Chain):
@@ -179,31 +178,31 @@ class GeneratedSamples:
         self._samples = samples
 
     def size(self, *, train: bool) -> int:
-        """As many as the words say; tested is on as many."""
+        """Return the number in the description; the test split has equally many."""
         return self._samples
 
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs [n, 2, 4, 4] and labels [n]."""
+        """Return inputs [n, 2, 4, 4] and labels [n]."""
         rows = ids if train else ids + 10**6
         keys = rows.unsqueeze(1) * 4099 + torch.arange(_COLUMNS)
         return between(keys, 0.5, 1.5).to(dtype).view(-1, *SHAPE), rows
 
 
 class Generated:
-    """The workload that some words describe."""
+    """The workload of a description."""
 
     def __init__(self, words: ModelWords) -> None:
         self._words = words
         self.training = Training(accumulate=words.accumulate)
-        if words.groups:  # the loop looks whether there is such a method
+        if words.groups:  # the loop checks whether there is such a method
             self.groups = self._groups
         if words.schedule:
             self.schedule = self._schedule
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Layer by layer; inputs [n, 2, 4, 4]."""
+        """Build the layers; inputs are [n, 2, 4, 4]."""
         within: list[Chain] = [Model()]
         channels, side, features = SHAPE[0], SHAPE[1], 0
         for layer in self._words.layers:
@@ -238,40 +237,41 @@ class Generated:
         return Scale() if layer.kind == "scale" else Running()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The mean over the samples of what the model says of each, times a weight of its own."""
+        """Return the mean over the samples of the model's output times a weight per sample."""
         weights = between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
         loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
         return loss
 
     @staticmethod
     def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Every other parameter learns at half the rate, and only those decay."""
+        """Return two groups: every other parameter learns at half the rate, and only those
+        decay.
+        """
         listed = list(parameters)
         slow = {"params": listed[1::2], "lr": LEARNING_RATE / 2, "weight_decay": WEIGHT_DECAY}
         return [{"params": listed[::2]}, slow] if slow["params"] else [{"params": listed}]
 
     @staticmethod
     def _schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
-        """No two steps in a row have one rate."""
+        """Set rates that differ between consecutive steps."""
         for number, group in enumerate(optimizer.param_groups):
             group["lr"] = LEARNING_RATE / (1 + number) * RATES[step % len(RATES)]
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """As the words say; steps are small, so that weights stay positive."""
+        """Return the described optimizer; steps are small, so that weights stay positive."""
         if self._words.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=LEARNING_RATE)
         momentum = 0.9 if self._words.optimizer == "momentum" else 0.0
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum)
 
     def samples(self) -> GeneratedSamples:
-        """Samples of its own, in place of `--data`."""
         return GeneratedSamples(self._words.samples)
 
 
 def describe(workload: str, model: nn.Module) -> ModelLayout:
-    """What `describe_model` finds of a workload's `model`, without a step of its optimizer."""
+    """Return the result of `describe_model` for a workload's `model`, without an optimizer step."""
     keys = STATE[parse(workload.removeprefix(PREFIX)).optimizer]
-    # torch's optimizers count steps in float64 where that is the default dtype, else in float32.
+    # torch's optimizers count steps in float64 if that is the default dtype, else in float32.
     counted_in = "float64" if torch.get_default_dtype() == torch.float64 else "float32"
     parameters = [(name, _spec(name, p)) for name, p in model.named_parameters()]
     trained = [(n, spec) for (n, spec), p in zip(parameters, model.parameters(), strict=True)
@@ -297,7 +297,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def described(words: str) -> Generated:
-    """The workload called `generated:WORDS`. Raises UsageError."""
+    """Return the workload `generated:WORDS`. Raises UsageError."""
     return Generated(parse(words))
 
 

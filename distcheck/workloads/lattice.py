@@ -1,17 +1,17 @@
-"""Integer-valued training: every sum is exact, so every correct strategy must yield the same bits.
+"""Integer-valued training: every sum is exact, so every correct strategy must be bit-identical.
 
-Inputs, weights and cotangents are small integers and every layer is piecewise linear, so that
-each gradient is a sum of integers that float32 holds exactly, in whatever order it is added up.
-What the gradient must be is then known in closed form (`distcheck.judge.oracles.lattice`), by a
-program that shares nothing with this one.
+Inputs, weights and cotangents are small integers and every layer is piecewise linear, so each
+gradient is a sum of integers that float32 represents exactly, in any summation order. The correct
+gradient is then known in closed form (`distcheck.judge.oracles.lattice`), from a program that
+shares nothing with this one.
 
 Three devices keep it exact over many steps:
 
-- A parameter enters the loss through `v - v.detach()`: the gradient is v's, the value is 0. What
-  the weights have grown to never enters the loss, whose value is a sum of integers of its own.
+- A parameter enters the loss through `v - v.detach()`: the gradient is v's, the value is 0. The
+  values of the weights never enter the loss, which is a separate sum of integers.
 - The learning rate is a power of two and there is no momentum.
-- A mean over a shard of n = odd * 2^k samples is not exact. The loss is scaled by
-  total / 2^k instead of 1 / n: as if each sample's own loss carried the factor odd * total.
+- A mean over a shard of n = odd * 2^k samples is not exact. The loss is scaled by total / 2^k
+  instead of 1 / n: as if each sample's own loss carried the factor odd * total.
 """
 
 from collections.abc import Iterable
@@ -43,21 +43,19 @@ WIDTHS = {
 
 
 def mix(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
-    """Small integers in [-(span // 2), span // 2] that look random: a square modulo 257."""
+    """Return small pseudorandom integers in [-(span // 2), span // 2]: a square modulo 257."""
     t = (row * 131 + column * 71 + 17) % 257
     return (t * t) % 257 % span - span // 2
 
 
 def _integers(count: int, column: int, span: int) -> torch.Tensor:
-    """`mix` of so many rows: the first 257 again and again."""
+    """Return `mix` of that many rows, with period 257."""
     period = mix(torch.arange(257), torch.tensor(column), span).to(torch.get_default_dtype())
     return period.repeat(-(-count // 257))[:count]
 
 
 class LatticeModel(nn.Module):
-    """A dense layer, a linear head, a convolution, one scalar (a parameter of no dimension, or a
-    vector of one element), and one large vector.
-    """
+    """A dense layer, a linear head, a convolution, one scalar, and one large vector."""
 
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -95,10 +93,10 @@ def _only_gradient(value: torch.Tensor) -> torch.Tensor:
 
 
 class LatticeSamples(ComputedSamples):
-    """Sample i, column j is `mix(i, j)`: cotangents in -1..1, everything else in -2..2.
+    """Sample i, column j is `mix(i, j)`: cotangents in -1..1, all other columns in -2..2.
 
-    The cotangents of the scalar and the large vector are in 1..3, so that their gradients, a
-    single sum over the samples, can never be zero by accident.
+    The cotangents of the scalar and the large vector are in 1..3, so that their gradients, each a
+    single sum over the samples, can never be zero.
     """
 
     shape = (sum(WIDTHS.values()),)
@@ -107,7 +105,7 @@ class LatticeSamples(ComputedSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs [n, columns] and labels [n], all zero."""
+        """Return inputs [n, columns] and labels [n], all zero."""
         rows = (ids if train else ids + self.size(train=True)).unsqueeze(1)
         start, columns = 0, []
         for name, width in WIDTHS.items():
@@ -119,17 +117,17 @@ class LatticeSamples(ComputedSamples):
 
 
 class Lattice:
-    """The workload; see the module's text."""
+    """The workload; see the module's docstring."""
 
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         self._scalar_shape = scalar_shape
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """The same integers whatever the seed."""
+        """Build a model with the same integers for every seed."""
         return LatticeModel(self._scalar_shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The shard's scaled sum of losses: a mean in all but an exact factor."""
+        """Return the shard's scaled sum of losses: a mean except for an exact factor."""
         per_sample: torch.Tensor = model(batch.inputs)
         samples = len(batch.ids)
         power_of_two = samples & -samples
@@ -139,7 +137,6 @@ class Lattice:
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
     def samples(self) -> LatticeSamples:
-        """Integer samples of its own, in place of `--data`."""
         return LatticeSamples()
 
 
@@ -147,7 +144,7 @@ workload = Lattice()
 
 
 def described(words: str) -> Lattice:
-    """`no-scalar`: for code that takes no parameter without dimensions. Raises UsageError."""
+    """Return the variant `no-scalar`, for code without scalars (0-d). Raises UsageError."""
     if words != "no-scalar":
         raise UsageError(f"workload lattice:{words} is not known; there is lattice:no-scalar")
     return Lattice((1,))

@@ -1,4 +1,4 @@
-"""A three-layer perceptron: the quickest real training, no convolution, no buffers."""
+"""A three-layer perceptron: the fastest real training, no convolution, no buffers."""
 
 from math import prod
 
@@ -24,15 +24,13 @@ class FirstNumbers(nn.Module):
 
 
 class MLP(Classifier):
-    """Flatten, 128, 64, classes; SGD with momentum. It sees the first `most_inputs` numbers of a
-    sample where it is given, and all of them otherwise.
-    """
+    """Flatten, 128, 64, classes; SGD with momentum. `most_inputs` limits the inputs."""
 
     def __init__(self, most_inputs: int | None = None) -> None:
         self._most_inputs = most_inputs
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """ReLU between the layers; any sample shape will do."""
+        """Build it with ReLU between the layers, for any sample shape."""
         inputs = min(prod(sample_shape), self._most_inputs or prod(sample_shape))
         return nn.Sequential(
             nn.Flatten() if self._most_inputs is None else FirstNumbers(inputs),
@@ -48,7 +46,7 @@ workload = MLP()
 
 
 def described(words: str) -> MLP:
-    """`small`: 17 thousand parameters, for worlds of many ranks. Raises UsageError."""
+    """Return the variant `small`: 17 thousand parameters, for large worlds. Raises UsageError."""
     if words != "small":
         raise UsageError(f"workload mlp:{words} is not known; there is mlp:small")
     return MLP(_FEW_INPUTS)

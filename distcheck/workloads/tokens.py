@@ -1,12 +1,12 @@
-"""A small language model over sequences of unequal length: what is divided by tokens.
+"""A small language model over sequences of different lengths, whose loss is averaged over tokens.
 
-Each position predicts the next token. A sequence is filled up with padding to the length of the
-longest, and the loss is the mean over the real targets of the batch, so a rank counts by its tokens
-and not by its samples. One sequence in eight is long, one has no target at all, the others are
-short: shards have very different numbers of tokens, and a shard of few samples may have none.
+Each position predicts the next token. A sequence is padded to the length of the longest, and the
+loss is the mean over the real targets of the batch, so a rank must be weighted by its tokens and
+not by its samples. One sequence in eight is long, one has no target at all, the others are short:
+shards have very different numbers of tokens, and a shard of few samples may have none.
 
-Attention looks at earlier tokens only, so padding at the end changes no target's logits. The keys
-have no bias, which would cancel in the softmax. GELU and no dropout, as in `transformer`.
+Attention is causal, so padding at the end changes no target's logits. The keys have no bias, which
+would cancel in the softmax. GELU and no dropout, as in `transformer`.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from distcheck.contract import Batch
 from distcheck.records.expected_events import Padding
 from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
-LENGTH, VOCABULARY = 16, 64  # token numbers that every dtype holds exactly
+LENGTH, VOCABULARY = 16, 64  # token numbers that every dtype represents exactly
 WIDTH, HEADS, BLOCKS = 32, 4, 2
-PADDING = 0  # the token that fills up
-IGNORED = -100  # the target that no loss counts, as torch's cross_entropy has it
+PADDING = 0  # the padding token
+IGNORED = -100  # the target that the loss ignores, torch's default in cross_entropy
 _ONE_IN, _SHORT = 8, 5
 
 
@@ -35,11 +35,11 @@ class Sequences(ComputedSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [n, LENGTH] as numbers, and targets [n, LENGTH]."""
+        """Return tokens [n, LENGTH] as numbers, and targets [n, LENGTH]."""
         rows = self.rows(ids, train=train)
         numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(LENGTH + 1))
         tokens = 1 + numbers % (VOCABULARY - 1)
-        # As many as there are targets: the last token of a sequence has none.
+        # One more than the number of targets: the last token of a sequence has none.
         kind = hash24(rows * 8191 + 1)
         targets = torch.where(kind % _ONE_IN == 0, LENGTH, 1 + kind // _ONE_IN % _SHORT)
         targets = torch.where(kind % _ONE_IN == 1, 0, targets).unsqueeze(1)
@@ -49,7 +49,7 @@ class Sequences(ComputedSamples):
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same; a token attends to itself and to those before it."""
+    """[n, tokens, width] -> the same shape; a token attends to itself and earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,6 @@ class Attention(nn.Module):
         self.keys, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each head by itself."""
         queries, keys, values = (
             part(tokens).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
             for part in (self.queries, self.keys, self.values)
@@ -70,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part, each after a LayerNorm and beside a residual."""
+    """Attention, then a feed-forward part, each with a LayerNorm and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[n, tokens, width] -> the same."""
+        """[n, tokens, width] -> the same shape."""
         tokens = tokens + self.attention(self.first(tokens))
         outputs: torch.Tensor = tokens + self.down(F.gelu(self.up(self.second(tokens))))
         return outputs
@@ -96,38 +95,35 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The logits of the next token, at every position."""
+        """Return the logits of the next token, at every position."""
         tokens = self.embedding(inputs.long()) + self.position
         logits: torch.Tensor = self.head(self.norm(self.blocks(tokens)))
         return logits
 
 
 class Workload:
-    """AdamW, as language models are trained."""
+    """The language model, trained by AdamW."""
 
     must_happen = (Padding(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """For the samples of its own."""
         return LanguageModel()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the real targets; 0 where there is none."""
+        """Return the cross-entropy, the mean over the real targets; 0 if there are none."""
         logits = model(batch.inputs).flatten(0, 1)
         targets = batch.labels.flatten()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         return total / max(1, batch.tokens)
 
     def tokens(self, batch: Batch) -> torch.Tensor:
-        """Bool [n, LENGTH]: the targets that are not padding."""
+        """Return a bool mask [n, LENGTH] of the targets that are not padding."""
         return batch.labels != IGNORED
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW, learning rate 0.001."""
         return torch.optim.AdamW(parameters, lr=1e-3)
 
     def samples(self) -> Sequences:
-        """Sequences of its own, in place of `--data`."""
         return Sequences()
 
 

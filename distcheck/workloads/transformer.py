@@ -1,7 +1,8 @@
-"""A small transformer over the patches of an image: what model-parallel layouts divide.
+"""A small transformer over the patches of an image, which model-parallel layouts shard.
 
-It has what they go wrong in: attention with several heads, LayerNorm, residual sums, a mean over
-the tokens. No dropout, and GELU in place of ReLU, so that no kink decides between two roundings.
+It has the parts in which they go wrong: attention with several heads, LayerNorm, residual
+connections, a mean over the tokens. No dropout, and GELU instead of ReLU, so that rounding never
+decides a branch.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ TOKENS, WIDTH, HEADS, BLOCKS = 8, 32, 4, 2
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same, each head by itself. A rank may hold some of the heads."""
+    """[n, tokens, width] -> the same shape, by independent heads, of which a rank may have some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +28,6 @@ class Attention(nn.Module):
         self.values, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Every token attends to all."""
         queries, keys, values = (
             part(tokens).unflatten(2, (-1, self.head_size)).transpose(1, 2)
             for part in (self.queries, self.keys, self.values)
@@ -38,20 +38,19 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """[n, tokens, width] -> the same, each token by itself."""
+    """[n, tokens, width] -> the same shape, each token independently."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Wider, GELU, and back."""
         outputs: torch.Tensor = self.down(F.gelu(self.up(tokens)))
         return outputs
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part, each after a LayerNorm and beside a residual."""
+    """Attention, then a feed-forward part, each with a LayerNorm and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +58,14 @@ class Block(nn.Module):
         self.attention, self.feed = Attention(), Feed()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[n, tokens, width] -> the same."""
+        """[n, tokens, width] -> the same shape."""
         tokens = tokens + self.attention(self.first(tokens))
         outputs: torch.Tensor = tokens + self.feed(self.second(tokens))
         return outputs
 
 
 class Embed(nn.Module):
-    """A sample's numbers, cut into patches, as tokens with a position."""
+    """A sample's numbers, split into patches, as tokens with a position."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -90,17 +89,16 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The mean over the tokens, then a linear layer."""
         tokens = self.norm(self.blocks(self.embed(inputs)))
         logits: torch.Tensor = self.head(tokens.mean(1))
         return logits
 
 
 class Workload(Classifier):
-    """AdamW, as transformers are trained."""
+    """The transformer, trained by AdamW."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Wants samples whose numbers can be cut into patches of one size."""
+        """Build it for samples that can be split into equal patches. Raises UsageError."""
         numbers = prod(sample_shape)
         if numbers % TOKENS:
             raise UsageError(
@@ -110,7 +108,6 @@ class Workload(Classifier):
         return Transformer(numbers, classes)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW, learning rate 0.001."""
         return torch.optim.AdamW(parameters, lr=1e-3)
 
 

@@ -1,14 +1,14 @@
-"""A tiny model of real numbers that is trained for twelve steps: errors that begin late.
+"""A tiny floating-point model that is trained for twelve steps, for errors that begin late.
 
-Compression after a warm-up, a mask, a switch: these may begin at any step, and whole numbers need
-not show them. A step of this model costs next to nothing, so there are twelve of them.
+Compression after a warm-up, a mask, a switch: these may begin at any step, and integer-valued
+training may not show them. A step of this model is very cheap, so there are twelve.
 
-Its gradients have what those of most models lack:
+Its gradients have two features that most models lack:
 
-- `down` is zero on every rank at the first step, since `up` begins at zero as in LoRA: code may
+- `down` is zero on every rank at the first step, because `up` starts at zero as in LoRA: code may
   divide zero by zero
-- `large` and `small` have large and subnormal ones, which code may clamp or flush. Their terms add
-  nothing to the loss, which would otherwise be nothing else
+- `large` and `small` have large and subnormal gradients, which code may clamp or flush. Their terms
+  add zero to the loss, which they would otherwise dominate
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ from torch import nn
 from distcheck.machine.numerics import smallest
 from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
 
-WIDTH, RANK, USED = 16, 2, 8  # USED: numbers of a sample that the unusual terms are made of
-# Of one, and of the smallest number. Gradients become 1e-2 of that: 1e4, which float16 holds.
+WIDTH, RANK, USED = 16, 2, 8  # USED: numbers of a sample in the unusual terms
+# Factors of 1 and of the smallest subnormal. Gradients become 1e-2 of that: 1e4, within float16.
 LARGE, SMALL = 2.0**19, 2.0**26
 
 
 class Model(nn.Module):
-    """inputs [n, 3, 8, 8] -> logits [n, classes]: one hidden layer, and what is added to it."""
+    """inputs [n, 3, 8, 8] -> logits [n, classes]: one hidden layer, and the unusual terms."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Model(nn.Module):
         self.large, self.small = (nn.Parameter(torch.zeros(USED)) for _ in range(2))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The unusual terms are zero, and belong to the first logit: a term of all logits would
-        leave the loss as it is.
+        """Return the logits. The unusual terms are zero, and added to the first logit only: a term
+        of all logits would not change the loss.
         """
         numbers = inputs.flatten(1)
         hidden = torch.tanh(self.first(numbers))
@@ -50,17 +50,16 @@ class Model(nn.Module):
 
 
 class Workload(CellWorkload):
-    """On the samples of cells."""
+    """The model on the samples of cells."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return Model(classes)
 
     def samples(self) -> CellSamples:
-        """Enough for twelve batches without one twice."""
+        """Return enough samples for twelve batches without repetition."""
         return CellSamples(1 << 12)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 

@@ -1,4 +1,4 @@
-"""VGG11 with BatchNorm for 3x32x32 images, trained as the courses train it on CIFAR-10.
+"""VGG11 with BatchNorm for 3x32x32 images, trained as courses train it on CIFAR-10.
 
 Eight 3x3 convolutions with BatchNorm and ReLU, five poolings, one linear layer 512 -> classes
 (configuration A of Simonyan and Zisserman, arXiv:1409.1556, without the hidden linear layers).
@@ -36,7 +36,6 @@ class VGG11(nn.Module):
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Convolutions, flatten, one linear layer."""
         logits: torch.Tensor = self.classifier(self.features(inputs).flatten(1))
         return logits
 
@@ -45,7 +44,7 @@ class VGG11Workload(Classifier):
     """Cross-entropy; SGD, learning rate 0.1, momentum 0.9, weight decay 1e-4."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Wants 3x32x32 images: five poolings leave one pixel of 512 channels."""
+        """Build it for 3x32x32 images, which five poolings reduce to a pixel. Raises UsageError."""
         if sample_shape != (3, 32, 32):
             given = "x".join(map(str, sample_shape))
             raise UsageError(

@@ -1,32 +1,30 @@
-"""How ranks come to exist, are watched, and end.
+"""Rank lifecycle: launch, supervision, shutdown.
 
-world.py         one world of ranks: linger, deadline, blame, calls that do not match
-launch.py        starting a world of ranks, or a lone job
-pool.py          what ranks are forked from here: the helper, and further interpreters
-kept.py          processes that stay from request to request
-jobs.py          what a process can be asked to do: the type of a job, and no job
-reporter.py      a forked process's line to the front
-messages.py      what front, helper and children say to each other; framing.py how it travels
+world.py         one world of ranks: linger, deadline, root cause, calls that do not match
+launch.py        starts a world of ranks, or a single-process job
+pool.py          processes that ranks are forked from here: the helper, and further interpreters
+kept.py          persistent processes that serve one request after another
+jobs.py          the type of a job that a forked process can run
+reporter.py      the connection of a forked process to the front end
+messages.py      messages between front end, helper and children; framing.py: their encoding
 rendezvous.py    how the ranks of a world find each other
-shares.py        the ranks of a world that live in one place
-surroundings.py  what differs between ranks in several interpreters: machines, environment, delays
-
-stalls.py        telling a hung rank from a slow machine
-waiting.py       whether a rank waits, and in which of its calls
-postings.py      what those calls are; flight.py: torch's own record of them
-callers.py       whose code a file is, and the line that called
-proofs.py        what proves by them that a world can go no further
-call_log.py      the latest calls in shared memory, for ranks that a library ends
-blame.py         how each rank ended, and which end was the cause
+shares.py        the ranks of a world that run in one place
+surroundings.py  differences between ranks in several interpreters: machines, environment, delays
+stalls.py        tells a hung rank from a slow machine
+waiting.py       detects that a rank is blocked, and in which of its calls
+postings.py      records those calls; flight.py reads torch's own record of them
+callers.py       classifies source files, and finds the line that made a call
+proofs.py        proves from reports of blocked ranks that a world is deadlocked
+call_log.py      the latest calls in shared memory, for ranks that a library aborts
+blame.py         how each rank ended, and which end is the root cause
 interrupts.py    Ctrl-C and SIGTERM
-turns.py         how many worlds run at once under pytest-xdist
-scratch.py       folders that go even where the process that made them is killed
+turns.py         limits the number of concurrent worlds under pytest-xdist
+scratch.py       temporary folders that are removed even if their process is killed
 linux.py         the few Linux calls that Python does not wrap
-
 local/           ranks on this machine: the helper that imports torch once and forks everything
-                 else, the front's side of it, what a forked process does
+    else, the front end's side of it, the life of a forked process
 remote/          ranks in processes that a launcher started, here or on other machines
 mpi/             ranks of an MPI job that is started here
 simulated/       ranks that are threads of one process
-launchers/       which launcher has started this process, one file each
+launchers/       detects the launcher that started this process, one file each
 """

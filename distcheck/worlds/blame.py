@@ -1,4 +1,4 @@
-"""How each rank of a world ended, and who is to blame: causes first, victims after."""
+"""The end of each rank of a world, ordered by cause: root causes before secondary failures."""
 
 import os
 import re
@@ -14,58 +14,58 @@ from distcheck.records.ends import MISUSES, VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
-# What gloo and NCCL say on the ranks that are left when another one has gone.
+# Errors that gloo and NCCL raise on the remaining ranks when a peer has exited.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|peer closed|"
     r"connectFullMesh|Connection was likely closed|"
     r"remote process exited|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-# What a collective that timed out raises; a process or a request of one's own may time out, too.
+# Raised by a collective that times out; a process or request of the user may time out as well.
 _COLLECTIVES_ERRORS = {
     "RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError",
 }  # fmt: skip
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _PYTHONS = os.path.dirname(os.__file__)
-SIZES_DIFFER = "collective mismatch"  # gloo's own words, on the rank that received
+SIZES_DIFFER = "collective mismatch"  # gloo's message on the receiving rank
 Known = dict[str, Any]  # fields of an Outcome
 
 _STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
 _OWN_CODE = "distcheck fell over what the code under test left behind, or over itself"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
-# Below it, in faulthandler's order, is the life of the process that forked this one.
+# Frames below this one, in faulthandler's order, belong to the process that forked this one.
 _FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
 
 
 def finished(child: Child, *, hung: bool) -> bool:
-    """Whether a rank did its job and then left in peace, exit status included; where the world
-    `hung`, without having been asked first.
+    """Return True if a rank completed its job and exited with status 0 after its release; if the
+    world `hung`, only if it did so without being asked for its stacks first.
     """
     left = child.done is not None and child.gone and child.released and child.exit_code == 0
     return left and not (hung and child.late)
 
 
 def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
-    """How each rank ended, the original cause first and ranks that finished last.
+    """Return how each rank ended, the root cause first and finished ranks last.
 
-    A rank that died without a word outranks ranks that raised because they lost a peer; among
-    ranks that raised on their own account the earliest comes first, and among ranks that hung
-    those that are in no collective.
+    A rank that died silently outranks ranks that raised because they lost a peer. Ranks that raised
+    for any other reason are ordered by time, and among hung ranks those outside a collective come
+    first.
     """
     return [outcome for outcome, _ in _in_order(children, hung=hung)]
 
 
 def first_cause(children: Sequence[Child], *, hung: bool) -> Child:
-    """The rank whose end is the original cause, of those that did not finish."""
+    """Return the unfinished rank whose end is the root cause."""
     return _in_order(children, hung=hung)[0][1]
 
 
 def own_defect(children: Sequence[Child], *, hung: bool) -> messages.Raised | None:
-    """What ended a world, if only code of distcheck and its libraries is in the traceback, and it
-    is neither a lost peer nor trouble of the machine. It is a defect of distcheck where no code of
-    others had run in that rank, which may have left behind what distcheck fell over.
+    """Return the exception that ended a world if its traceback contains only code of distcheck and
+    its libraries, and it is neither a lost peer nor a machine problem. It is a defect of distcheck
+    unless third-party code had already run in that rank and may have corrupted its state.
     """
     child = first_cause(children, hung=hung)
     ended = _outcome(child, 0, hung=hung).outcome
@@ -85,7 +85,7 @@ def _in_order(children: Sequence[Child], *, hung: bool) -> list[tuple[Outcome, C
 
 
 def is_victim(child: Child) -> bool:
-    """Whether a rank raised only because a peer was gone."""
+    """Return True if a rank raised only because a peer had exited."""
     if child.raised is None:
         return False
     timed_out = "timed out" in child.raised.message.lower()
@@ -95,9 +95,9 @@ def is_victim(child: Child) -> bool:
 
 
 def _outlived_its_peers(child: Child) -> bool:
-    """Whether what ended a rank is that distcheck ended its world. Ranks are killed one after
-    another, and on a busy machine one that is left loses its peers first: it raises of that, or
-    the library that it waits in aborts it. What it was in is what it had said before.
+    """Return True if a rank ended only because distcheck ended its world. Ranks are killed one
+    after another; on a busy machine a remaining rank notices its lost peers first and raises, or
+    the blocked library aborts it. Its position is then the one that it had reported before.
     """
     asked = child.stacks is not None or child.ended
     lost = is_victim(child) if child.raised is not None else child.exit_signal is not None
@@ -118,7 +118,7 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     said = child.stacks if _outlived_its_peers(child) else None
     told = said or child.raised or child.stacks
     if hung and child.woken:
-        told = None  # what it entered once it was woken is not what it hung in
+        told = None  # calls entered after it was woken are not those that it hung in
     end = RankEnd(known.pop("outcome"))
     known |= {} if end == RankEnd.FINISHED else _of_any_end(child)
     texts = {name: masked(value) for name, value in known.items() if isinstance(value, str)}
@@ -131,7 +131,7 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _of_any_end(child: Child) -> Known:
-    """Where a rank was, what it printed, and what its backend and its world said."""
+    """Return a rank's position, its output, and True if gloo reports different sizes."""
     step, phase = None, "before the first step"
     if child.spawn_error:
         phase = ""
@@ -147,8 +147,8 @@ def _of_any_end(child: Child) -> Known:
 
 
 def _of_proven(child: Child, *, hung: bool) -> Known | None:
-    """A rank of a world that is proven to go no further; or of a simulated one whose process ended,
-    or was ended, while another rank had its turn.
+    """Return the outcome of a rank whose world is proven to be deadlocked, or of a simulated rank
+    whose process ended while another rank was scheduled; None otherwise.
     """
     if child.raised is not None or child.done is not None or child.stacks is None:
         return None
@@ -162,7 +162,7 @@ def _of_proven(child: Child, *, hung: bool) -> Known | None:
 
 
 def _why(child: Child) -> Known:
-    """Why the world could go no further, or failed; or nothing."""
+    """Return why the world failed or could not proceed, as far as proven."""
     return {} if child.proven is None else {"proven": child.proven.how, "why": child.proven.what}
 
 
@@ -197,7 +197,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
     woken = hung and (child.late or answered_late)
     killed = outlived or child.exit_signal == signal.SIGKILL
     if woken or (asked and (killed or (died and child.shaken))):
-        # Where it hung is what was written first: once woken, it is somewhere else.
+        # The stacks written first show where it hung: once woken, the rank is somewhere else.
         stacks = None if woken and child.shaken else child.stacks
         known = _of_stacks(stacks) or {"text": _without_plumbing(child.low_level_stacks)}
         return {"outcome": ends, "ended_by": _went_on(child) if woken else "", **known}
@@ -209,7 +209,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
         return {"outcome": RankEnd.KILLED, "ended_by": f"killed by {name}"}
     after = " after its last step" if child.done is not None else " without a word"
     left = f"left with exit code {child.exit_code}{after}"
-    # Its stack is of where it has called os._exit.
+    # The stack shows the call of os._exit.
     return {"outcome": RankEnd.EXITED, "ended_by": left, **_of_stacks(child.stacks)}
 
 
@@ -241,8 +241,8 @@ def _went_on(child: Child) -> str:
 
 
 def _lost_at(raised: messages.Raised) -> str:
-    """Where a rank was when it lost its peer. Whether its last collective had completed is not
-    known: gloo says so of one that has failed, too.
+    """Return the position of a rank when it lost its peer. gloo marks failed collectives as
+    completed, so the state of its last collective is unknown and not included.
     """
     own = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "distcheck", "")
     frames = _FRAME.findall(raised.traceback)
@@ -255,14 +255,14 @@ def _lost_at(raised: messages.Raised) -> str:
 
 
 def _innermost(stacks: str) -> str:
-    """FILE:LINE, the innermost of a stack that is not in Python's own modules; or nothing."""
+    """Return the innermost frame outside Python's own modules as FILE:LINE; empty if none."""
     frames = _FRAME.findall(stacks)
     own = [f for f in frames if not f[0].startswith(_PYTHONS) or "-packages" in f[0]] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def _without_plumbing(stacks: str) -> str:
-    """What faulthandler wrote, less distcheck's own frames and threads that only wait for us."""
+    """Return faulthandler's output without distcheck's own frames and its waiting threads."""
     own = os.path.dirname(os.path.dirname(__file__))
     blocks = []
     for block in stacks.split("\n\n"):
@@ -270,7 +270,7 @@ def _without_plumbing(stacks: str) -> str:
         lines = [line for line in lines if own not in line and "<string>" not in line]
         frames = [line for line in lines if line.lstrip().startswith("File ")]
         waits = bool(frames) and all("/threading.py" in frame for frame in frames)
-        idle = bool(lines) and lines[0].startswith("Thread ") and not frames  # of ours alone
+        idle = bool(lines) and lines[0].startswith("Thread ") and not frames  # of ours only
         if lines and not waits and not idle and not lines[0].startswith("Extension modules"):
             blocks.append("\n".join(lines))
     return "\n".join(blocks)

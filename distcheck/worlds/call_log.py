@@ -1,7 +1,6 @@
-"""A rank's latest calls, in memory that it shares with the front: they can be read after a library
-has aborted the process, as gloo does where a message is of another size than a call expects.
-
-Calls of C++ code (DDP's over gloo) are not in it.
+"""A rank's latest calls in memory shared with the front end, readable after a library has aborted
+the process. gloo aborts if a message has another size than the receiving call expects. Calls made
+by C++ code (DDP over gloo) are not recorded.
 """
 
 import contextlib
@@ -14,16 +13,16 @@ import msgspec
 from distcheck.records.posted_calls import Posted
 
 _SLOTS = 32
-_SLOT_BYTES = 2048  # a call that does not fit, as of hundreds of tensors, is left out
-_HEADER = struct.Struct("<IQ")  # the length, and the how many-th call it is
-_OFFSET = 1 << 20  # whole pages, in the file that faulthandler writes stacks to, from its beginning
-_WITHIN = _SLOTS * _SLOT_BYTES  # where it says whether the main thread is within a call
+_SLOT_BYTES = 2048  # longer calls, such as those with hundreds of tensors, are left out
+_HEADER = struct.Struct("<IQ")  # the length, and the sequence number of the call
+_OFFSET = 1 << 20  # whole pages after the start of the file, to which faulthandler writes stacks
+_WITHIN = _SLOTS * _SLOT_BYTES  # flag: the main thread is within a call
 _BYTES = _WITHIN + _SLOT_BYTES
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True):
-    """A call that a rank was about to make, and the ranks of its group by their places. Its number
-    is that among the collectives, or among the messages of its kind with one peer and tag.
+    """A call that a rank was about to make, and the ranks of its group in group order. Its number
+    is its position among the collectives, or among the messages of its kind with one peer and tag.
     """
 
     ranks: tuple[int, ...]
@@ -31,7 +30,7 @@ class Logged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallLog:
-    """The rank's end."""
+    """The writing end of the log, in the rank."""
 
     def __init__(self, fd: int) -> None:
         os.ftruncate(fd, _OFFSET + _BYTES)
@@ -48,22 +47,22 @@ class CallLog:
             self._memory[start : start + len(whole)] = whole
 
     def within_call(self, yes: bool) -> None:
-        """Logs whether the rank is within a call: a library may end the process there, or raise and
-        leave memory behind that a later line ends in.
+        """Record whether the rank is within a call: a library may abort the process there, or raise
+        and leave corrupted memory that crashes a later line.
         """
         self._memory[_WITHIN] = yes
 
 
 def is_within_call(fd: int) -> bool:
-    """Whether a rank was within a call when it last logged that."""
+    """Return True if the rank was within a call at its last record."""
     with contextlib.suppress(OSError):
         return os.pread(fd, 1, _OFFSET + _WITHIN) == b"\1"
     return False
 
 
 def logged(fd: int) -> list[Logged]:
-    """The calls in a file that a rank logs to, oldest first. What is not one is left out: any code
-    may run in the rank, and it may have ended while it wrote.
+    """Return the calls in a rank's log file, oldest first. Invalid records are skipped: any code
+    may run in the rank, and the rank may have died while writing.
     """
     found = []
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whose code a file is: that under test, or of torch, distcheck or Python itself."""
+"""Classifies source files: code under test, torch, distcheck, or Python itself."""
 
 import os
 import sys
@@ -9,17 +9,17 @@ from typing import Any
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _GROUPS = tuple(_PACKAGE + room + os.sep for room in ("worlds", "backends"))
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
-# Files between the caller of an operation and the process group: torch's own, and what wraps them.
+# Files between the caller of an operation and the process group: torch's own wrappers.
 ON_THE_WAY = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/utils/_contextlib.py", "torch/overrides.py",
 )  # fmt: skip
-PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
+PACKAGES = ("site-packages", "dist-packages")  # third-party folders inside Python's own
 
 
 @cache
 def is_theirs(file: str) -> bool:
-    """Whether a file is of the code under test: neither of torch, distcheck nor Python itself."""
+    """Return True if a file is code under test: not torch, distcheck or Python itself."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     folder = os.path.dirname(torch) + os.sep if torch else _PACKAGE
     return not file.startswith((_PACKAGE, folder, "<frozen", "<string>")) and not is_pythons(file)
@@ -27,7 +27,7 @@ def is_theirs(file: str) -> bool:
 
 @cache
 def is_pythons(file: str) -> bool:
-    """Whether a file is of Python's own modules."""
+    """Return True if a file is one of Python's own modules."""
     inner = file.removeprefix(_PYTHONS)
     return inner != file and not inner.startswith(PACKAGES)
 
@@ -38,15 +38,15 @@ def is_installed(file: str) -> bool:
 
 
 def line_of_script() -> str:
-    """The innermost line of the code under test, as FILE:LINE; nothing where that is a package's,
-    which calls for a script.
+    """Return the innermost line of the code under test as FILE:LINE; empty if that line belongs to
+    an installed package, which a script calls.
     """
     place = place_of_caller()
     return "" if is_installed(place) else place
 
 
 def place_of_caller() -> str:
-    """The innermost line of the code under test, as FILE:LINE; or nothing."""
+    """Return the innermost line of the code under test as FILE:LINE; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if is_theirs(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
@@ -56,8 +56,8 @@ def place_of_caller() -> str:
 
 
 def line_of_call() -> str:
-    """The line of the code under test that makes a call to a process group itself, as FILE:LINE;
-    nothing where code of torch's does.
+    """Return the line of the code under test that calls a process group directly, as FILE:LINE;
+    empty if torch's own code makes the call.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""How messages travel: msgpack in frames of known length, through pipes and sockets."""
+"""Message framing: length-prefixed msgpack over pipes and sockets."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import msgspec
 
 _LENGTH = struct.Struct("<I")
 _MOST_FDS = 32
-_MOST_BYTES = 1 << 28  # of a message; what claims to be longer is none
+_MOST_BYTES = 1 << 28  # of a message; a longer length is invalid
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -21,14 +21,14 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames:
-    """Cuts a stream of bytes into messages of the union `kind`."""
+    """Splits a stream of bytes into messages of the union `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes. Raises msgspec.DecodeError for anything else."""
+        """Return the messages that `data` completes. Raises msgspec.DecodeError."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
@@ -43,7 +43,6 @@ class Frames:
         return messages
 
     def decode(self, body: bytes) -> Any:
-        """One message. Raises msgspec.DecodeError."""
         try:
             return self._decode(body)
         except (UnicodeDecodeError, RecursionError) as error:
@@ -51,9 +50,8 @@ class Frames:
 
 
 class Line:
-    """One end of a connection, at which messages of the union `kind` arrive.
-
-    What may wait does so for as long as the socket's own timeout says.
+    """One end of a connection that receives messages of the union `kind`. Blocking calls wait as
+    long as the socket's own timeout.
     """
 
     receive_bytes = 1 << 16  # at once
@@ -66,16 +64,14 @@ class Line:
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
-        """Sends one message; descriptors travel with its first byte. Raises OSError where the other
-        end cannot be reached.
-        """
+        """Send one message, descriptors with its first byte. Raises OSError without a peer."""
         data, given = frame(message), list(fds)
         sent = socket.send_fds(self._connection, [data[:1]], given) if given else 0
         self._connection.sendall(data[sent:])
 
     def receive(self) -> list[Any]:
-        """The messages that have arrived. Raises EOFError at the end, OSError where the connection
-        broke, and msgspec.DecodeError for anything else.
+        """Return the messages that have arrived. Raises EOFError at the end, OSError if the
+        connection broke, and msgspec.DecodeError for invalid data.
         """
         try:
             data = self._connection.recv(self.receive_bytes)
@@ -86,8 +82,9 @@ class Line:
         return self._frames.feed(data)
 
     def next(self) -> tuple[Any, list[int]]:
-        """Waits for one whole message, with its descriptors; not together with `receive`. Raises as
-        that does. For what a process hears of its own front, which may be of any length.
+        """Wait for one whole message and its descriptors. Do not combine with `receive`, which
+        keeps a buffer. Raises the same errors. Meant for messages from a process's own front end,
+        whose length is unlimited.
         """
         first, fds, _, _ = socket.recv_fds(self._connection, 1, _MOST_FDS)
         if not first:
@@ -109,7 +106,6 @@ class Line:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Writes everything to a blocking descriptor."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGQUIT: each ends a command in the same
-way, with the report on what there is.
+"""Signal handling: Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGQUIT all end a command in the
+same way, with a report on the results so far.
 
-The first one interrupts. What then ends the ranks and writes the report hears the second one and
-goes on; the third one leaves at once, and the helper ends the ranks when this process is gone.
+The first signal interrupts. While the ranks are ended and the report is written, a second one is
+ignored. The third exits at once, and the helper ends the ranks when this process is gone.
 """
 
 import contextlib
@@ -20,23 +20,21 @@ _heard = 0
 
 
 def listen() -> None:
-    """From now on these signals interrupt, unless the parent process had them ignored (nohup)."""
+    """Make these signals interrupt from now on, unless the parent ignored them (nohup)."""
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _hear)
 
 
 def ignore() -> None:
-    """For a process that has nothing more to do than to leave with the code that it has."""
+    """Ignore these signals in a process that only has to exit with its exit code."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Notes these signals, and hands the first one on afterwards. A mask would be this thread's
-    alone.
-    """
+    """Defer these signals in every thread, and deliver the first one afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,8 @@
-"""What a forked process can be asked to do: jobs, each of which is declared once, by its room.
+"""Defines the `Job` type: work that a forked process can be asked to do.
 
-The front holds the declaration, which imports nothing heavy, and the process that does the job
-imports the function that it names. This module knows what a job is, and no job.
+Each package declares its own jobs; this module imports none of them. The front end holds the
+declaration, which imports nothing heavy; the process that runs the job imports the function that
+the declaration names.
 """
 
 import functools
@@ -16,14 +17,14 @@ from distcheck.worlds.reporter import Reporter
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
-Descriptors = Mapping[str, int]  # a job's own, by name; only those that were given
-STORE = "store"  # where ranks meet, which every rank of a world is given
+Descriptors = Mapping[str, int]  # of a job, by name; only those that were passed
+STORE = "store"  # the store in which the ranks of a world meet; every rank receives it
 
 
 @dataclass(frozen=True)
 class Job(Generic[Asked, Answer]):
-    """A job: the function that does it ("module:name"), what it is asked and answers, and the names
-    of the descriptors that it may be given. `bytes` and None travel as they are.
+    """A job: the function that runs it ("module:name"), the types of its request and result, and
+    the names of the descriptors that it accepts. `bytes` and None are sent without encoding.
     """
 
     target: str
@@ -34,12 +35,10 @@ class Job(Generic[Asked, Answer]):
     def does(
         self, function: Callable[[Asked, Descriptors, Reporter], Answer]
     ) -> Callable[[bytes, Descriptors, Reporter], bytes]:
-        """Declares the function that does the job, as a decorator. Raises TypeError for another
-        than `target` names.
-        """
+        """Register the function of the job, as a decorator. Raises TypeError for another name."""
         if (name := f"{function.__module__}:{function.__qualname__}") != self.target:
             raise TypeError(f"{name} does a job whose target is {self.target}")
-        # Made where the function is imported: in the helper, for all that it forks (3 ms each).
+        # Created at import: once in the helper for all of its forks (3 ms each).
         request = None if self.request is bytes else msgspec.msgpack.Decoder(self.request)
 
         @functools.wraps(function)
@@ -54,8 +53,8 @@ class Job(Generic[Asked, Answer]):
         return _encoded(request)
 
     def decode(self, answer: bytes) -> Answer:
-        """An answer that came. Raises AnswerError for anything else: what a process computes may
-        depend on judged code, and one number of it ends no run.
+        """Decode a received result. Raises AnswerError for invalid data: the result may depend on
+        the code under test, and one bad number must not end the run.
         """
         if self.result is bytes:
             return answer  # type: ignore[return-value]
@@ -65,7 +64,7 @@ class Job(Generic[Asked, Answer]):
             raise AnswerError(f"the answer of {self.target} cannot be read: {error}") from error
 
     def accept(self, given: Mapping[str, object]) -> None:
-        """Raises TypeError for descriptors that the job does not know."""
+        """Raise TypeError for descriptors that the job does not declare."""
         if unknown := given.keys() - {*self.descriptors}:
             raise TypeError(f"{self.target} takes no descriptor {', '.join(sorted(unknown))}")
 
@@ -75,5 +74,5 @@ def _encoded(value: Any) -> bytes:
         return value
     try:
         return msgspec.msgpack.encode(value)
-    except (OverflowError, UnicodeEncodeError) as error:  # a number, or a text of judged code
+    except (OverflowError, UnicodeEncodeError) as error:  # a number or text of the code under test
         raise AnswerError(f"an answer cannot be sent: {error}") from error

@@ -1,14 +1,14 @@
-"""A program that keeps another one, which may be any code. It has the standard library alone.
+"""Process supervisor: runs an arbitrary command and kills everything it started when it exits or
+the front end dies. Standard library only.
 
-It starts that one, waits until it ends, or the front lets go or dies, and then ends everything that
-it has started, detached or not: what loses its parent becomes a child of this process. Its own end
-is that of the program.
+Orphaned descendants, detached or not, become children of this process, which ends them too. Its
+exit status is that of the command.
 
-Of an MPI launcher, it also removes the files that it left. A launcher cannot be trusted with that:
-killed, it leaves its folder, and MPICH's ranks, killed, their shared memory. Open MPI's prterun
-listens on all interfaces and has no option against it. The launcher therefore runs under a seccomp
-filter that stops it at every listen(2); this process ties the socket to the loopback device first
-and then lets the call go on (docs/decisions/mpi.md).
+For an MPI launcher, it also removes leftover files: a killed launcher leaves its folder behind, and
+killed MPICH ranks their shared memory. Open MPI's prterun listens on all interfaces and has no
+option against it. The launcher therefore runs under a seccomp filter that stops it at every
+listen(2); this process binds the socket to the loopback device first and then lets the call
+continue (docs/decisions/mpi.md).
 """
 
 import contextlib
@@ -27,13 +27,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-# Of distcheck's own programs: no file of another's runs in them.
+# For distcheck's own programs: isolated, so that no site or user file runs in them.
 PYTHON = (sys.executable, "-I", "-S")
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PATIENCE_S = 1.0  # with a launcher whose stand-ins have left
+_PATIENCE_S = 1.0  # for a launcher whose proxies have exited
 _SHARED_FILES = "/dev/shm/mpich_shm_*"
-_USED_FOR_S = 5.0  # by ranks that are being killed at this moment
+_USED_FOR_S = 5.0  # grace period for ranks that are being killed at this moment
 
 # linux/seccomp.h, linux/filter.h and linux/audit.h.
 _PR_SET_NO_NEW_PRIVS = 38
@@ -48,7 +48,7 @@ _ANSWER = struct.Struct("=QqiI")  # id, value, error, flags
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _PIDFD_GETFD = 438
 _LOOPBACK = b"lo"
-# What a kernel calls the machine, and the numbers of seccomp(2) and listen(2).
+# The audit architecture of a machine, and the numbers of seccomp(2) and listen(2).
 _CALLS = {"x86_64": (0xC000003E, 317, 50), "aarch64": (0xC00000B7, 277, 201)}
 
 
@@ -61,8 +61,8 @@ def start_kept(
     folder: str = "",
     cwd: "str | os.PathLike[str] | None" = None,
 ) -> "subprocess.Popen[bytes]":
-    """The keeper, which ends when the other end of `control` is closed, or the command has ended.
-    `folder` is that of an MPI launcher's files.
+    """Start the supervisor, which ends when the other end of `control` is closed or the command
+    ends. `folder` holds an MPI launcher's files; empty for any other command.
     """
     return subprocess.Popen(
         [*PYTHON, __file__, str(os.getpid()), str(control.fileno()), folder, *command],
@@ -72,20 +72,20 @@ def start_kept(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        start_new_session=True,  # Ctrl-C is the front's to handle
+        start_new_session=True,  # the front end handles Ctrl-C
     )
 
 
 def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> int:
-    """Runs `command` until it ends, or `control_fd` or the process `front_pid` does; returns how it
-    ended, as subprocess does. Of an MPI launcher, `folder` is that of its files.
+    """Run `command` until it ends, `control_fd` is closed or the process `front_pid` exits. Return
+    its exit code as subprocess does. `folder` holds an MPI launcher's files.
     """
     control = socket.socket(fileno=control_fd)
     begun = time.time()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
-            # What is ignored would be ignored by a script and by all that it starts, too.
+            # An ignored signal would also be ignored by a script and everything it starts.
             signal.signal(number, signal.SIG_IGN if folder else _leave_it_to_the_front)
         if folder:
             kept, listens = _start(command)
@@ -104,7 +104,7 @@ def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> in
 
 
 def _leave_it_to_the_front(number: int, frame: object) -> None:
-    """A signal that a terminal or a cluster sends to every process."""
+    """Ignore a signal that a terminal or a cluster sends to every process."""
 
 
 def _end_as(code: int) -> None:
@@ -115,10 +115,11 @@ def _end_as(code: int) -> None:
 
 
 def _start(command: list[str]) -> "tuple[subprocess.Popen[bytes], int | None]":
-    """The launcher, and where the kernel asks about its calls of listen(2).
+    """Start the launcher; return it and the descriptor on which the kernel reports its listen(2)
+    calls.
 
-    None where this kernel, machine or container permits no such filter: the launcher then listens
-    where it likes.
+    The descriptor is None if this kernel, machine or container permits no such filter; the launcher
+    then listens on any interface.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -133,9 +134,8 @@ def _start(command: list[str]) -> "tuple[subprocess.Popen[bytes], int | None]":
 
 
 def _filter_listen() -> int | None:
-    """Makes the kernel ask about each listen(2) of this process and of what it starts.
-
-    The descriptor at which it asks; None where this is refused.
+    """Make the kernel report each listen(2) of this process and its descendants. Return the
+    descriptor of these reports; None if the kernel refuses the filter.
     """
     machine = os.uname().machine
     if machine not in _CALLS:
@@ -173,7 +173,7 @@ def _wait(
 
 
 def _answer(listens: int) -> None:
-    """Ties the socket that is to listen to the loopback device, and lets the call go on."""
+    """Bind the socket of a listen(2) call to the loopback device, and let the call continue."""
     question = bytearray(_NOTIFICATION.size)
     fcntl.ioctl(listens, _NOTIF_RECV, question)
     number, thread, _, _, _, _, fd, *_ = _NOTIFICATION.unpack(question)
@@ -194,7 +194,7 @@ def _tie_to_loopback(thread: int, fd: int) -> None:
 
 
 def copy_of_socket(process: int, fd: int) -> socket.socket:
-    """The socket that another process of this user has as `fd`. Raises OSError."""
+    """Return a duplicate of a socket `fd` of another process of this user. Raises OSError."""
     pidfd = os.pidfd_open(process)
     try:
         copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
@@ -206,7 +206,7 @@ def copy_of_socket(process: int, fd: int) -> socket.socket:
 
 
 def _end_children() -> None:
-    """Kills until none is left; a process that loses its parent becomes a child of this process."""
+    """Kill all children until none is left, adopted orphans included."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         with open(path) as file:
@@ -221,8 +221,8 @@ def _end_children() -> None:
 
 
 def _remove_shared_files(begun: float) -> None:
-    """Removes shared memory of MPICH's that is younger than the job and that is not in use: that of
-    ranks which were killed before they could take its name away.
+    """Remove MPICH's shared memory if it is newer than the job and not mapped by any process: ranks
+    that were killed before they could unlink it left it behind.
     """
     deadline = time.monotonic() + _USED_FOR_S
     while found := [name for name in glob.glob(_SHARED_FILES) if _is_ours(name, begun)]:
@@ -232,7 +232,7 @@ def _remove_shared_files(begun: float) -> None:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
         if time.monotonic() > deadline:
-            return  # another job's, then
+            return  # it belongs to another job
         time.sleep(0.1)
 
 

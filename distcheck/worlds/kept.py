@@ -1,7 +1,7 @@
-"""Processes that stay from request to request: a channel to each, and what they have said since.
+"""Persistent processes that serve one request after another, each through its own channel.
 
-A request costs a message to each process and one back. After a failure they are not to be trusted:
-the caller ends them and starts others.
+A request costs one message to each process and one back. After a failure the processes are in an
+unknown state: the caller ends them and starts new ones.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
 
-CHANNEL = "channel"  # the descriptor by which a kept process hears its requests
+CHANNEL = "channel"  # the descriptor on which a persistent process receives its requests
 
 
 class Kept:
-    """The front's side. `start` starts a world of `size`, each with descriptors of its own."""
+    """Persistent processes, as the front end sees them. `start` starts a world of `size`, with the
+    given descriptors for each rank.
+    """
 
     def __init__(
         self, pool: Pool, size: int, start: Callable[[Sequence[Descriptors]], World]
@@ -51,7 +53,7 @@ class Kept:
     def of_job(
         cls, pool: Pool, job: Job[Asked, Any], request: Asked, fds: Descriptors, deadline_s: float
     ) -> "Kept":
-        """A process that meets no other."""
+        """Start a single process outside any world."""
         return cls(
             pool,
             1,
@@ -59,7 +61,7 @@ class Kept:
         )
 
     def ask(self, request: msgspec.Struct) -> None:
-        """Sends a request to all; that one is gone will be noticed."""
+        """Send a request to all; `wait` notices a process that has exited."""
         for line in self._lines:
             try:
                 line.send(request)
@@ -67,8 +69,8 @@ class Kept:
                 return
 
     def wait(self, deadline_s: float) -> bytes | None:
-        """What the first one says, when all have said something; None where that never comes, and
-        the world is over. Not for a caller who listens to the children's words.
+        """Return the first rank's answer once every rank has answered; None if the world ended
+        before that. Not for a caller that handles the children's messages itself.
         """
         self.world.begin_again(deadline_s)
         while not all(self._said):
@@ -76,7 +78,7 @@ class Kept:
                 return None
             self._pool.pump(0.05)
             self.world.tick()
-        first, *_ = [said.popleft() for said in self._said]  # all of them
+        first, *_ = [said.popleft() for said in self._said]  # one from each
         return first
 
     def close(self) -> None:
@@ -84,13 +86,13 @@ class Kept:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Closes the channels, which processes take for the end."""
+        """Close the channels, which ends the processes."""
         for line in self._lines:
             line.close()
 
 
 def requests(fds: Descriptors, kind: Any) -> Iterator[Any]:
-    """In a kept process: what the front asks of it, until it hangs up."""
+    """Yield the front end's requests in a persistent process, until the channel closes."""
     line = Line(socket.socket(fileno=fds[CHANNEL]), kind)
     with contextlib.suppress(EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""Starting the two shapes of work that there are: a world of ranks, and a lone job."""
+"""Starts the two shapes of work: a world of ranks, and a single-process job."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ from distcheck.worlds.simulated.share import (
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 
-_END_DEADLINE_S = 5.0  # for killed processes to be gone
-_JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files take their time
+_END_DEADLINE_S = 5.0  # for killed processes to exit
+_JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files takes time
 
 NO_FDS: Mapping[str, Shared] = MappingProxyType({})
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -46,11 +46,11 @@ OnProgress = Callable[[int, messages.Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Generic[Asked]):
-    """`size` ranks that will meet; each does a job, and is asked what `request` makes of its
-    rendezvous.
+    """`size` ranks that form a world. Each runs `job`, with the request that `request` builds from
+    its rendezvous.
 
-    Of `surroundings`, the interpreters, the machines and the order of the environment are seen to
-    here; the rest is for the job.
+    This module applies the interpreters, machines and environment order of `surroundings`; the job
+    applies the rest.
     """
 
     job: Job[Asked, Any]
@@ -69,7 +69,7 @@ def start_world(
     own_fds: Sequence[Descriptors] = (),
     on_progress: OnProgress | None = None,
 ) -> World:
-    """Starts ranks; each gets the store, `fds`, and those of its own."""
+    """Start a world of ranks; each rank receives the store, `fds`, and its entry of `own_fds`."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi = MPIJob(size) if backend == "mpi" else None
@@ -121,7 +121,7 @@ def _starts(
     in_memory: bool = False,
     variables: Mapping[str, str] = NO_VARIABLES,
 ) -> list[RankStart]:
-    """What each rank is started with, if they are to meet at an address or in memory."""
+    """Build the start of each rank, for a rendezvous at an address or in memory."""
     size, surroundings = ranks.size, ranks.surroundings
     starts = []
     for rank in range(size):
@@ -155,7 +155,7 @@ def start_job(
     deadline_s: float,
     stopped_s: float | None = None,
 ) -> World:
-    """Starts one process here that meets no other. `stopped_s` as for a world."""
+    """Start one process here outside any world. `stopped_s` as for a world."""
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
@@ -172,9 +172,9 @@ def search_schedules(
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
-    """What ranks come to in a simulated world under the usual schedule and `schedules`
-    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
-    Raises as `job_result` does.
+    """Run ranks in a simulated world under the default schedule and `schedules` others, either
+    drawn at random or with at most `switches` preemptions, and return the results. `look` is called
+    meanwhile, and may raise. Raises the errors of `job_result`.
     """
     host = HostRequest(
         target=ranks.job.target,
@@ -195,7 +195,7 @@ def search_schedules(
 
 
 def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambda: None) -> None:
-    """Blocks until the world is over; ends it if this process is interrupted."""
+    """Block until the world is over; end the world if this process is interrupted."""
     try:
         while not world.over:
             look()
@@ -207,7 +207,7 @@ def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambd
 
 
 def end_now(pool: Pool, *worlds: World) -> None:
-    """Kills worlds and closes them, once their processes are gone."""
+    """Kill worlds, wait until their processes are gone, and close the worlds."""
     for world in worlds:
         world.kill()
     deadline = time.monotonic() + _END_DEADLINE_S
@@ -217,7 +217,7 @@ def end_now(pool: Pool, *worlds: World) -> None:
             for world in worlds:
                 world.tick()
     except HelperError:
-        pass  # it is gone, and its children with it
+        pass  # the helper is gone, and its children with it
     for world in worlds:
         world.close()
 
@@ -225,7 +225,7 @@ def end_now(pool: Pool, *worlds: World) -> None:
 def run_job(
     pool: Pool, job: Job[Asked, Answer], request: Asked, fds: Descriptors | None = None
 ) -> Answer:
-    """Runs a lone job to its end; see `job_result` for what it raises."""
+    """Run a single-process job to its end; return its result, or raise as `job_result`."""
     world = start_job(pool, job, request, fds, deadline_s=_JOB_DEADLINE_S)
     run_until_over(pool, world)
     try:
@@ -235,10 +235,10 @@ def run_job(
 
 
 def job_result(world: World) -> bytes:
-    """The result of a lone job that is over, as it came.
+    """Return the encoded result of a finished single-process job.
 
-    Raises what the job raised for a person (`DistcheckError`), and CannotRunError where it
-    ended in any other way.
+    Raises the error that the job reported for the user (`DistcheckError`), and CannotRunError if
+    the job ended in any other way.
     """
     child = world.children[0]
     if child.done is not None and world.succeeded:
@@ -266,14 +266,14 @@ def error_of(child: Child) -> DistcheckError:
 
 
 def internal_error(raised: messages.Raised) -> InternalError:
-    """The error that a defect of distcheck's own stands for."""
+    """Return the error that reports a defect of distcheck itself."""
     where = place_of(raised.defect)
     return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
 
 
 def refusal_of(world: World) -> DistcheckError | None:
-    """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
-    ranks have loaded and others could not is not such a reason: those ranks failed.
+    """Return the reason why the request cannot be run, if ranks of a finished world reported one.
+    Code that only some ranks failed to load is no such reason: those ranks failed.
     """
     if (refused := not_simulated(world)) is not None:
         return refused
@@ -288,7 +288,7 @@ def refusal_of(world: World) -> DistcheckError | None:
 
 
 def not_simulated(world: World) -> NotSimulatedError | None:
-    """Why code cannot be run in a simulated world, if a rank says so."""
+    """Return the error of code that cannot run in a simulated world, if a rank reported one."""
     for child in world.children:
         if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
             return NotSimulatedError(child.raised.message)

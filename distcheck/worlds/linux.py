@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not wrap: prctl, where names come from, reading /proc."""
+"""The few Linux calls that Python does not wrap: prctl, sources of host names, reading /proc."""
 
 import contextlib
 import ctypes
@@ -10,9 +10,9 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Threads that wake by the clock, whether there is anything to do or not, by the names that the
-# kernel has for them: gloo's, which looks for messages a hundred times a second, and our own. On a
-# crowded machine they wait for a core most of the time, also in a rank that will never go on.
+# Periodic threads, by their kernel names: gloo's, which polls for messages a hundred times a
+# second, and distcheck's. On an overloaded machine they wait for a core most of the time, also in a
+# rank that is deadlocked.
 LOOK_THREAD = "distcheck look"
 _BY_THE_CLOCK = (LOOK_THREAD.encode(), b"gloo_tcp_loop")
 
@@ -25,9 +25,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends; ends at once if it already has.
+    """Make the kernel kill this process when its parent ends; exit at once if it already has.
 
-    The kernel means the parent *thread* (prctl(2)), so the parent must be single-threaded.
+    The kernel tracks the parent *thread* (prctl(2)), so the parent must be single-threaded.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -35,22 +35,22 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes processes whose parents die children of this one, so that they can be ended."""
+    """Make orphaned descendants children of this process, so that they can be ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager
 def without_name_servers() -> Iterator[None]:
-    """Makes the C library know host names from /etc/hosts alone, and then as it was configured.
+    """Make the C library resolve host names from /etc/hosts only, then restore its configuration.
 
-    torch asks for the name of each address that it connects to, and ::ffff:127.0.0.1, as which it
-    sees loopback, stands in no /etc/hosts: a name server is asked, and where none answers, or one
-    drops a question, the rank waits five seconds or more. Measured: one such look-up takes 20 ms
+    torch looks up the name of each address that it connects to. It sees loopback as
+    ::ffff:127.0.0.1, which is in no /etc/hosts, so a name server is queried; if none answers or it
+    drops the query, the rank blocks for five seconds or more. Measured: one such lookup takes 20 ms
     with a name server that answers at once, and 0.05 ms without.
 
-    The function is an internal one of glibc; without it, names are looked up as configured.
+    The function is an internal one of glibc; without it, names are resolved as configured.
     """
-    look_up = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc's
+    look_up = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc only
     if look_up is None:
         yield
         return
@@ -62,7 +62,7 @@ def without_name_servers() -> Iterator[None]:
 
 
 def _configured_sources() -> str:
-    """The line `hosts:` of nsswitch.conf(5), or what glibc takes without one."""
+    """Return the line `hosts:` of nsswitch.conf(5), or glibc's default."""
     with contextlib.suppress(OSError):
         found = re.search(r"^\s*hosts:([^#\n]*)", Path("/etc/nsswitch.conf").read_text(), re.M)
         if found:
@@ -71,7 +71,7 @@ def _configured_sources() -> str:
 
 
 def children_of_self() -> list[int]:
-    """The process ids of this process's children; empty where the kernel does not tell."""
+    """Return the process ids of this process's children; empty if the kernel hides them."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in path.read_text().split()]
@@ -80,9 +80,7 @@ def children_of_self() -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    """The command line of a process, or its short name while it is starting; empty where it has
-    ended.
-    """
+    """Return a process's command line, or its short name while starting; empty if it ended."""
     with contextlib.suppress(OSError):
         short, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
         if rest.split()[:1] == [b"Z"]:
@@ -94,30 +92,30 @@ def name_of(pid: int) -> str:
 
 
 def name_thread(name: str) -> None:
-    """Gives the calling thread the name that the kernel has for it, of 15 bytes at most."""
+    """Set the kernel's name of the calling thread, at most 15 bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/thread-self/comm").write_text(name)
 
 
 def ran_ns(pid: int) -> int:
-    """How long the main thread of a process has run, in nanoseconds; 0 once it is gone."""
+    """Return the run time of a process's main thread in nanoseconds; 0 if it is gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
     return 0
 
 
 def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
-    """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
-    fetching something for it: a page, a file (state D). Threads that wake by the clock do not
-    count, of which the main one may be one.
+    """Return True if a thread of a process runs or is runnable (state R) or in uninterruptible
+    sleep (state D: page or file I/O). Periodic threads are ignored; `main_by_the_clock` includes
+    the main thread among them.
 
-    While it waits for a core, or another process has the core itself, `busy_seconds` stands still:
-    the kernel adds what was waited for when it is over.
+    While a thread waits for a core, `busy_seconds` does not advance: the kernel adds the waiting
+    time when it ends.
     """
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:  # it is gone
         for task in tasks:
-            with contextlib.suppress(OSError):  # this thread is
-                stat = Path(task.path, "stat").read_bytes()  # a name may be cut within a character
+            with contextlib.suppress(OSError):  # the thread is gone
+                stat = Path(task.path, "stat").read_bytes()  # may be cut within a character
                 before, _, after = stat.rpartition(b")")
                 by_the_clock = before.partition(b"(")[2] in _BY_THE_CLOCK or (
                     main_by_the_clock and task.name == str(pid)
@@ -128,18 +126,20 @@ def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as SIGSTOP does (state T); not by a debugger (state t)."""
+    """Return True if a process is stopped by a signal (state T), not by a debugger (t)."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"T"]
     return False
 
 
 def busy_seconds(pid: int, *, main_by_the_clock: bool = False) -> float:
-    """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
+    """Return the seconds for which the threads of a process ran or waited for a core; 0.0 if it is
+    gone.
 
-    A rank that waits for a peer gathers nothing here, one that computes on a crowded machine
-    does (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds). What
-    threads that wake by the clock wait for is left out: it says how crowded the machine is.
+    Computing threads accumulate time here even on an overloaded machine; a rank blocked on a peer
+    does not (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds).
+    The queue time of periodic threads is excluded, because it only measures the load of the
+    machine.
     """
     total = 0
     with contextlib.suppress(OSError, ValueError), os.scandir(f"/proc/{pid}/task") as tasks:

@@ -1,11 +1,11 @@
-"""What front, helper and children say to each other; `framing.py` says how it travels.
+"""Messages between front end, helper and children; `framing.py` encodes them.
 
-front -> helper    Spawn (with the child's file descriptors), Signal
-helper -> front    Ready; of a child Spawned and Exited, as Of
-child -> front     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over a pipe of its own
+front end -> helper    Spawn (with the child's file descriptors), Signal
+helper -> front end    Ready; about a child Spawned and Exited, as Of
+child -> front end     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over its own pipe
 
-Of ranks that have no pipe to the front the same is said as Of: by the child that holds a simulated
-world, which says of them all Proven and Remarked; and by another machine, see `remote/wire.py`.
+Ranks without a pipe to the front end are reported as Of: by the child that runs a simulated world,
+which also sends Proven and Remarked for the whole world, and by another machine (`remote/wire.py`).
 """
 
 import time
@@ -16,17 +16,17 @@ from distcheck.records import Collective
 from distcheck.records.posted_calls import Posted
 from distcheck.worlds.call_log import Logged
 
-SETTING_UP = "set up"  # the phase in which an engine is made, which may build extensions first
+SETTING_UP = "set up"  # the phase in which an engine is built, which may compile extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
 
 
 class Spawn(msgspec.Struct, tag=True):
     """Fork a child that calls `target` ("module:function") with `payload`.
 
-    The message carries file descriptors: events, output, stacks, release, dump, then the job's
-    own, which are called `given`, then those whose numbers go into the variables `fd_names`.
-    `path`, `cwd` and `env` are the front's. `imports` are distcheck's own modules that other
-    children needed, and torch's compiler: the helper imports them first, once for all.
+    The message carries file descriptors: events, output, stacks, release, dump, then those of the
+    job, named `given`, then those whose numbers go into the variables `fd_names`. `path`, `cwd` and
+    `env` are the front end's. `imports` are distcheck's own modules that other children needed, and
+    torch's compiler: the helper imports them first, once for all.
     """
 
     key: int
@@ -41,29 +41,29 @@ class Spawn(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, tag=True):
-    """Send a signal to a child, if it is still there."""
+    """Send a signal to a child, if it is still running."""
 
     key: int
     signal: int
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The helper has imported what its children need; or says why it could not."""
+    """The helper has imported the modules that its children need, or failed with `error`."""
 
     torch_version: str
     error: str = ""
 
 
 class Spawned(msgspec.Struct, tag=True):
-    """A child was forked; or not, and why."""
+    """A child was forked, or could not be, because of `error`."""
 
     pid: int
     error: str = ""
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A child is gone: its exit code, or the signal that killed it. Of one on another machine, also
-    what faulthandler wrote there, and the calls that it logged.
+    """A child is gone: its exit code, or the signal that killed it. A child on another machine also
+    sends faulthandler's output and its logged calls.
     """
 
     code: int | None
@@ -80,14 +80,14 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Said(msgspec.Struct, tag=True):
-    """A child tells the front something that only its own job understands."""
+    """Payload for the front end in a format that only the child's job defines."""
 
     payload: bytes
 
 
 class Done(msgspec.Struct, tag=True):
-    """A child's job returned. `imported` are the modules of distcheck that it had to import, and
-    torch's compiler where it uses that.
+    """A child's job returned. `imported` lists the modules of distcheck that it had to import, and
+    torch's compiler if it uses that.
     """
 
     payload: bytes
@@ -95,11 +95,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Raised(msgspec.Struct, tag=True):
-    """A child's job raised. `at` is the monotonic clock, which all processes share.
-
-    `exit_code` is set for errors that are meant for a person (`DistcheckError`), and `defect`
-    is the whole traceback where no code but that of distcheck and its libraries is in it.
-    `within_call` is whether a call of torch.distributed raised it that the rank waited for.
+    """A child's job raised. `at` is a time of the monotonic clock, which all processes share.
+    `exit_code` is set for errors addressed to the user (`DistcheckError`); `defect` is the full
+    traceback if it contains only code of distcheck and its libraries. `within_call` is True if the
+    awaited call of torch.distributed raised it.
     """
 
     kind: str
@@ -114,35 +113,35 @@ class Raised(msgspec.Struct, tag=True):
 
 
 class Stacks(msgspec.Struct, tag=True):
-    """What a child was doing when it was asked: Python stacks, and its last collective."""
+    """A child's position when it was asked: Python stacks, and its last collective."""
 
     text: str
     collective: Collective | None
     collectives: tuple[Collective, ...] = ()
-    waits_for_turn: bool = False  # in a simulated world, where one rank runs at a time
+    waits_for_turn: bool = False  # in a simulated world, in which one rank runs at a time
 
     @property
     def waits_in_call(self) -> bool:
-        """Whether its last collective had not completed."""
+        """True if its last collective had not completed."""
         return self.collective is not None and not self.collective.finished
 
 
 class Printed(msgspec.Struct, tag=True):
-    """A rank wrote to its output, which does not come through a pipe of its own."""
+    """Output of a rank that has no output pipe to this process."""
 
     data: bytes
 
 
 class Waits(msgspec.Struct, tag=True, kw_only=True):
-    """A rank cannot go on by itself: it waits for its calls `on` (places in `calls`), for one of
-    which it waits for sure if there is only one; or its job is `over`.
+    """A rank is blocked: it waits for its calls `on` (indices into `calls`; certain if there is
+    only one), or its job is `over`.
 
-    `calls` are its latest calls and `open_calls` the places of those that have not completed.
-    `posted` is the number of its latest collective in each group, `ranks` has the ranks of its
-    groups. `messages` are the numbers of its sends and receives by (group, kind, peer, tag), a
-    peer of -1 being any rank, and `received` those of its receives that have completed, by (group,
-    tag). `alone` is whether no other thread of Python's could post a call. `ran_ns` is how long its
-    main thread had run, where that thread does not take its word back before it goes on.
+    `calls` are its latest calls and `open_calls` the indices of those that have not completed.
+    `posted` is the number of its latest collective in each group, `ranks` the ranks of its groups.
+    `messages` are the numbers of its sends and receives by (group, kind, peer, tag), a peer of -1
+    meaning any rank, and `received` those of its completed receives, by (group, tag). `alone` is
+    True if no other Python thread could post a call. `ran_ns` is the run time of its main thread,
+    if that thread does not retract the report before it continues.
     """
 
     on: tuple[int, ...] = ()
@@ -158,19 +157,19 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
 
 
 class GoesOn(msgspec.Struct, tag=True):
-    """A rank that had said that it waits does not wait any more."""
+    """A rank retracts its report that it is blocked."""
 
 
 class Remarked(msgspec.Struct, tag=True):
-    """What a simulated world has seen and does not fail for: its `name`, and a sentence."""
+    """A finding in a simulated world that fails nothing: its `name`, and a sentence."""
 
     name: str
     text: str
 
 
 class Proven(msgspec.Struct, tag=True):
-    """A world can go no further: by a "mismatch" of calls, by a "deadlock", or because
-    what it does cannot be simulated ("refused"); `what` says it in a sentence.
+    """A world cannot proceed: because of a "mismatch" of calls, a "deadlock", or an operation that
+    cannot be simulated ("refused"); `what` explains it in one sentence.
     """
 
     how: str
@@ -181,9 +180,9 @@ ChildEvent = Spawned | Progress | Said | Printed | Done | Raised | Stacks | Wait
 
 
 class Of(msgspec.Struct, tag=True):
-    """What a child or a rank says, or is said of it. `key` is a child's, or the number of a rank;
-    of a rank on another machine, `world` numbers its world, and it was said `age_s` ago: clocks of
-    two machines have nothing in common.
+    """An event of a child or rank. `key` is a child's key or a rank's number. For a rank on another
+    machine, `world` numbers its world, and the event is `age_s` old, because the clocks of two
+    machines cannot be compared.
     """
 
     key: int
@@ -194,13 +193,13 @@ class Of(msgspec.Struct, tag=True):
 
 Request = Spawn | Signal
 Notice = Ready | Of
-# What comes through a child's pipe.
+# Messages through a child's pipe.
 Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
 AnyEvent = Event | ChildEvent
 
 
 def garbled() -> Raised:
-    """What stands for the end of a child that can no longer be understood."""
+    """Return the event that replaces the messages of a child whose pipe was corrupted."""
     text = (
         "distcheck's own pipe holds something that it did not write: the code wrote to a "
         "descriptor that it had not opened"
@@ -211,10 +210,10 @@ def garbled() -> Raised:
 def text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as another:  # theirs
+    except Exception as another:  # raised by user code
         return f"(its text cannot be had: {type(another).__name__})"
 
 
 def printable(text: str) -> str:
-    """Text without lone surrogates, which can be sent and written nowhere."""
+    """Replace lone surrogates, which cannot be encoded."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,8 +1,9 @@
-"""What ranks and lone jobs are forked from here: the helper, and for a rerun further interpreters.
+"""Processes that ranks and single-process jobs are forked from: the helper, and for a rerun further
+interpreters.
 
-Two further ones, whatever the world, each with torch of its own, which it imports for about two
-seconds of a core. They are started one after another, so that on two cores the helper is not slowed
-down, and kept as long as the pool.
+There are two further ones for any world size, each with its own torch, whose import takes about two
+seconds of CPU time. They start one after another, so that they do not slow down the helper on two
+cores, and live as long as the pool.
 """
 
 import selectors
@@ -22,13 +23,11 @@ from distcheck.worlds.local.helper_process import (
 from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.surroundings import HASH_SEEDS
 
-_NEEDED_BYTES = 1 << 30  # of an interpreter: 0.4 of it for torch; the rest is for the ranks
+_NEEDED_BYTES = 1 << 30  # per interpreter: 0.4 GiB for torch, the rest for its ranks
 
 
 class Interpreter(Forker):
-    """A further interpreter. That it could not be started fails nothing: a rerun is possible
-    without it.
-    """
+    """A further interpreter. If it does not start, a rerun is possible without it."""
 
     def _helper_died(self) -> None:
         self.let_go()
@@ -38,7 +37,7 @@ class Interpreter(Forker):
 
 
 class Interpreters:
-    """Starts them in turn; `advance` has to be called now and then."""
+    """Starts further interpreters in turn; `advance` must be called regularly."""
 
     def __init__(self, selector: selectors.BaseSelector, imports: dict[str, None]) -> None:
         self._made = [
@@ -56,7 +55,7 @@ class Interpreters:
 
     @property
     def usable(self) -> bool:
-        """Whether ranks can be, or will be, forked from them."""
+        """True if ranks can be, or will be, forked from them."""
         return not self.error and all(one.usable for one in self._made)
 
     @property
@@ -65,7 +64,7 @@ class Interpreters:
         return started and not self.error and not any(one.importing for one in self._made)
 
     def advance(self, *, others_importing: int) -> None:
-        """Starts as many as there are cores for; notes one that could not be made ready."""
+        """Start as many as there are free cores; record the error of one that fails to start."""
         if self.error or self.ready:
             return
         importing = others_importing + sum(one.importing for one in self._made)
@@ -88,7 +87,7 @@ class Interpreters:
             self.close()
 
     def look(self) -> None:
-        """Raises HelperError where one of them is stopped."""
+        """Raise HelperError if one of them is stopped."""
         for one in self._made[: self._started]:
             one.look_at_helper()
 
@@ -97,29 +96,27 @@ class Interpreters:
             one.let_go()
 
     def close(self) -> None:
-        """Ends them, all at once."""
+        """End all of them concurrently."""
         self.let_go()
         for one in self._made:
             one.close()
 
 
 class Pool(Forker):
-    """A helper process, with `open_interpreters` further ones, and what they forked. Close it;
-    nothing outlives it.
-    """
+    """A helper process, with `open_interpreters` further ones, and all their children."""
 
     def __init__(self, helper: HelperProcess | None = None) -> None:
         super().__init__(helper or CleanHelper())
         self._interpreters: Interpreters | None = None
 
     def why_no_interpreters(self) -> str:
-        """Why ranks cannot be forked from further interpreters; empty where they can be."""
+        """Return why ranks cannot be forked from further interpreters; empty if they can."""
         if self._interpreters is None or not self._interpreters.error:
             return ""
         return f"a further interpreter could not be started: {self._interpreters.error}"
 
     def open_interpreters(self) -> None:
-        """Starts further interpreters for `start_ranks`; returns at once, while they import."""
+        """Start further interpreters for `start_ranks` without waiting for their imports."""
         if self._interpreters is not None:
             if self._interpreters.usable:
                 return
@@ -130,11 +127,11 @@ class Pool(Forker):
 
     @property
     def interpreters_ready(self) -> bool:
-        """Whether ranks can be forked from the further interpreters."""
+        """True if ranks can be forked from the further interpreters."""
         return self._interpreters is not None and self._interpreters.ready
 
     def place_of(self, interpreter: int | None) -> Forker:
-        """What forks from a further interpreter; this one for None."""
+        """Return the forker of a further interpreter; this one for None."""
         if interpreter is None:
             return self
         assert self._interpreters is not None, "open_interpreters comes first"
@@ -142,7 +139,7 @@ class Pool(Forker):
 
     @property
     def forks_all(self) -> bool:
-        """Whether all ranks of a world are forked here, and so can be given one file."""
+        """True if all ranks of a world are forked here, and so can share one file descriptor."""
         return True
 
     @property
@@ -151,14 +148,14 @@ class Pool(Forker):
         return "127.0.0.1"
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Makes processes elsewhere read the data set too; what each found, by its name."""
+        """Make processes on other machines read the data set; return their results by name."""
         return {}
 
     def ranks_here(self, world: int) -> int:
         return world
 
     def describe(self) -> dict[str, Any]:
-        """How ranks come to exist, for a report; nothing where they are simply forked here."""
+        """Return how ranks are launched, for a report; empty if they are simply forked here."""
         return {}
 
     def start_ranks(
@@ -169,28 +166,26 @@ class Pool(Forker):
         *,
         together: bool = False,
     ) -> list[Share]:
-        """Starts the ranks of a world, in as many shares as there are places for them; or all
-        `together`, where they are part of a job that was started here.
+        """Start the ranks of a world, one share for each place that runs some; all in one share if
+        `together`, because they belong to an MPI job started here.
         """
         starts_here = dict(enumerate(starts))
         return [LocalShare(self, target=target, starts=starts_here, fds=descriptors_of(fds))]
 
     def pump(self, timeout_s: float) -> None:
-        """Waits at most `timeout_s` for something to happen, and takes note of all of it. Raises
-        HelperError for a helper that is stopped.
-        """
+        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
         super().pump(timeout_s)
         if self._interpreters is not None:
             self._interpreters.advance(others_importing=int(self.importing))
 
     def look_at_helper(self) -> None:
-        """Raises HelperError where the helper, or that of a further interpreter, is stopped."""
+        """Raise HelperError if the helper, or that of a further interpreter, is stopped."""
         super().look_at_helper()
         if self._interpreters is not None and not self._closed:
             self._interpreters.look()
 
     def let_go(self) -> None:
-        """Tells the helpers to end, and does not wait for them; `close` it later."""
+        """Request the helpers to end without waiting for them; `close` it later."""
         if self._interpreters is not None:
             self._interpreters.let_go()
         super().let_go()

@@ -1,11 +1,12 @@
-"""What a rank's calls say that torch's flight recorder does not, and in which call the rank waits.
+"""Call recorder: details of a rank's calls that torch's flight recorder lacks, and the call in
+which the rank is blocked.
 
-The methods of torch's process groups note reduce operation, root, splits, peer and tag of every
-call that goes through Python; `Work.wait` notes that the main thread waits, and for which call.
-They keep no tensor. Calls of C++ code (DDP's) are in the flight recorder alone.
+The methods of torch's process groups record reduce operation, root, splits, peer and tag of every
+call made from Python; `Work.wait` records that the main thread waits, and for which call. No tensor
+is kept. Calls of C++ code (DDP) are in the flight recorder only.
 
-torch counts calls of a group, messages included; the recorder's entry with the same `op_id` is of
-the same call.
+torch numbers the calls of a group, messages included; the flight recorder's entry with the same
+`op_id` describes the same call.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from distcheck.worlds import step_calls
 from distcheck.worlds.call_log import CallLog
 from distcheck.worlds.callers import place_of_caller
 
-_KEPT = 128  # notes; the flight recorder keeps 64 entries
-_MOST_WORKS = 1024  # until those are dropped that are gone
-_RAISED_IN = "_distcheck_raised_in"  # an attribute of an exception: the call that raised it
-_MOST_CAUSES = 16  # of an exception, that are looked at
+_KEPT = 128  # records; the flight recorder keeps 64 entries
+_MOST_WORKS = 1024  # until released ones are dropped
+_RAISED_IN = "_distcheck_raised_in"  # attribute of an exception: the call that raised it
+_MOST_CAUSES = 16  # length of an exception's chain that is searched
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-# What messages are called, and how many arguments torch calls them with.
+# Point-to-point operations, and the number of arguments in torch's calls of them.
 _MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv", 2)}
 MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer or -1 for any, tag
 GivenAndGot = tuple[Sequence[Any], Sequence[Any]]  # tensors
-# By what a process group calls an operation: what is noted of it, in the words of `Posted`; and its
-# tensors among the arguments, those that the rank gives, and that it gets where that must be known.
+# By the method of a process group: kind and name as in `Posted`, and a function that picks the
+# input tensors from the arguments, and the output tensors if they are needed.
 _OPERATIONS: dict[str, tuple[str, str, Callable[[Any], GivenAndGot]]] = {
     "allreduce": ("all_reduce", "all_reduce", lambda given: (given[0], ())),
     "allreduce_coalesced": (*2 * ("all_reduce_coalesced",), lambda given: (given[0], ())),
@@ -70,8 +71,8 @@ _OPERATIONS: dict[str, tuple[str, str, Callable[[Any], GivenAndGot]]] = {
 
 @dataclass(slots=True)
 class NotedCall:
-    """A call of Python's. A collective can be several of those that torch counts in its group, from
-    number `first` to `last`, messages included.
+    """A call made from Python. A collective can consist of several that torch numbers in its group,
+    from `first` to `last`, messages included.
     """
 
     call: Posted
@@ -80,30 +81,30 @@ class NotedCall:
 
 
 class Postings:
-    """The notes of this process. `on` is what the main thread waits for, in a list that no other
-    wait has, or None.
+    """The recorded calls of this process. `on` is a list, unique to each wait, of the calls that
+    the main thread waits for; None if it does not wait.
     """
 
     def __init__(self) -> None:
         self.notes: deque[NotedCall] = deque(maxlen=_KEPT)
         self.messages: defaultdict[MessageKey, int] = defaultdict(int)
-        self.of_group: defaultdict[str, int] = defaultdict(int)  # messages, of any kind
+        self.of_group: defaultdict[str, int] = defaultdict(int)  # messages of any kind
         self.received: defaultdict[tuple[str, int], int] = defaultdict(int)  # by group and tag
         self.on: list[NotedCall] | None = None
         self.after_wait: Callable[[Any], None] = lambda on: None
-        self.misses_messages = False  # one was posted in a way that is not known
-        self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
+        self.misses_messages = False  # a message was posted in an unknown way
+        self.usual_limit_s = 0.0  # a group's shorter timeout was set by the code
         self.log: CallLog | None = None
-        self._ranks: dict[str, tuple[Any, tuple[int, ...], int]] = {}  # by group's name
+        self._ranks: dict[str, tuple[Any, tuple[int, ...], int]] = {}  # by group name
         self._works: dict[int, tuple[Any, NotedCall]] = {}
         self._main = threading.main_thread().ident
 
     def log_no_more(self) -> None:
-        """Stops logging, in a process that the rank has forked."""
+        """Stop logging, in a process forked by the rank."""
         self.log = None
 
     def remember(self, work: Any, noted: NotedCall) -> None:
-        """Notes of which call a Work is."""
+        """Remember the call that a Work belongs to."""
         if work is None:
             return
         if len(self._works) >= _MOST_WORKS:
@@ -111,8 +112,8 @@ class Postings:
         self._works[id(work)] = (weakref.ref(work), noted)
 
     def ranks_of(self, group: Any, name: str) -> tuple[tuple[int, ...], int]:
-        """The ranks of the world that a group has, by their places in it, and this one's. Raises
-        KeyError for a group that torch does not know.
+        """Return the global ranks of a group in group order, and this process's rank. Raises
+        KeyError for a group unknown to torch.
         """
         known = self._ranks.get(name)
         if known is None or known[0]() is not group:
@@ -123,13 +124,13 @@ class Postings:
         return known[1:]
 
     def call_of(self, work: Any) -> NotedCall | None:
-        """The call that a Work is of, where it is known."""
+        """Return the call that a Work belongs to; None if unknown."""
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
     def go_on(self) -> None:
-        """Takes back that the main thread waits, if it does, because it posts a call: a handler of
-        a signal may do so within a wait that looks by the clock, as MPI's.
+        """Retract that the main thread waits, if it does, because it posts a call: a signal handler
+        may do so within a wait that polls, as MPI's does.
         """
         on = self.on
         if on is not None and threading.get_ident() == self._main:
@@ -137,8 +138,8 @@ class Postings:
             self.after_wait(on)
 
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
-        """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
-        after which it may go on. A limit of zero is none.
+        """Wait for a Work, and record the wait meanwhile, unless the code passes its own timeout,
+        after which it may continue. A timeout of zero means none.
         """
         noted = None if any(given) or any(named.values()) else self.call_of(work)
         if noted is None or self.on is not None or threading.get_ident() != self._main:
@@ -163,7 +164,7 @@ class Postings:
 
 
 def raised_in(error: BaseException | None) -> NotedCall | None:
-    """The call whose wait raised an exception, or one that it was raised because of."""
+    """Return the call whose wait raised an exception, or one in its chain; else None."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -184,9 +185,8 @@ def is_installed() -> bool:
 
 
 def install(usual_limit_s: float) -> None:
-    """Makes this process note its calls from now on; once, and only where torch offers what it
-    takes. A group whose calls time out before `usual_limit_s` has a limit that the code may count
-    on.
+    """Make this process record its calls from now on; once, and only if torch has the required
+    methods. A group that times out before `usual_limit_s` has a timeout that the code may rely on.
     """
     global _installed
     HERE.usual_limit_s = usual_limit_s
@@ -194,13 +194,13 @@ def install(usual_limit_s: float) -> None:
         return
     import torch.distributed as dist
 
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     if not compat.counts_calls():
         return
     _installed = True
     if _log_fd >= 0:
-        with contextlib.suppress(OSError):  # where memory is short: then there is no log
+        with contextlib.suppress(OSError):  # if memory is short, there is no log
             HERE.log = CallLog(_log_fd)
             os.register_at_fork(after_in_child=HERE.log_no_more)
     note_calls_of(dist.ProcessGroup)
@@ -208,13 +208,13 @@ def install(usual_limit_s: float) -> None:
 
 
 def log_to(fd: int) -> None:
-    """Makes this process log its calls to a file, once it notes them."""
+    """Make this process log its calls to a file, once it records them."""
     global _log_fd
     _log_fd = fd
 
 
 def note_calls_of(group: Any) -> None:
-    """Makes the operations that a class of process groups itself has note their calls."""
+    """Make the operations defined by a class of process groups record their calls."""
     for name, (kind, called, tensors) in _OPERATIONS.items():
         if name in group.__dict__:
             setattr(group, name, _collective(group.__dict__[name], kind, called, tensors))
@@ -224,8 +224,8 @@ def note_calls_of(group: Any) -> None:
 
 
 def note_waits_of(work: Any, *, limited: Callable[[Any], bool] = lambda _: False) -> None:
-    """Makes `wait` of a class of Works say that it waits, except for those that are `limited`: that
-    raise so soon that the code may have meant it.
+    """Make `wait` of a Work class record the wait, except for `limited` ones, whose timeout is so
+    short that the code may have intended it.
     """
     original = work.wait
 
@@ -247,7 +247,7 @@ def _collective(
         HERE.go_on()
         before = _count(group)
         log, noted = HERE.log, None
-        with contextlib.suppress(Exception):  # of arguments that torch will refuse
+        with contextlib.suppress(Exception):  # for arguments that torch will refuse
             ranks, call = _posted(group, kind, name, before, given, tensors(given))
             noted = NotedCall(call, before + 1, before)
             if log is not None and before >= 0:
@@ -264,7 +264,7 @@ def _collective(
             HERE.notes.append(noted)
             limits = [posted_calls.own_limit_s(one) for one in (*given[-1:], *named.values())]
             if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):
-                HERE.remember(work, noted)  # after a limit of its own, the code may go on
+                HERE.remember(work, noted)  # after its own timeout, the code may continue
         return work
 
     return post
@@ -278,7 +278,7 @@ def _posted(
     given: tuple[Any, ...],
     tensors: GivenAndGot,
 ) -> tuple[tuple[int, ...], Posted]:
-    """The ranks of a group, and the collective that is posted in it after `before` calls."""
+    """Return the ranks of a group, and the number `before` + 1 of the collective."""
     group_name = str(group.group_name)
     ranks, rank = HERE.ranks_of(group, group_name)
     sent, received = ([tuple(tensor.shape) for tensor in some] for some in tensors)
@@ -347,7 +347,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         try:
             work = original(group, *given)
         except Exception:
-            if _count(group) == before:  # it was refused, and is none
+            if _count(group) == before:  # it was refused, so it does not count
                 HERE.messages[key] -= 1
                 HERE.of_group[group_name] -= 1
             raise
@@ -361,7 +361,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
 
 
 def _op_name(given: Any) -> str:
-    """The name of a reduce operation; empty for one that takes a factor, or none."""
+    """Return the name of a reduce operation; empty for one with a factor, or None."""
     if given is None:
         return ""
     for name, op in _ops():
@@ -388,7 +388,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _count(group: Any) -> int:
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         return compat.calls_counted(group)

@@ -1,9 +1,9 @@
-"""What proves that a world of processes can go no further: calls that do not match, or a deadlock.
+"""Proves a deadlock or a collective mismatch in a world of processes.
 
-Nothing is concluded unless every rank has said that it waits, or that its job is over. A rank that
-computes, sleeps, or waits for anything that distcheck does not see never says so: its world goes on
-until the deadline. A rank takes its word back before it goes on, and only a rank that goes on posts
-calls. So what all of them have said is true of one moment.
+A proof needs every rank to report that it is blocked or finished. A rank that computes, sleeps, or
+waits for something that distcheck does not observe never reports: its world runs until the
+deadline. A rank retracts its report before it resumes, and only a running rank posts calls, so all
+reports hold at one instant.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,17 @@ from distcheck.records.stuck_ranks import Wait, why_stuck
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, Waits, printable
 
-# Chosen: what all have said must stay so for this long, in which none of them runs. A collective
-# that can complete on this rank does so within milliseconds. A rank that waits in C++ is awake
-# here as soon as it has run on, and says so within 0.2 s if its look has a core.
+# Heuristic: all reports must stay unchanged for this long, while none of the ranks runs. A
+# collective that can complete on this rank does so within milliseconds. A rank that waits in C++
+# appears awake here as soon as it has run, and reports that within 0.2 s if its polling thread has
+# a core.
 _UNCHANGED_S = 0.25
 
 Said = Mapping[int, Waits]  # by rank
 
 
 class ProofWatch:
-    """Looks for a proof, a few times a second."""
+    """Searches for a proof a few times a second."""
 
     def __init__(self) -> None:
         self._counts: tuple[int, ...] = ()
@@ -31,7 +32,9 @@ class ProofWatch:
         self._found: Proven | None = None
 
     def look(self, children: Sequence[Child], now: float) -> Proven | None:
-        """The proof that the world of `children` can go no further by `now` (monotonic seconds)."""
+        """Return the proof that the world of `children` cannot proceed by `now` (monotonic
+        seconds); None if there is none yet.
+        """
         said = {rank: c.waits for rank, c in enumerate(children) if c.waits is not None}
         if len(said) < len(children):
             self._counts = ()
@@ -46,7 +49,7 @@ class ProofWatch:
 
 
 def proof(said: Said) -> Proven | None:
-    """What proves by what all ranks of a world have said that it can go no further."""
+    """Return the proof that follows from the reports of all ranks; None if there is none."""
     if all(own.over for own in said.values()) or not all(_fits(r, said) for r in said):
         return None
     if what := _mismatch(said):
@@ -56,8 +59,8 @@ def proof(said: Said) -> Proven | None:
 
 
 def _fits(rank: int, said: Said) -> bool:
-    """Whether a rank names itself, ranks of this world and calls that it has listed: what it says
-    comes from a process in which any code may run.
+    """Return True if a rank's report names only itself, ranks of this world and calls that it
+    lists. Reports come from processes in which any code may run.
     """
     own = said[rank]
     named = {other for call in own.calls for other in (call.peer, call.root) if other is not None}
@@ -92,8 +95,9 @@ def _mismatch(said: Said) -> str:
 
 
 def _misfit(call: Posted, said: Said) -> str:
-    """A send and a receive that meet and are of different sizes: by their numbers, which are those
-    between two ranks with one tag, as long as no receive takes from any rank.
+    """Return a description of a send and a receive that match but differ in size or dtype. They
+    match by number, which counts the messages between two ranks with one tag as long as no receive
+    accepts any rank.
     """
     peer = said.get(-1 if call.peer is None else call.peer)
     receiver = call.rank if call.kind == "recv" else call.peer
@@ -109,8 +113,8 @@ def _misfit(call: Posted, said: Said) -> str:
 
 
 def _deadlock(said: Said) -> tuple[str, str]:
-    """Who waits for whom, if none of the ranks that wait can go on before another one of them; and
-    of which kind that is.
+    """Return the kind of deadlock and its explanation if no blocked rank can resume before another
+    one of them; two empty strings otherwise.
     """
     stuck = {rank for rank, own in said.items() if own.on and not own.over}
     over = [rank for rank, own in said.items() if own.over]
@@ -135,7 +139,7 @@ def _deadlock(said: Said) -> tuple[str, str]:
 
 def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
     if not call.is_message and not _ranks_of(call, said):
-        return True  # of a group that not all ranks know alike: nothing is known of it
+        return True  # ranks disagree about the group, so nothing is known
     missing = list(_waited_for(call, said))
     if call.kind == "recv" and call.peer is None:
         return not missing or any(rank not in stuck for rank in missing)
@@ -143,7 +147,7 @@ def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
 
 
 def _waited_for(call: Posted, said: Said) -> Iterator[int]:
-    """The ranks that a call waits for, which have not posted what belongs to it."""
+    """Yield the ranks that a call waits for, which have not posted their part of it."""
     if not call.is_message:
         ranks = _ranks_of(call, said)
         yield from (rank for rank in ranks if not _has_posted(said[rank], call))
@@ -155,7 +159,7 @@ def _waited_for(call: Posted, said: Said) -> Iterator[int]:
     elif call.peer is not None and not _takes_from_any(said[call.rank], call):
         if _messages(said[call.peer], call, "send", (call.rank,)) < call.number:
             yield call.peer
-    else:  # which message came to which receive is not known, but how many came
+    else:  # messages cannot be matched to receives, but both can be counted
         own = said[call.rank]
         sent = sum(_messages(one, call, "send", (call.rank,)) for one in said.values())
         came = sum(n for group, tag, n in own.received if (group, tag) == (call.group, call.tag))
@@ -165,7 +169,7 @@ def _waited_for(call: Posted, said: Said) -> Iterator[int]:
 
 
 def _messages(own: Waits, call: Posted, kind: str, peers: Sequence[int]) -> int:
-    """How many sends or receives a rank has posted that may belong to a call."""
+    """Return how many sends or receives a rank has posted that may match a call."""
     return sum(
         count
         for group, what, peer, tag, count in own.messages
@@ -178,7 +182,7 @@ def _takes_from_any(own: Waits, call: Posted) -> bool:
 
 
 def _ranks_of(call: Posted, said: Said) -> tuple[int, ...]:
-    """The ranks of a collective's group, if all of them know it alike; or none."""
+    """Return the ranks of a collective's group; empty if ranks disagree about it."""
     ranks = said[call.rank].ranks.get(call.group, ())
     if not all(rank in said for rank in ranks):
         return ()
@@ -191,7 +195,7 @@ def _has_posted(own: Waits, call: Posted) -> bool:
 
 
 def _call_of(own: Waits, call: Posted) -> Posted | None:
-    """A rank's collective of the same group and number, where it is kept."""
+    """Return a rank's collective of the same group and number; None if it is no longer kept."""
     for other in own.calls:
         if not other.is_message and (other.group, other.number) == (call.group, call.number):
             return other

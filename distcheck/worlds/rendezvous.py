@@ -1,7 +1,7 @@
-"""How the ranks of a world find each other: at a store.
+"""Rendezvous of the ranks of a world at a store.
 
-If all ranks are forked by one front, the store is a file in memory, which the front passes to them.
-Ranks of several processes meet at a store of torch's on a port: the front binds port 0, on loopback
+If all ranks are forked by one front end, the store is a file in memory, whose descriptor they
+inherit. Ranks of several processes meet at a TCPStore: the front end binds port 0, on loopback
 unless ranks are on other machines, and passes the listening socket to rank 0, which serves the
 store on it. The kernel queues early connections, so there is no race for a port.
 """
@@ -28,8 +28,9 @@ _LOOK_EVERY_S = 0.0005
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks meet. `deadline_s` is the world's; collectives wait longer than it, so
-    that a hang is seen from outside, with every rank's stack, before it becomes a timeout.
+    """Rendezvous of one rank. `deadline_s` is the world's deadline; collectives have a longer
+    timeout, so that a hang is observed from outside, with every rank's stack, before it becomes a
+    timeout.
     """
 
     backend: str
@@ -38,16 +39,17 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     deadline_s: float
-    in_memory: bool = False  # whether the store is a file that every rank is given
+    in_memory: bool = False  # True if the store is a file that every rank inherits
 
 
 @contextlib.contextmanager
 def meeting_place(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield an address of this machine, and a descriptor for the store of ranks that meet: of a
-    file in memory (`in_memory`), or of a socket that listens there, on which rank 0 serves it.
+    """Yield an address of this machine and a descriptor for the ranks' store: of a file in memory
+    (`in_memory`), or of a socket that listens at the address, on which rank 0 serves the store.
 
-    Only processes that are given the file can open it. A socket is open to every user of this
-    machine, since torch's store has no authentication: it is for ranks of several processes.
+    Only processes that inherit the file can open it. The socket is open to every user of this
+    machine, because torch's store has no authentication; it is meant for ranks of several
+    processes.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
@@ -65,8 +67,8 @@ def meeting_place(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int
 
 
 def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
-    """The variables that launchers set and that code under test may read, as on `nodes` machines
-    with as many ranks each.
+    """Return the variables that launchers set and that code under test may read, as for `nodes`
+    machines with equally many ranks.
     """
     local_world = rendezvous.world // nodes
     return {
@@ -82,7 +84,7 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
 
 
 def enter_world_of_one() -> None:
-    """What code asks for where there is no world: a process group, and a launcher's variables."""
+    """Set up a process group of world size 1 and a launcher's variables, for code under test."""
     import torch.distributed as dist
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -92,10 +94,9 @@ def enter_world_of_one() -> None:
 
 
 def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
-    """Makes the default process group. `store_fd` is the front's, see `meeting_place`.
-
-    `registered` is torch's name for the backend, where that is registered already. Returns the
-    store at which the ranks have met, a `torch.distributed.Store`.
+    """Create the default process group; return the `torch.distributed.Store` of the rendezvous.
+    `store_fd` comes from `meeting_place`. `registered` is torch's name of the backend if it is
+    registered already.
     """
     import torch.distributed as dist
 
@@ -142,9 +143,7 @@ def _store(rendezvous: Rendezvous, store_fd: int, timeout: timedelta) -> Any:
 
 
 def wait_for(store: Any, keys: Sequence[str]) -> None:
-    """Wait until keys are in a store. A file is looked at more often than torch does, which sleeps
-    10 ms in between.
-    """
+    """Wait until keys are in a store. A FileStore is polled here: torch sleeps 10 ms."""
     while _is_file(store) and not store.check(keys):
         time.sleep(_LOOK_EVERY_S)
     store.wait(keys)
@@ -153,14 +152,14 @@ def wait_for(store: Any, keys: Sequence[str]) -> None:
 def _is_file(store: Any) -> bool:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    return isinstance(getattr(store, "underlying_store", store), FileStore)  # of one with a prefix
+    return isinstance(getattr(store, "underlying_store", store), FileStore)  # or in a PrefixStore
 
 
 @functools.cache
 def note_calls_of_mpi() -> None:
-    """Makes this process note its calls of the backend mpi from now on, and record them: torch does
-    neither. Groups whose calls time out sooner than usual have a limit of their own, which the code
-    may count on.
+    """Make this process record its calls on backend mpi from now on, and their completion: torch
+    does neither. Groups with a timeout shorter than the default keep it, because the code may rely
+    on it.
     """
     from distcheck.backends.mpi import calls
     from distcheck.backends.mpi.group import MPIGroup
@@ -173,7 +172,9 @@ def note_calls_of_mpi() -> None:
 
 
 def _move_on() -> None:
-    """Lets MPI complete what it can. What it promises does not let two threads enter it at once."""
+    """Let MPI progress its open calls. Main thread only: the requested MPI thread level does not
+    permit two threads in MPI at once.
+    """
     from distcheck.backends.mpi.runtime import mpi
     from distcheck.backends.mpi.work import move_on
 
@@ -183,14 +184,14 @@ def _move_on() -> None:
 
 
 def _torchs_timeout() -> timedelta:
-    """That of a group for which the code names none."""
+    """Return torch's default timeout of a group."""
     from torch.distributed.constants import default_pg_timeout
 
     return default_pg_timeout
 
 
 def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: float) -> Any:
-    """Ranks of one process meet in its memory."""
+    """Create the default group of a simulated world, whose ranks share a store in memory."""
     import torch.distributed as dist
 
     from distcheck.worlds.simulated.group import register
@@ -210,9 +211,9 @@ def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: f
 
 
 def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
-    """Waits until every rank has its group: gloo lets one go on while others are still connecting,
-    to whom one that dies at once would be a failed start and no collective's lost peer. Rank 0
-    leaves last if it serves the store.
+    """Wait until every rank has its group: gloo returns on one rank while others are still
+    connecting, and if that rank died at once, they would report a failed start instead of a lost
+    peer. Rank 0 leaves last if it serves the store.
     """
     others = rendezvous.world - 1
     if store.add("distcheck/joined", 1) == rendezvous.world:
@@ -227,7 +228,7 @@ def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
 
 
 def _is_number(host: str) -> bool:
-    """Whether it is an address already, so that no name has to be looked up to reach it."""
+    """Return True if a host is a numeric address, which needs no name lookup."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

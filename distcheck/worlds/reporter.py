@@ -1,4 +1,4 @@
-"""A forked process's line to the front."""
+"""The connection of a forked process to the front end."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from distcheck.worlds import messages
 from distcheck.worlds.framing import frame, write_all
 
-leave = os._exit  # which a child replaces by what tells of it
+leave = os._exit  # a child replaces os._exit by a function that reports the exit
 
 
 def flush() -> None:
@@ -19,20 +19,20 @@ def flush() -> None:
 
 
 class Reporter:
-    """A child's line to the front. Its methods may be called from any thread."""
+    """A child's connection to the front end. Its methods may be called from any thread."""
 
     def __init__(self, events_fd: int) -> None:
         self._fd = events_fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self.tell_stacks: Callable[[], None] | None = (
-            None  # of a job that knows better what it does
+            None  # set by a job that collects its own stacks
         )
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Sends one event; a front that is gone is not a reason to fail. With `patience_s`, not if
-        another is being sent for longer. A process that this one forked, and that has run on into
-        what only this one may do, ends here.
+        """Send one event; a front end that is gone is no error. With `patience_s`, give up if
+        another send takes longer. A process that this one forked, and that reaches code meant for
+        the rank only, exits here.
         """
         if os.getpid() != self._pid:
             sys.stderr.write("distcheck: a fork of this rank ran on as if it were the rank\n")
@@ -48,9 +48,9 @@ class Reporter:
             self._lock.release()
 
     def progress(self, step: int, phase: str) -> None:
-        """Says which phase of which step begins: the sign of life that deadlines watch."""
+        """Report the start of a phase of a step: the heartbeat that deadlines watch."""
         self.send(messages.Progress(step, phase))
 
     def say(self, payload: bytes) -> None:
-        """Tells the front something that only this job's starter understands."""
+        """Send a payload that only the starter of this job understands."""
         self.send(messages.Said(payload))

@@ -1,7 +1,7 @@
-"""Folders for a while, which go even where the process that made them is killed.
+"""Temporary folders that are removed even if the process that created them is killed.
 
-A process forked from a helper notes a folder before it makes it, as a link in a place that the
-helper knows; the helper outlives all that it has forked, and removes what is noted there.
+A process forked from a helper registers a folder before creating it, as a symlink in a place that
+the helper knows; the helper outlives all of its forks, and removes all registered folders.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from distcheck import private
 
-_noted: Path | None = None  # set in a helper, and so in all that it forks
+_noted: Path | None = None  # set in a helper, and inherited by its forks
 
 
 def keep_notes() -> None:
-    """Called in a helper, before it forks; it calls `remove_noted` at its end."""
+    """Prepare the registration of folders in a helper, before it forks."""
     global _noted
     _noted = Path(tempfile.gettempdir(), private.unique(f"distcheck-noted-{os.getpid()}-"))
 
 
 def remove_noted() -> None:
-    """Removes every folder that was noted and is still there, and the notes."""
+    """Remove every registered folder that still exists, and the registration."""
     if _noted is None or not _noted.is_dir():
         return
     for note in _noted.iterdir():
@@ -33,8 +33,8 @@ def remove_noted() -> None:
 
 @contextlib.contextmanager
 def folder(where: Path | None = None, prefix: str = "distcheck-") -> Iterator[Path]:
-    """A new folder in `where`, or where temporary files are, until the end of the block. OSError
-    where it cannot be made.
+    """Yield a new folder in `where`, or in the temporary directory, and remove it afterwards.
+    Raises OSError if it cannot be created.
     """
     made = Path(where or tempfile.gettempdir()).absolute() / private.unique(prefix)
     note = None if _noted is None else _noted / made.name

@@ -1,7 +1,7 @@
-"""The ranks of a world that live in one place, and what a world asks of that place.
+"""The ranks of a world that run in one place, and the interface between a world and that place.
 
-A world on one machine has one share; under a launcher that spans processes or machines it has
-one for each of them (`fleet.py`).
+A world on one machine has one share; under a launcher that spans processes or machines, it has one
+for each of them (`fleet.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,18 @@ Region = tuple[int, int]  # offset and length, in bytes
 
 
 class Readable(Protocol):
-    """What a selector takes."""
+    """An object that a selector accepts."""
 
     def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A descriptor that every rank is given, and what stands for it on another machine.
+    """A descriptor that every rank receives, and its replacement on another machine.
 
-    `trace`  memory of `size` bytes; what rank r may have written lies in `regions(r)`
+    `trace`  memory of `size` bytes; rank r writes only within `regions(r)`
     `data`   the data set that was prepared last
-    `none`   nothing there can stand for it, and only rank 0 uses it
+    `none`   no replacement; only rank 0 uses it
     """
 
     fd: int
@@ -42,11 +42,11 @@ def descriptors_of(fds: Mapping[str, Shared]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What one rank is started with: `fds` are of this rank alone, by the job's names, and the
-    variables that `named_fds` names will hold descriptors' numbers.
+    """Start of one rank: `fds` are the descriptors of this rank only, by the job's names; each
+    variable in `named_fds` will hold the number of its descriptor.
 
-    `interpreter` is the number of the further interpreter that it is forked from (None: the
-    helper), `order_seed` that of the order of its environment variables (None: as they come).
+    `interpreter` is the number of the further interpreter to fork from (None: the helper),
+    `order_seed` the seed of the order of its environment variables (None: unchanged).
     """
 
     payload: bytes
@@ -58,26 +58,26 @@ class RankStart:
 
 
 class Share(Protocol):
-    """Some ranks of a world, and the place where they are."""
+    """Some ranks of a world, and the place where they run."""
 
     children: dict[int, Child]  # by rank
 
     def look(self) -> None:
-        """Takes note of what its children cannot say, before a world looks at them."""
+        """Update state that its children cannot report, before a world examines them."""
         return
 
     def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a rank, if it is still there."""
+        """Send a signal to a rank, if it is still running."""
         ...
 
     def ask(self) -> None:
-        """Makes every rank tell what it is doing."""
+        """Make every rank report its stacks."""
         ...
 
     def release(self) -> None:
-        """Lets ranks that are done leave."""
+        """Let finished ranks exit."""
         ...
 
     def close(self) -> None:
-        """Frees what the share holds; its ranks are gone, or were ended as far as they can be."""
+        """Free the share's resources; its ranks are gone, or were ended as far as possible."""
         ...

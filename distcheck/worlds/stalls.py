@@ -1,11 +1,11 @@
-"""Telling a hung world from a slow machine.
+"""Tells a hung world from a slow machine.
 
-A fixed deadline is either too long to wait for or too short on a crowded machine (the same
-passing world has been seen to take 35 ms on a quiet one and 310 ms at load 20). What counts here
-is time without progress in which the ranks neither ran nor waited for a core or a disk: a world
-that waits for a collective that will never complete gathers it at the pace of the clock, one that
-computes gathers none. A rank that spins for ever is caught by a limit of its own, ten times as
-long. A rank that sets up an engine may build extensions, so it has a longer deadline.
+A fixed deadline is either too long to wait for or too short on an overloaded machine (Measured: the
+same passing world took 35 ms on an idle one and 310 ms at load 20). The deadline therefore applies
+to time without progress in which the ranks neither ran nor waited for a core or a disk: a world
+blocked in a collective that never completes accumulates it in real time, a computing one
+accumulates none. A rank that spins forever has a separate deadline, ten times as long. A rank that
+sets up an engine may compile extensions, so its deadline is longer.
 """
 
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ from collections.abc import Sequence
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import SETTING_UP
 
-# Of the time between two looks, by any one rank; gloo's threads and ours run for 0.4 % of it.
+# Share of the time between two looks, by any rank; gloo's and distcheck's threads use 0.4 %.
 BUSY_SHARE = 0.02
-BUSY_DEADLINES = 10.0  # what works and never goes on may take that many deadlines
-# Chosen: a first use may compile extensions, in processes that are not counted here; DeepSpeed's
-# took 30 s of two cores.
+BUSY_DEADLINES = 10.0  # deadlines for ranks that compute without progress
+# Heuristic: a first use may compile extensions, in processes that are not observed here;
+# DeepSpeed's took 30 s on two cores.
 SETTING_UP_S = 600.0
-_MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
+_MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, reports of other machines 0.25 s
 
 
 class Looks:
-    """The time between looks at something, as far as this process was there to look."""
+    """The time between looks at an object, as far as this process was running."""
 
     def __init__(self, now: float) -> None:
         self.last = now
 
     def since_last(self, now: float) -> float:
-        """Seconds since the last look, which is now another one; half a second at most."""
+        """Return the seconds since the last look, at most half a second, and restart the clock."""
         gap_s, self.last = now - self.last, now
         return min(gap_s, _MOST_UNSEEN_S)
 
 
 class StallWatch:
-    """Decides when a world has hung. `look` at it a few times a second."""
+    """Decides when a world has hung. Call `look` a few times a second."""
 
     def __init__(self, deadline_s: float, now: float) -> None:
         self._deadline_s = deadline_s
@@ -46,10 +46,10 @@ class StallWatch:
         self._last_busy: dict[Child, float] = {}
 
     def look(self, children: Sequence[Child], now: float) -> bool:
-        """Whether the unfinished `children` have hung by `now` (monotonic seconds).
+        """Return True if the unfinished `children` have hung by `now` (monotonic seconds).
 
-        Nothing is concluded while one has not been heard of since the last look: without news a
-        rank on another machine would seem to have done nothing.
+        Undecided while there is a child without news since the last look: a rank on another machine
+        would seem to have done nothing.
         """
         if any(child.known_at <= self._looks.last for child in children):
             return False

@@ -1,9 +1,9 @@
-"""Through which lines of the code under test the tensors of a rank go while a step is recorded.
+"""Maps tensors to the lines of code under test that communicate them during a recorded step.
 
-Every collective and message that is noted (`postings`, `simulated/world`) is heard here as well. Of
-its tensors only storages are kept, by weak references: these keep no memory, and none is taken for
-another that lies where it lay. A call counts only where the code under test makes it itself: one
-that torch's own code makes, and one of C++ code, has no line.
+Every recorded collective and message (`postings`, `simulated/world`) is also reported here. Only
+weak references to the storages of its tensors are kept: they hold no memory, and a storage is not
+confused with a later one at the same address. Only calls made directly by the code under test have
+a line; calls by torch's own code or by C++ code have none.
 """
 
 import math
@@ -18,7 +18,7 @@ from distcheck.worlds.callers import line_of_call
 
 _MOST_CALLS = 4096  # of a step
 _MOST_DEPTH = 3  # of lists in the arguments of a call
-Memory = tuple[Any, int, int]  # a storage, and which of its bytes
+Memory = tuple[Any, int, int]  # a storage, and a range of its bytes
 
 
 @dataclass(slots=True)
@@ -27,15 +27,15 @@ class _Heard:
     kind: str
     memory: list[Memory]
     elements: int
-    known: bool  # whether all of its tensors have a storage
+    known: bool  # True if all of its tensors have a storage
 
 
 @dataclass(frozen=True)
 class Ways:
-    """What is known of tensors by name: the lines of the calls that were given any of their memory,
-    and of those that may have carried copies of them. Where none was given any, the only line that
-    was given copies of all counts as one that was given each. `reducing` are the lines that only
-    reduce.
+    """Communication of tensors by name: `given`, the lines of calls that received any of their
+    memory, and `perhaps`, those that may have received copies. If no call received their memory,
+    the only line that received copies of all of them counts as `given`. `reducing` are the lines
+    that only reduce.
     """
 
     given: Mapping[str, frozenset[str]]
@@ -44,8 +44,8 @@ class Ways:
 
 
 class StepCalls:
-    """The calls of one rank since a step began. `counted` says how many calls torch has counted,
-    where some may go past Python.
+    """The calls of one rank since the start of a step. `counted` returns the number of calls that
+    torch has counted, if some may bypass Python.
     """
 
     def __init__(self, counted: Callable[[], float] | None = None) -> None:
@@ -59,12 +59,12 @@ class StepCalls:
         self._before, self._noted = self._counted(), 0
 
     def hear(self, kind: str, arguments: Iterable[Any], counts: int) -> None:
-        """A call is made, which counts so many times."""
+        """Record a call, which torch counts `counts` times."""
         with self._lock:
             self._noted += counts
             if len(self._heard) > _MOST_CALLS or kind == "barrier":
                 return
-        # A call may be given one tensor twice, to read it and to write it.
+        # A call may receive one tensor as both input and output.
         tensors = {id(one): one for given in arguments for one in _tensors(given)}.values()
         memory = [one for tensor in tensors if (one := memory_of(tensor)) is not None]
         elements = sum(tensor.numel() for tensor in tensors)
@@ -77,8 +77,8 @@ class StepCalls:
         sizes: Mapping[str, int],
         others: Callable[[], Iterable[Memory | None]],
     ) -> Ways | None:
-        """Which way tensors went, each of which may have lain in several memories; None where too
-        much was called. `others` gives the memories that are known to hold something else.
+        """Return how tensors were communicated, each of which may have had several memories; None
+        if there were too many calls. `others` returns memories known to hold other tensors.
         """
         heard, unheard = list(self._heard), self._counted() - self._before - self._noted
         if len(heard) > _MOST_CALLS:
@@ -91,7 +91,7 @@ class StepCalls:
             copies = [
                 c for c in copies if not (c.known and all(id_of(m) in kept for m in c.memory))
             ]
-        # A single number carries no tensor that has more.
+        # A scalar carries no tensor with more elements.
         unknown = {""} if unheard else set[str]()
         of_numbers = frozenset({call.line for call in copies} | unknown)
         of_more = frozenset({call.line for call in copies if call.elements > 1} | unknown)
@@ -121,8 +121,8 @@ def _of_all(
     sizes: Mapping[str, int],
     tensors: Mapping[str, Sequence[Memory | None]],
 ) -> str:
-    """The line of all calls that may have carried copies, if these reduce and were together given
-    exactly as many elements as all tensors have.
+    """Return the line of all calls that may have carried copies, if these only reduce and together
+    received exactly as many elements as all tensors have.
     """
     lines = {call.line for call in copies}
     total = sum(sizes[name] for name, memories in tensors.items() if any(memories))
@@ -131,37 +131,37 @@ def _of_all(
     return lines.pop() if len(lines) == 1 and whole and reduce else ""
 
 
-# By rank: each of those that are threads of one process has its own.
+# By rank: ranks that are threads of one process have one each.
 HEARING: dict[int, StepCalls] = {}
 
 
 def listen(rank: int, *, past_python: bool) -> StepCalls:
-    """From now on hears the calls of a rank; `past_python`, where some may go past what is noted,
-    of which torch knows the number.
+    """Start recording the calls of a rank; `past_python` is True if some may bypass the recorder,
+    so that only torch knows their number.
     """
     calls = HEARING[rank] = StepCalls(_calls_counted if past_python else None)
     return calls
 
 
 def _calls_counted() -> float:
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         return sum(compat.calls_counted(group) for group in list(compat.groups()))
     except RuntimeError:  # a backend that does not count
-        return math.nan  # the number is not known
+        return math.nan  # unknown number
 
 
 def hear(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
-    """Notes a call of a rank that is listened to, which torch counts so many times."""
+    """Record a call of a rank if its calls are being recorded; torch counts it `counts` times."""
     calls = HEARING.get(rank)
     if calls is not None:
         calls.hear(kind, arguments, counts)
 
 
 def memory_of(tensor: Any) -> Memory | None:
-    """Where a tensor lies; None where it has no memory of its own."""
-    from distcheck.machine import compat  # imports torch, which the front must not
+    """Return the storage of a tensor and its range of bytes; None without own memory."""
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         storage, size = compat.weak_storage(tensor), tensor.element_size()
@@ -174,12 +174,12 @@ def memory_of(tensor: Any) -> Memory | None:
 
 
 def id_of(memory: Memory) -> int:
-    """What two memories of one storage have alike."""
+    """Return the hash of a memory's storage, equal for all memories of one storage."""
     return hash(memory[0])
 
 
 def overlap(one: Memory, other: Memory) -> bool:
-    """Whether two memories share a byte."""
+    """Return True if two memories share a byte."""
     return bool(one[0] == other[0]) and one[1] < other[2] and other[1] < one[2]
 
 

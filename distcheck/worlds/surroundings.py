@@ -1,13 +1,13 @@
-"""What differs between the ranks of a world beside their rank, as it does between machines.
+"""Differences between the ranks of a world in addition to their rank, as between machines.
 
 `together`  every rank is forked from one interpreter, has the same environment, and is not delayed
 `separate`  ranks differ in every one of FACTORS
 
-    delays        each rank sleeps for some milliseconds, before backward and before a collective
-    memory        each rank allocates and frees first, so that its objects lie at other addresses
-    nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK as on several machines
-    environment   each rank has its environment variables in another order
-    interpreters  ranks are forked from interpreters with hash seeds and addresses of their own
+ delays        each rank sleeps for some milliseconds, before backward and before a collective
+ memory        each rank allocates and frees first, so that its objects have other addresses
+ nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK as on several machines
+ environment   each rank has its environment variables in another order
+ interpreters  ranks are forked from interpreters with different hash seeds and addresses
 """
 
 import random
@@ -19,18 +19,19 @@ from distcheck.machine.seeds import derive
 from distcheck.records import Delay
 from distcheck.records.run_facts import SEPARATELY
 
-# What points at a line most exactly comes first: a rerun that differs is taken apart in this order.
+# The factor that locates a line most exactly comes first: the factors of a rerun that differs are
+# bisected in this order.
 FACTORS = ("delays", "memory", "nodes", "environment", "interpreters")
 
 # PYTHONHASHSEED of the helper, and of each further interpreter. Two random seeds give a set of two
-# strings the same order half of the time. These two differ for 19 of the 20 pairs in
+# strings the same order half of the time. Measured: these two differ for 19 of the 20 pairs in
 # tests/unit/test_surroundings.py, such as "weight" and "bias".
 HASH_SEED = 0
 HASH_SEEDS = (106, 148)
 
 _MOST_BACKWARD_MS, _MOST_COLLECTIVE_MS = 3, 4
-_EARLY_COLLECTIVES = 3  # of a step, before one of which a rank is late
-# Sizes that `allocate` takes.
+_EARLY_COLLECTIVES = 3  # of a step, one of which a rank enters late
+# Sizes that `allocate` uses.
 _SMALL = range(16, 513, 16)  # size classes of CPython's allocator
 _LARGE = (600, 1500, 4000, 20_000, 70_000)
 _MOST_SMALL, _MOST_LARGE = 200, 12
@@ -40,38 +41,38 @@ _allocated: list[bytes] = []
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """Which factors differ between ranks, and the seed from which each rank's are derived."""
+    """Factors that differ between ranks, and the seed of each rank's values."""
 
     factors: tuple[str, ...] = ()
     seed: int = 0
-    schedule: str = ""  # of a simulated world, as `records/schedules.py` has it
+    schedule: str = ""  # of a simulated world, in the format of `records/schedules.py`
 
     def nodes_of(self, world: int) -> int:
-        """The machines that `world` ranks are said to be on: the fewest, more than one, that have
-        the same number of ranks each, as launchers start them.
+        """Return the number of machines that `world` ranks claim to be on: the smallest above one
+        with equally many ranks each, as launchers start them.
         """
         if "nodes" not in self.factors:
             return 1
         return next((n for n in range(2, world + 1) if world % n == 0), 1)
 
     def interpreter_of(self, rank: int) -> int | None:
-        """The further interpreter that a rank is forked from; None: the helper.
+        """Return the further interpreter that a rank is forked from; None: the helper.
 
-        By the parity of the ones in the rank's binary digits: neighbours differ, and so do the two
-        ranks of a group with any power of two as its stride.
+        It is the parity of the ones in the rank's binary digits: neighbors differ, and so do the
+        two ranks of a group with any power of two as its stride.
         """
         return rank.bit_count() % len(HASH_SEEDS) if "interpreters" in self.factors else None
 
     def order_seed(self, rank: int) -> int | None:
-        """The seed of the order of a rank's environment variables; None: the front's order."""
+        """Return the seed of the order of a rank's environment variables; None: unchanged."""
         return derive(self.seed, "environment", rank) if "environment" in self.factors else None
 
     def memory_seed(self, rank: int) -> int | None:
-        """The seed of what a rank allocates before code under test is loaded; None: nothing."""
+        """Return the seed of a rank's early allocations; None: no allocations."""
         return derive(self.seed, "memory", rank) if "memory" in self.factors else None
 
     def delays(self, world: int) -> tuple[Delay, ...]:
-        """For each rank one before backward and one before an early collective of every step."""
+        """Return one delay per rank before backward, and one before an early collective."""
         if "delays" not in self.factors:
             return ()
         found = []
@@ -108,8 +109,8 @@ TOGETHER = Surroundings()
 
 
 def separate(seed: int, *, delayed: bool, in_one_process: bool = False) -> Surroundings:
-    """All factors; `delayed` says whether the delays are among them. Ranks `in_one_process` share
-    an interpreter and its memory.
+    """Return surroundings with all factors; the delays only if `delayed`. Ranks `in_one_process`
+    share an interpreter and its memory.
     """
     left_out = [] if delayed else ["delays"]
     left_out += ["memory", "interpreters"] if in_one_process else []
@@ -117,12 +118,12 @@ def separate(seed: int, *, delayed: bool, in_one_process: bool = False) -> Surro
 
 
 def allocate(seed: int) -> None:
-    """Takes about 1 MB, at most 3, and gives half of it back; the rest is kept until the end.
+    """Allocate about 1 MB, at most 3, and free half of it; the rest is kept until the end.
 
-    Ranks that are forked from one process allocate alike, and so their objects have the same
-    `id()`. Ranks on different machines do not. CPython takes small objects from pools of one size
-    class each (16 to 512 bytes, by 16), and gives out what was freed last; larger ones come from
-    malloc. So a random number of blocks of every class is taken, and half of them freed in a random
+    Ranks forked from one process allocate identically, so their objects have the same `id()`. Ranks
+    on different machines do not. CPython takes small objects from pools of one size class each (16
+    to 512 bytes, by 16), and reuses the block freed last; larger ones come from malloc. A random
+    number of blocks of every class is therefore allocated, and half of them are freed in a random
     order.
     """
     drawn = random.Random(seed)

@@ -1,11 +1,11 @@
-"""How many worlds run at once when pytest-xdist runs many processes.
+"""Limits the number of concurrent worlds when pytest-xdist runs many processes.
 
-A world fills as many cores as it has ranks, so more worlds at a time than cores only makes each of
-them slower. A process that wants to start one binds one of a few names in the abstract socket
-namespace: the kernel gives a name to one process, and takes it back however that process ends.
+A world occupies as many cores as it has ranks, so more concurrent worlds than cores only make each
+of them slower. A process that wants to start one binds one of a few names in the abstract socket
+namespace: the kernel gives a name to one process, and releases it however that process ends.
 
-A lock file (filelock) would need a folder that other users cannot write to, and a rank that is
-forked during a turn would hold it as well.
+A lock file (filelock) would need a folder that other users cannot write to, and a rank forked
+during a turn would hold the lock as well.
 """
 
 import errno
@@ -18,24 +18,24 @@ from contextlib import contextmanager
 
 from distcheck.machine.resources import cores
 
-_LEAST_TURNS = 2  # one world alone leaves gaps while its ranks wait for each other
+_LEAST_TURNS = 2  # a single world leaves cores idle while its ranks wait for each other
 _LOOK_EVERY_S = 0.004
 
-_shared: tuple[str, int] | None = None  # a test run, and how many processes it has
+_shared: tuple[str, int] | None = None  # name of a test run, and number of its processes
 _held: list[socket.socket] = []
 _of_thread = threading.local()  # `inside` a turn
 
 
 def share(run: str, *, processes: int) -> None:
-    """From here on this process takes turns with the others of a test run."""
+    """Make this process take turns with the others of a test run from now on."""
     global _shared
     _shared = (run, processes)
 
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Waits until this process may run a world, where there are more processes than turns. Within
-    a turn of its own a thread need not wait again.
+    """Wait until this process may run a world, if there are more processes than turns. A thread
+    that holds a turn does not wait again.
     """
     holder = None if getattr(_of_thread, "inside", False) else _take()
     if holder is None:
@@ -48,13 +48,14 @@ def turn() -> Iterator[None]:
     finally:
         _of_thread.inside = False
         holder.close()
-        if holder in _held:  # not in a fork, which has let go
+        if holder in _held:  # False in a fork, which has released it
             _held.remove(holder)
 
 
 def _let_go_in_fork() -> None:
-    """A name is taken as long as any process has the socket open, and a kept world's helper, forked
-    during a turn, lives on after it. What a rank runs belongs to the turn of its test.
+    """Release the turn in a forked process: the name stays bound while any process has the socket
+    open, and the helper of a persistent world, forked during a turn, outlives it. A rank's own
+    worlds belong to the turn of its test.
     """
     global _shared
     _shared = None
@@ -62,12 +63,12 @@ def _let_go_in_fork() -> None:
         _held.pop().close()
 
 
-if hasattr(os, "register_at_fork"):  # where there are no forks there are no worlds
+if hasattr(os, "register_at_fork"):  # without forks there are no worlds
     os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def _take() -> socket.socket | None:
-    """Holds a turn by its name; None where waiting is not needed, or names cannot be had."""
+    """Acquire a turn by binding its name; None if that is unnecessary or impossible."""
     turns = max(_LEAST_TURNS, cores())
     if _shared is None or _shared[1] <= turns:
         return None

@@ -1,10 +1,10 @@
-"""A rank's own look at itself: whether it waits for a call, so that only others can let it go on.
+"""Detects, within a rank, that the rank is blocked in a call that only other ranks can complete.
 
-A thread looks ten times a second. The main thread waits where it is within `Work.wait` at two looks
-in a row; or where it is within C++ code of torch's that waits for collectives (backward with DDP,
-for example), has not run since the last look, and has collectives that have not completed. It is
-then not known for which of them it waits. It says once what it waits for, and takes
-that back when it goes on.
+A thread polls ten times a second. The main thread is blocked if it is within `Work.wait` at two
+consecutive polls; or if it is within C++ code of torch that waits for collectives (such as backward
+with DDP), has not run since the last poll, and has open collectives. In the latter case the awaited
+one is unknown. The thread reports the awaited calls once, and retracts the report when the rank
+resumes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distcheck.worlds.postings import HERE, NotedCall, Postings
 from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
-# The kind of what the recorder names, where that alone says it.
+# The recorder's names that are also the kind of the call.
 _KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
@@ -35,7 +35,7 @@ _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"
 
 
 class Look:
-    """Looks at this rank, and tells the front."""
+    """Polls the state of this rank, and reports to the front end."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter, self._postings = reporter, HERE
@@ -47,9 +47,9 @@ class Look:
         HERE.after_wait = self._take_back
 
     def again(self) -> None:
-        """Looks once more: what it sees twice it reports. Another release of torch may have
-        something else to read, which may also change meanwhile: then it reports nothing, and the
-        deadline stays.
+        """Poll once; a state seen twice is reported. In another release of torch the polled
+        structures may differ, or change concurrently: then nothing is reported, and the deadline
+        applies.
         """
         with contextlib.suppress(Exception):
             self._again()
@@ -76,7 +76,7 @@ class Look:
             self._reporter.send(said)
 
     def _take_back(self, on: Any) -> None:
-        """A wait is over, which may have been reported."""
+        """Retract the report of a wait that has ended, if it was reported."""
         if self._reported is on or self._telling.locked():
             with self._telling:
                 if self._reported is on:
@@ -88,10 +88,10 @@ class Look:
             self._reporter.send(messages.GoesOn())
 
     def _in_torch(self) -> Any:
-        """Where the main thread is within C++ code that may wait, and how long it has run; None
-        where it is not.
+        """Return the main thread's position in C++ code that may wait, and its run time; else
+        None.
         """
-        from distcheck.machine import compat  # imports torch, which the front must not
+        from distcheck.machine import compat  # imports torch, which the front end must not
 
         frame = sys._current_frames().get(self._main)
         if frame is None:
@@ -103,7 +103,7 @@ class Look:
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
     def _said(self, on: list[NotedCall] | None) -> messages.Waits | None:
-        """The report; None where too little is known for a proof."""
+        """Return the report; None if too little is known for a proof."""
         groups = _groups()
         if groups is None or self._postings.misses_messages:
             return None
@@ -113,7 +113,7 @@ class Look:
             posted[name] = count - self._postings.of_group[name]
         calls = [_as_posted(entry, self._postings) for entry in entries]
         if any(c.number > posted.get(c.group, math.inf) for c in calls):
-            return None  # messages that this process does not know of
+            return None  # there are messages unknown to this process
         still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
         found: list[int] = [] if on is not None or self.over else still
         if on is not None and not self.over:
@@ -123,7 +123,7 @@ class Look:
         limits = _limits_s()
         usual_s = self._postings.usual_limit_s
         if any(limits.get(calls[place].group, math.inf) < usual_s for place in found):
-            return None  # after which the code may go on
+            return None  # the code may continue after its timeout
         return messages.Waits(
             on=tuple(found),
             over=self.over,
@@ -137,14 +137,14 @@ class Look:
         )
 
 
-Groups = Mapping[str, tuple[int, tuple[int, ...]]]  # how many calls torch has counted, and ranks
+Groups = Mapping[str, tuple[int, tuple[int, ...]]]  # by name: calls that torch counted, and ranks
 
 
 def _groups() -> Groups | None:
-    """The groups of this process; None where torch does not count their calls."""
+    """Return the groups of this process; None if torch does not count their calls."""
     import torch.distributed as dist
 
-    from distcheck.machine import compat  # imports torch, which the front must not
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
         return {
@@ -160,8 +160,8 @@ def _groups() -> Groups | None:
 
 
 def _limits_s() -> dict[str, float]:
-    """After how many seconds the calls of each group time out, where its backend says so."""
-    from distcheck.machine import compat  # imports torch, which the front must not
+    """Return the timeout of each group's calls in seconds, if its backend exposes one."""
+    from distcheck.machine import compat  # imports torch, which the front end must not
 
     found = {}
     for group in list(compat.groups()):
@@ -171,7 +171,7 @@ def _limits_s() -> dict[str, float]:
 
 
 def _as_posted(entry: dict[str, Any], postings: Postings) -> Posted:
-    """A collective of the recorder's, with what was noted of it."""
+    """Return a collective of the flight recorder, with the details that were recorded of it."""
     import torch.distributed as dist
 
     group = str((entry.get("process_group") or ("",))[0])
@@ -199,12 +199,12 @@ def _as_posted(entry: dict[str, Any], postings: Postings) -> Posted:
 
 
 def _is_noted_message(entry: dict[str, Any]) -> bool:
-    """Whether a recorded call is a message of a backend in Python: all of those are noted."""
+    """Return True for a message of a Python backend, which is recorded elsewhere."""
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
 def _places_of(noted: NotedCall, entries: list[dict[str, Any]], calls: list[Posted]) -> list[int]:
-    """The place of the call that is waited for, among `calls`, to which a message is added."""
+    """Return the index of the awaited call in `calls`, to which an awaited message is appended."""
     if noted.call.is_message:
         calls.append(noted.call)
         return [len(calls) - 1]
@@ -225,11 +225,11 @@ def _place(entry: dict[str, Any]) -> str:
 
 
 def _is_alone(main: int) -> bool:
-    """Whether all threads of Python's but the main one are distcheck's own."""
+    """Return True if all Python threads other than the main one belong to distcheck."""
     return all(
         thread.ident == main or thread.name.startswith(OWN_THREADS)
         for thread in threading.enumerate()
     ) and len(sys._current_frames()) <= len(threading.enumerate())
 
 
-OWN_THREADS = "distcheck "  # how the names of distcheck's own begin
+OWN_THREADS = "distcheck "  # prefix of the names of distcheck's threads

@@ -1,9 +1,9 @@
-"""One world of ranks: started together, watched, and ended together.
+"""One world of ranks: started together, supervised, and ended together.
 
 running     until every rank has reported, or one failed, or all stalled
-asking      ranks that are still there are asked for their stacks
-shaking     those that did not answer are asked by a signal, which needs no lock of Python's
-ending      a rank that has not reported is killed
+asking      remaining ranks are asked for their stacks
+shaking     those that did not answer are asked by a signal, which needs no Python lock
+ending      ranks that have not reported are killed
 over        every rank is gone, and how each ended is known
 """
 
@@ -26,13 +26,13 @@ from distcheck.worlds.proofs import ProofWatch
 from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
-# What a library that reads or writes beyond its memory ends in, or that gives up.
+# Signals that end a process after an invalid memory access, or when a library aborts.
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
-Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the ranks of that, its number
+Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the group's ranks, its number
 
 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
-    """The calls that do not match, if the rank that failed first failed within a call."""
+    """Return the mismatch among the logged calls, if the first failed rank failed in a call."""
     within = cause.raised is not None and cause.raised.within_call
     died = cause.exit_signal in _FATAL and (cause.was_within_call or SIZES_DIFFER in cause.output)
     if not (within or died):
@@ -43,8 +43,8 @@ def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
 
 
 def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
-    """What proves that a world can go no further; or, if it is a deadlock, calls that do not match
-    and completed all the same, as a library may let them: what came after them is a consequence.
+    """Return the given proof; or, for a deadlock, an earlier mismatch of calls that completed
+    nevertheless, as some libraries permit, because later errors follow from it.
     """
     if proven.how == "mismatch":
         return proven
@@ -53,7 +53,7 @@ def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
 
 
 def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
-    """What each rank has logged, as far as a rank can have called it."""
+    """Return the logged calls of each rank that it can have made."""
     world = len(children)
     return {
         rank: [logged for logged in child.called if _fits(logged, rank, world)]
@@ -62,7 +62,7 @@ def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
 
 
 def _fits(logged: Logged, rank: int, world: int) -> bool:
-    """Whether a call names ranks that there are: any code may have written it."""
+    """Return True if a call names existing ranks only: any code may have written the log."""
     call, ranks = logged.call, {*logged.ranks}
     named = {other for other in (call.root, call.peer) if other is not None}
     alone = len(ranks) == len(logged.ranks)
@@ -87,8 +87,8 @@ def _collectives_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
 
 
 def _messages_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
-    """A send and the receive of its number, between two ranks of which the receiver takes from no
-    others.
+    """Describe a send and its receive that do not match; ranks that receive from any are
+    skipped.
     """
     sent = {
         (logged.ranks, call.group, call.tag, call.number, call.rank, call.peer): call
@@ -108,20 +108,20 @@ def _messages_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
     return ""
 
 
-_GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
-_BUSY_GRACE_S = 4.0  # more, while one of them runs or waits for a core: it may be saying so
-_ASK_S = 4.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
-_SHAKE_S = 0.3  # for faulthandler to write, once it has begun
-_MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
+_GRACE_S = 0.7  # after a failure: time for the peers to fail and report as well
+_BUSY_GRACE_S = 4.0  # additional time while one of them runs or is runnable
+_ASK_S = 4.0  # for stacks to arrive on an overloaded machine; usually milliseconds
+_SHAKE_S = 0.3  # for faulthandler to finish writing
+_MOST_SHAKE_S = 8.0  # for a rank that is not scheduled, or reports over a network
 _LOOK_EVERY_S = 0.1
-_MOST_LEAVING_S = 30.0  # for ranks that may leave, until they are killed
-# For which a rank may be stopped, also where a case is given less time than that to make progress:
-# a laptop is closed, a person looks at something. Chosen: the usual deadline.
+_MOST_LEAVING_S = 30.0  # for ranks that may exit, until they are killed
+# Heuristic, the default deadline: a rank may be stopped this long, even if a case has a shorter
+# deadline, for example while a laptop is suspended or a person debugs.
 _STOPPED_S = 30.0
 
 
 class Phase(Enum):
-    """Where a world is in its life."""
+    """Phase in the life of a world."""
 
     RUNNING = auto()
     ASKING = auto()
@@ -131,7 +131,7 @@ class Phase(Enum):
 
 
 class World:
-    """The children that run one job together: the ranks of a world, or one lone reference."""
+    """The children that run one job together: the ranks of a world, or one single-process job."""
 
     def __init__(
         self,
@@ -140,15 +140,15 @@ class World:
         deadline_s: float,
         on_progress: Callable[[int, messages.Progress], None] | None = None,
         job: MPIJob | None = None,
-        stopped_s: float | None = None,  # the patience with stopped ranks; usually the deadline
+        stopped_s: float | None = None,  # deadline of stopped ranks; `deadline_s` by default
     ) -> None:
         self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
         self._failed_at: float | None = None
-        self._busy_grace_s = 0.0  # of the time since then
+        self._busy_grace_s = 0.0  # part of the time since then
         self._last_look = self._stopped_s = 0.0
         self.hung = False
-        self._phase_since = self._now = 0.0  # seconds of its life in which it was looked at
+        self._phase_since = self._now = 0.0  # seconds during which the world was observed
         self.begun = time.monotonic()
         self._ticks = Looks(self.begun)
         self._share_of = {rank: share for share in shares for rank in share.children}
@@ -166,16 +166,16 @@ class World:
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank finished its job and left in peace."""
+        """True if every rank finished its job and exited normally."""
         return self.over and all(blame.finished(child, hung=self.hung) for child in self.children)
 
     @property
     def results(self) -> list[bytes]:
-        """What each rank's job returned; only when all succeeded."""
+        """The result of each rank's job; complete only if all succeeded."""
         return [child.done.payload for child in self.children if child.done is not None]
 
     def tick(self) -> None:
-        """Takes the next step, if it is time; call it after every pump."""
+        """Advance to the next phase if due; call it after every pump."""
         before = self._now
         self._now = now = before + self._ticks.since_last(time.monotonic())
         for share in self._shares:
@@ -195,35 +195,35 @@ class World:
                 self._phase_since = now
 
     def kill(self) -> None:
-        """Ends every rank at once, asking nothing."""
+        """End every rank at once, without asking for stacks."""
         if not self.over:
             self._kill()
 
     def begin_again(self, deadline_s: float) -> None:
-        """Starts the clock anew, for ranks that were idle by intention."""
+        """Restart the deadline, for ranks that were idle intentionally."""
         self._watch = StallWatch(deadline_s, time.monotonic())
 
     def interrupt(self) -> None:
-        """Ends the world as if it had hung now: ranks are asked for their stacks first."""
+        """End the world as if it had hung now: ranks are asked for their stacks first."""
         if self._phase is Phase.RUNNING:
             self.hung = True
             self._ask(self._now)
 
     def close(self) -> None:
-        """Closes descriptors; the world is over, or was ended as far as it can be."""
+        """Close descriptors; the world is over, or was ended as far as possible."""
         for share in self._shares:
             share.close()
         self.end_job()
 
     def end_job(self) -> None:
-        """Ends the MPI job that the ranks were part of, if there is one."""
+        """End the MPI job that the ranks belong to, if there is one."""
         if self._job is not None:
             self._job.close()
             self._job = None
 
     def _tick_running(self, now: float, elapsed: float) -> None:
         children = self.children
-        if any(child.proven is not None for child in children):  # it said so itself
+        if any(child.proven is not None for child in children):  # it reported so itself
             self.hung = True
             self._kill()
             return
@@ -247,8 +247,8 @@ class World:
                 self._ask(now)
 
     def _has_hung(self, elapsed: float) -> bool:
-        """Whether the ranks will go on no more: stopped for too long, by a proof, or by the clock.
-        While one is stopped, what the others do shows nothing about the code.
+        """Return True if the ranks cannot proceed: stopped for too long, proven blocked, or past
+        the deadline. While one is stopped, the others' state shows nothing about the code.
         """
         waited_for = [c for c in self.children if c.done is None]
         if any(child.is_stopped for child in waited_for):
@@ -270,8 +270,9 @@ class World:
         self._enter(Phase.ASKING, now)
 
     def _tick_asking(self, now: float) -> None:
-        """The signal comes second and only to ranks that are silent: what faulthandler reads of a
-        thread that runs Python meanwhile, as one that answers does, can be a segmentation fault.
+        """Send SIGUSR1 to the ranks that did not answer. The signal comes second, because
+        faulthandler may crash while it reads a thread that is running Python, as an answering one
+        is.
         """
         silent = self._silent()
         if not silent:
@@ -283,8 +284,8 @@ class World:
             self._enter(Phase.SHAKING, now)
 
     def _heard_enough(self, waited_s: float) -> bool:
-        """Whether every rank has said what it is doing, or will not; one that holds the GIL in C
-        answers through faulthandler alone.
+        """Return True if every rank has answered or will not (only faulthandler, if C holds the
+        GIL).
         """
         silent = self._silent()
         if not silent or waited_s >= _MOST_SHAKE_S:
@@ -301,7 +302,7 @@ class World:
         self._enter(Phase.ENDING, self._now)
 
     def _conclude(self) -> None:
-        """Looks whether calls that do not match are why the world has failed."""
+        """Check whether mismatched calls caused the failure of the world."""
         if self.hung or all(blame.finished(child, hung=False) for child in self.children):
             return
         cause = blame.first_cause(self.children, hung=False)

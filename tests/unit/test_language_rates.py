@@ -1,9 +1,10 @@
-"""The language of pages and causes, by rate: nouns instead of "what"-clauses, imperative advice, no
-vague predicates, American spelling.
+"""The language of pages, causes and docstrings, by rate: nouns instead of "what"-clauses,
+imperative advice, no vague predicates, American spelling.
 
 torch.distributed and pytest use "what" 0.2 to 0.3 times per 1,000 words of their docstrings.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -16,10 +17,33 @@ from distcheck.records.causes import causes, shared
 from tests.sources import ROOT, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
+_MOST_OPENINGS = 0.02  # of docstrings
 # docs/reference/ is generated from help texts and docstrings; decisions are notes of their time.
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # A page leaves this set when it is rewritten; no page enters it.
 TO_REWRITE = {"docs/whats-here.md"}
+# Packages with docstrings in the language of this test; "." stands for the modules of distcheck/.
+PACKAGES = [
+    ".",
+    "backend_probe",
+    "backends",
+    "engines",
+    "errors",
+    "explore",
+    "machine",
+    "plan",
+    "selftest",
+    "store",
+    "testing",
+    "training",
+    "workloads",
+    "worlds",
+]
+OPENS_A_DOCSTRING_VAGUELY = re.compile(r"(?:What|Whether|Which|Where|Of|Those|As|By)\b")
+BANNED_IN_DOCSTRINGS = re.compile(
+    r"\b(?:beside|alike|unlike|apart|mend(?:s|ed|ing)?|slip(?:s|ped)?|told|owed|whoever)\b",
+    re.IGNORECASE,
+)
 VAGUE = re.compile(r"\b(?:beside|alike|unlike|apart|mend(?:s|ed|ing)?|slips?)\b", re.IGNORECASE)
 OPENS_VAGUELY = re.compile(r"(?:What|Which|Whether|Where|Of|Those|That)\b", re.IGNORECASE)
 VERBS = frozenset(
@@ -49,6 +73,18 @@ def what_rate(text: str) -> float:
     return 1000 * sum(word.lower() == "what" for word in words) / max(1, len(words))
 
 
+def docstrings(package: str) -> Iterator[tuple[str, str]]:
+    """Yield every docstring of a package of distcheck, with its place; code is left out."""
+    folder = ROOT / "distcheck" / package
+    for path in sorted(folder.glob("*.py") if package == "." else folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None:
+                    name = getattr(node, "name", "module")
+                    yield f"{path.relative_to(ROOT)} {name}", prose(text)
+
+
 def rewritten() -> list[Path]:
     return [page for page in PAGES if page.relative_to(ROOT).as_posix() not in TO_REWRITE]
 
@@ -59,6 +95,18 @@ def test_a_page_uses_nouns_and_exact_predicates(page: Path) -> None:
     words = len(re.findall(r"[A-Za-z']+", text))
     assert what_rate(text) <= max(_MOST_WHAT, 2000 / max(1, words)), "name the thing itself"
     assert VAGUE.findall(text) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_use_nouns_and_exact_predicates(package: str) -> None:
+    found = list(docstrings(package))
+    assert found
+    opened = [one for one in found if OPENS_A_DOCSTRING_VAGUELY.match(one[1])]
+    assert len(opened) <= _MOST_OPENINGS * len(found), opened
+    assert what_rate(" ".join(text for _, text in found)) <= _MOST_WHAT, [
+        one for one in found if re.search(r"\bwhat\b", one[1], re.IGNORECASE)
+    ]
+    assert [one for one in found if BANNED_IN_DOCSTRINGS.search(one[1])] == []
 
 
 def test_pages_left_to_rewrite_exist() -> None:
@@ -138,3 +186,15 @@ def test_imperatives_are_recognized(text: str, right: bool) -> None:
 @pytest.mark.parametrize(("text", "wrong"), [("two runs part, unlike these", True), ("outside", 0)])
 def test_vague_predicates_are_found(text: str, wrong: bool) -> None:
     assert bool(VAGUE.search(text)) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("Whether a rank is stopped.", True),
+        ("Return True if a rank is stopped.", False),
+        ("Assert that ranks agree.", False),
+    ],
+)
+def test_vague_openings_of_docstrings_are_found(text: str, wrong: bool) -> None:
+    assert bool(OPENS_A_DOCSTRING_VAGUELY.match(text)) == wrong

@@ -1,17 +1,16 @@
-"""MPI on CPU, by mpi4py: collectives, point-to-point and sub-groups on any MPI library.
+"""MPI on CPU, through mpi4py: collectives, point-to-point and sub-groups on any MPI library.
 
-torch has an MPI backend of its own only where it was built with one, and keeps the name "mpi" for
-it; this one is known to torch as `distcheck_mpi`. In which order an MPI library adds is its own
-affair (it depends on the library, its version, the size and the ranks' number), so there is no
-`all_reduce_sum` here: what an all_reduce leaves is judged by bounds, and is not compared bit for
-bit.
+torch has its own MPI backend only if it was built with one, and reserves the name "mpi" for it;
+this one is registered as `distcheck_mpi`. The summation order of an MPI library is unspecified (it
+depends on the library, its version, the size and the number of ranks), so there is no
+`all_reduce_sum` here: an all_reduce is judged by error bounds, and is not compared bitwise.
 
-library.py   which launcher and which MPI library, without loading either
+library.py   finds the launcher and the MPI library, without loading either
 runtime.py   MPI in this process: start, end, communicators
-buffers.py   from tensors to what MPI sends and reduces
-calls.py     what was started, as torch's flight recorder would have it
-work.py      a started operation, and waiting for it
-group.py     the process group, and what it refuses
+buffers.py   converts tensors to the buffers that MPI sends and reduces
+calls.py     started operations, in the format of torch's flight recorder
+work.py      a started operation, and the wait for it
+group.py     the process group, and the operations that it refuses
 """
 
 import importlib.util
@@ -23,7 +22,7 @@ INSTALL = "pip install 'distcheck[mpi]'"
 
 
 def missing() -> str:
-    """Why there can be no MPI here; empty where there can."""
+    """Return why MPI is unavailable here; empty if it is available."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"backend mpi needs mpi4py, which is not installed; {INSTALL}"
     if not library.under_launcher() and library.find_launcher() is None:
@@ -35,7 +34,7 @@ def missing() -> str:
 
 
 def register() -> str:
-    """Makes torch know this backend; returns its name, or that of torch's own where it has one."""
+    """Register this backend with torch; return its name, or that of torch's own MPI."""
     import torch.distributed as dist
 
     if dist.is_mpi_available():
@@ -49,10 +48,10 @@ def register() -> str:
 
 
 def finalize() -> None:
-    """Ends MPI in this process, once all of its ranks call it; nothing may be on its way.
+    """End MPI in this process once all of its ranks call this; no communication may be in progress.
 
-    A rank that ends without it is an aborted one to its launcher; where a launcher's process forks
-    one rank after the other, the next cannot start before this one has been here.
+    To its launcher, a rank that ends without it has aborted; if a launcher's process forks one rank
+    after another, the next cannot start before this call.
     """
     from distcheck.backends.mpi import runtime
 

@@ -1,8 +1,8 @@
-"""MPI in a process that does not belong to an MPI job: a communicator of one, that asks no library.
+"""MPI in a process outside any MPI job: a communicator of one rank that calls no library.
 
-Scripts ask for their rank where they are loaded (`rank = comm.Get_rank()`). Before MPI is
-initialised a library ends the process for that. So where code is only looked at, the world's
-communicator answers for a world of one. Anything else that needs MPI fails there as it did.
+Scripts query their rank at import (`rank = comm.Get_rank()`). An uninitialized MPI library ends the
+process for that. In a process that only inspects code, the world communicator therefore answers as
+a world of size 1. Anything else that needs MPI fails as before.
 """
 
 import contextlib
@@ -14,9 +14,8 @@ from distcheck.backends.mpi import library
 
 
 def stand_alone() -> None:
-    """Finds mpi4py, leaves it uninitialised, and makes this process its world.
-
-    Does nothing where mpi4py, or a library for it, is not installed.
+    """Import mpi4py uninitialized, if available, and replace its world by a communicator of one
+    rank. Does nothing if mpi4py, or a library for it, is not installed.
     """
     with contextlib.suppress(ImportError, RuntimeError):
         import mpi4py
@@ -34,7 +33,7 @@ def stand_alone() -> None:
 
 
 def _communicator(mpi: Any) -> Any:
-    """A communicator of one, as mpi4py's classes have it."""
+    """Return a communicator of one rank, of mpi4py's class."""
 
     def itself(self: Any, *_: Any, **__: Any) -> Any:
         return self

@@ -1,7 +1,7 @@
-"""From tensors to what MPI sends and reduces.
+"""Converts tensors to the buffers that MPI sends and reduces.
 
-MPI is given the address of contiguous memory. A tensor that has another layout (a transpose, a
-slice, channels last) is copied to such memory before, and back after.
+MPI receives the address of contiguous memory. A tensor with another layout (a transpose, a slice,
+channels last) is copied to such memory before, and back after.
 """
 
 import functools
@@ -25,12 +25,12 @@ _NUMBERS = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
-# MPI has no short floats; they travel as integers, and are reduced by torch.
+# MPI has no 16-bit floats; they are sent as integers, and reduced by torch.
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
 _BY_SIZE = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 _OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 _BIT_OPS = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
-# Of truths, as NCCL has it: a sum is whether any is true.
+# For Booleans, as in NCCL: a sum is True if any is.
 _TRUTH_OPS = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"} | {
     "BAND": "MIN",
     "BOR": "MAX",
@@ -45,7 +45,7 @@ _REDUCE_SHORT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is its elements, in order."""
+    """Return True if a tensor's memory contains its elements in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -57,43 +57,43 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or plain memory of its shape for a result."""
+    """Return the tensor itself, or contiguous memory of its shape for a result."""
     return tensor.detach() if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of tensors of one dtype, one after the other, in new memory."""
+    """Return all elements of tensors of one dtype, concatenated in new memory."""
     return torch.cat([plain(tensor).reshape(-1) for tensor in tensors])
 
 
 def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Copies a result to where it belongs, if it is not there."""
+    """Copy a result to its tensor, unless it is there already."""
     if tensor.data_ptr() != result.data_ptr() or not is_plain(tensor):
         tensor.detach().copy_(result.view(tensor.shape))
 
 
 def deal_out(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """The opposite of `flat`."""
+    """Split a result into tensors, the inverse of `flat`."""
     parts = result.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
 
 
 def moved(tensor: torch.Tensor) -> list[Any]:
-    """A plain tensor as MPI moves it: memory, and a datatype of its elements' size."""
+    """Return a contiguous tensor as a buffer for communication: memory and a datatype."""
     return [_memory(tensor), getattr(mpi(), _BY_SIZE[tensor.element_size()])]
 
 
 def moved_in_parts(tensor: torch.Tensor, counts: Sequence[int]) -> list[Any]:
-    """The same, of which each rank has `counts[rank]` elements."""
+    """Return a contiguous tensor as a buffer with `counts[rank]` elements for each rank."""
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     memory, datatype = moved(tensor)
     return [memory, list(counts), starts, datatype]
 
 
 def reduced(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
-    """A plain tensor as MPI reduces it, and the operation. Raises ValueError for one that is not
-    defined on its dtype.
+    """Return a contiguous tensor as a buffer for a reduction, and the operation. Raises ValueError
+    if it is not defined on its dtype.
     """
     name = _name_of(op)
     dtype, module = tensor.dtype, mpi()
@@ -109,7 +109,7 @@ def reduced(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
 
 
 def averages(op: Any) -> bool:
-    """Whether a sum is to be divided by the number of ranks."""
+    """Return True if a sum must be divided by the number of ranks."""
     return bool(op == ReduceOp.AVG)
 
 
@@ -126,7 +126,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def _short_op(dtype: torch.dtype, name: str) -> Any:
-    """An operation on 16-bit floats, rounded after every step, as gloo's are."""
+    """Return an operation on 16-bit floats, rounded after every addition as in gloo."""
     reduce = _REDUCE_SHORT[name]
 
     def both(incoming: Any, inout: Any, _: Any) -> None:

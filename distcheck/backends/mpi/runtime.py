@@ -15,7 +15,7 @@ _SHARED_FILE = re.compile(r"/dev/shm/mpich_shm_\w+")
 
 @functools.cache
 def mpi() -> Any:
-    """The module mpi4py.MPI, which by itself neither starts nor ends MPI here."""
+    """Return mpi4py.MPI, with automatic start and end disabled. Raises CannotRunError."""
     try:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False
@@ -30,8 +30,8 @@ def mpi() -> Any:
 
 
 def start() -> None:
-    """Starts MPI, unless code under test has. Raises CannotRunError for an MPI without threads:
-    DDP's reductions start in the thread that runs backward.
+    """Start MPI, unless code under test has. Raises CannotRunError for an MPI without thread
+    support: DDP's reductions start in the thread that runs backward.
     """
     module = mpi()
     if not module.Is_initialized():
@@ -44,9 +44,8 @@ _world: Any = None
 
 
 def world(rank: int, size: int) -> Any:
-    """A communicator of all ranks, in the order of torch's ranks. Collective.
-
-    Raises CannotRunError where MPI's world is not torch's.
+    """Return a communicator of all ranks, in the order of torch's ranks. Collective. Raises
+    CannotRunError if MPI's world is not torch's.
     """
     global _world
     module = mpi()
@@ -54,7 +53,7 @@ def world(rank: int, size: int) -> Any:
     known = everybody.size
     if known != size:
         if known == 1:
-            finalize()  # alone, so that it waits for no other; it takes its files along
+            finalize()  # a world of one waits for no other; this removes its files
         raise CannotRunError(
             f"MPI knows of {known} ranks where {size} were started: its launcher and "
             "mpi4py's library belong to different MPIs; put the launcher's folder first on PATH, "
@@ -68,21 +67,22 @@ def world(rank: int, size: int) -> Any:
 
 
 def world_so_far() -> Any:
-    """The communicator that `world` made."""
+    """Return the communicator that `world` created."""
     assert _world is not None, "torch makes the default group before any other"
     return _world
 
 
 def finalize() -> None:
-    """Ends MPI, if it is running."""
+    """End MPI, if it is running."""
     module = mpi()
     if module.Is_initialized() and not module.Is_finalized():
         module.Finalize()
 
 
 def _unlink_shared_files() -> None:
-    """MPICH's shared memory has a name until the last rank has ended in peace; a rank that is
-    killed leaves it behind. Every rank of the machine has it mapped by now.
+    """Unlink MPICH's shared memory, which otherwise has a name until the last rank has ended
+    normally, so that a killed rank leaves it behind. All ranks of the machine have it mapped by
+    now.
     """
     with contextlib.suppress(OSError):
         for name in set(_SHARED_FILE.findall(Path("/proc/self/maps").read_text())):

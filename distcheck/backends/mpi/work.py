@@ -13,9 +13,9 @@ from distcheck.backends._python_group import PythonWork
 from distcheck.backends.mpi.calls import MPICall
 from distcheck.backends.mpi.runtime import mpi
 
-# Waiting must not keep a core busy: there may be fewer cores than ranks, and a rank that spins for
-# ever looks as if it computed. So: a few looks at once, then others may run in between; from 10 ms
-# on, sleep for 2 % of the time waited so far, 20 ms at most.
+# Heuristic: waiting must not occupy a core, because there may be fewer cores than ranks, and a
+# spinning rank appears to compute. Poll a few times, then yield between polls; from 10 ms on, sleep
+# for 2 % of the time waited so far, at most 20 ms.
 _LOOKS_AT_ONCE = 20
 _YIELD_FOR_S = 0.01
 _SLEEP_SHARE = 0.02
@@ -23,17 +23,16 @@ _LONGEST_SLEEP_S = 0.02
 
 # Operations whose Work may have been dropped: MPI still reads and writes their memory.
 _under_way: "dict[int, MPIWork]" = {}
-_one_at_a_time = threading.RLock()  # no two threads may ask about the same request
+_one_at_a_time = threading.RLock()  # two threads must not test the same request
 
 
 class MPIWork(PythonWork):
-    """A started operation, which is the `call`.
+    """A started operation, recorded as `call`.
 
-    Completes when all of `requests` have; then `finish` copies results to where they belong.
-
-    Nothing moves between ranks unless some call enters MPI (`wait`, `is_completed`, or another
-    operation). `get_future` waits first: nothing else would complete the future. So what is
-    chained to a future is right, and overlaps with nothing.
+    It completes when all of `requests` have; then `finish` copies results to their tensors. Data
+    moves only while some call is within MPI (`wait`, `is_completed`, or another operation).
+    `get_future` therefore waits first, because nothing else would complete the future: results of
+    chained callbacks are correct, without any overlap.
     """
 
     def __init__(
@@ -59,18 +58,17 @@ class MPIWork(PythonWork):
                 _under_way[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until complete. Raises RuntimeError after the group's timeout, or `timeout`."""
+        """Block until complete. Raises RuntimeError after `timeout`, or the group's timeout."""
         self._until_done(timeout.total_seconds() or self.timeout_s)
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is complete; moves it on if it is not."""
+        """Return True if it is complete; otherwise let MPI progress it."""
         return self._look()
 
     def is_success(self) -> bool:
@@ -80,7 +78,6 @@ class MPIWork(PythonWork):
         return self._error
 
     def source_rank(self) -> int:
-        """The group's rank that a received message came from."""
         return self._source
 
     _source_rank = source_rank
@@ -100,7 +97,7 @@ class MPIWork(PythonWork):
                 raise RuntimeError(f"{self._call.what} timed out after {timeout_s:g} s")
 
     def _look(self) -> bool:
-        """Lets MPI move the operation on, and finishes it once."""
+        """Let MPI progress the operation, and finish it once."""
         if self._done:
             return True
         with _one_at_a_time:
@@ -127,14 +124,14 @@ class MPIWork(PythonWork):
 
 
 def move_on() -> None:
-    """Lets MPI move on what is under way."""
+    """Let MPI progress all operations in flight."""
     with _one_at_a_time:
         for work in list(_under_way.values()):
             work._look()
 
 
 class Together(PythonWork):
-    """Several operations that are waited for as one."""
+    """Several operations with a single wait."""
 
     def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The orders in which a world in one process may add; `worlds/simulated` is that world."""
+"""The reduction orders of a world in one process; `worlds/simulated` is that world."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# What follows the colon in `simulated:ORDER`; the first is taken where nothing does.
+# Values after the colon in `simulated:ORDER`; the first is the default.
 ORDERS = ("gloo", "ring", "tree", "recursive-halving", "rank")
 
 
 def sum_in(order: str, collective: str) -> "Callable[[list[torch.Tensor]], torch.Tensor]":
-    """How `all_reduce` or `reduce` adds in an order: vectors [n] in rank order -> their sum [n]."""
+    """Return a function that reduces vectors [n] in rank order to their sum [n], in the order that
+    `all_reduce` or `reduce` uses.
+    """
     from distcheck.backends.simulated import orders
 
     def add_up(shards: "list[torch.Tensor]") -> "torch.Tensor":

@@ -1,12 +1,13 @@
-"""The orders in which a simulated collective combines what the ranks gave.
+"""The orders in which a simulated collective combines the ranks' inputs.
 
-gloo                as gloo does on CPU, to the bit: see `backends/gloo.py`
+gloo                bit-identical to gloo on CPU: see `backends/gloo.py`
 ring                a ring with one chunk for each rank, as NCCL and MPI libraries use for long
                     vectors: chunk c is ((x[c-1] + x[c-2]) + ...) + x[c], indices modulo the world
-tree                neighbours first: (x0 + x1) + (x2 + x3), then their sums; a rank without a
-                    neighbour waits for the next level
-recursive-halving   the far half first: x[i] + x[i + p/2], with p the largest power of two that
-                    the world holds; ranks beyond it first add theirs to those of ranks 0, 1, ...
+                    size
+tree                neighbors first: (x0 + x1) + (x2 + x3), then their sums; a rank without a
+                    neighbor waits for the next level
+recursive-halving   the far half first: x[i] + x[i + p/2], with p the largest power of two within
+                    the world size; ranks beyond it first add theirs to those of ranks 0, 1, ...
 rank                ((x0 + x1) + x2) + ...
 """
 
@@ -22,8 +23,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def reduced(
     order: str, collective: str, shards: list[torch.Tensor], combine: Combine = torch.add
 ) -> torch.Tensor:
-    """Vectors [n] of all ranks, in rank order, combined by `collective` ("all_reduce", "reduce")
-    in an order of `ORDERS`; a new vector [n].
+    """Return the vectors [n] of all ranks, in rank order, combined by `collective` ("all_reduce",
+    "reduce") in an order of `ORDERS`; a new vector [n].
     """
     if len(shards) == 1:
         return shards[0].clone()

@@ -1,8 +1,8 @@
-"""A conformance suite for any strategy: a test for every property, world and workload.
+"""A conformance suite for any strategy: a test for every property, world size and workload.
 
     pytest --pyargs distcheck.testing.conformance --distcheck-strategy my_sync.py:sync
 
-`--distcheck-world` and `--distcheck-workload` may be given several times; by default it runs
-worlds 2, 3 and 4 on the workloads lattice and cnn. Under xdist, `--dist loadgroup` keeps the
-tests of one verification together, so that it is made once.
+`--distcheck-world` and `--distcheck-workload` may be repeated; by default it runs world sizes 2, 3
+and 4 on the workloads lattice and cnn. Under xdist, `--dist loadgroup` runs the tests of one
+verification in one process, so that it is computed once.
 """

@@ -1,4 +1,4 @@
-"""The properties, each one of the checks of `distcheck verify`."""
+"""One test for each property that `distcheck verify` checks."""
 
 import functools
 
@@ -12,12 +12,12 @@ from distcheck.reports.wording import describe_place
 
 _WORLDS = (2, 3, 4)
 _WORKLOADS = ("lattice", "cnn")
-# What only a model-parallel layout has goes with another property: it would be skipped elsewhere.
+# A property of model-parallel layouts only is merged with another one, to avoid skipped tests.
 _WITH = {"outputs": "loss"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Strategies x worlds x workloads x properties, as the command line asks for them."""
+    """Parametrize by strategies, world sizes and workloads of the command line."""
     config = metafunc.config
     strategies = config.getoption("distcheck_strategy", None)
     if strategies is None:
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
-    """Passes if every layer that covers this property has shown it."""
+    """Pass if every check of this property has passed; fail if one is unknown."""
     report = _verified(strategy, world, workload)
     if isinstance(report, LeftOutError):
         pytest.skip(str(report))
@@ -62,7 +62,7 @@ def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
 
 @functools.cache
 def _verified(strategy: str, world: int, workload: str) -> Report | DistcheckError:
-    """The report, or why there is none; every property asks for it."""
+    """Return the report, or the error; cached for all properties."""
     try:
         return distcheck.verify(strategy, world=world, workload=workload)
     except DistcheckError as error:

@@ -1,6 +1,7 @@
-"""Calling code whose author never heard of distcheck: a form per way in which people write it.
+"""Adapters for code that does not use distcheck's interface: one form per way in which such code is
+written.
 
-`forms` is the table of forms, `called.py` carries out its rows, and a form that does something of
-its own has a file beside the table. `adapting.py` chooses the form, and watches that the code is
-called. What code asks for by name is filled in by the `Scene`; `names.py` lists the names.
+`forms` is the table of forms and `called.py` executes its rows; a form with its own behavior has a
+file next to the table. `adapting.py` selects the form, and checks that the code is called. The
+`Scene` supplies the parameters that code requests by name; `names.py` lists the names.
 """

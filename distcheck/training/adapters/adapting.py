@@ -1,4 +1,4 @@
-"""From an object to a strategy: which form it has, what is filled in, and that it was called."""
+"""Turns an object into a strategy: selects its form, fills in parameters, checks for calls."""
 
 import dataclasses
 import inspect
@@ -38,13 +38,11 @@ from distcheck.training.adapters.unknown import FormError
 from distcheck.training.loaded import LoadedStrategy
 
 _MOST_MODULES = 3
-_NEVER_MPI = ("torch", "numpy", "distcheck")  # whose functions exchange nothing by it
+_NEVER_MPI = ("torch", "numpy", "distcheck")  # packages whose functions never communicate by MPI
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
-    """The strategy, by the form that `--as` names or the first that fits and does not refuse it.
-    Raises UsageError.
-    """
+    """Return the strategy, in the form that `--as` selects or the first that fits."""
     _refuse_deferred(target)
     try:
         return _adapted(target, find)
@@ -58,7 +56,7 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
 
 
 def other_ways(target: Target, find: Callable[[str], Any]) -> Tiers:
-    """The ways to call it besides the first: see `hypotheses`."""
+    """Return the ways to call it other than the first: see `hypotheses`."""
     return ways_to_call(
         target, lambda way: _adapted(dataclasses.replace(target, adaptation=way), find)
     )
@@ -123,9 +121,9 @@ def _no_form(target: Target) -> UsageError:
 
 
 def _usual_method(value: Any) -> str:
-    """The method that people call after backward, of a class or an object other than an optimizer:
-    the first by a usual name, of a class its `__call__`, or the only public one; of a module's
-    class, `forward` where it takes a model. Empty where there is none.
+    """Return the method to call after backward, of a class or an object other than an optimizer:
+    the first with a common name, a class's `__call__`, or the only public one; of a module class,
+    `forward` if it takes a model. Empty if there is none.
     """
     kind = value if inspect.isclass(value) else type(value)
     methods = own_names(kind)
@@ -158,7 +156,7 @@ def _of_script(target: Target) -> str:
 
 
 def _method_of(target: Target, method: str) -> Target:
-    """The method of a class or an object that is to be called after backward."""
+    """Return the target for the method to call after backward. Raises UsageError."""
     if not callable(getattr(target.value, method, None)):
         raise UsageError(
             f"--finish {method}: {target.name} has no such method; {_methods(target.value)}"
@@ -178,7 +176,9 @@ def _methods(value: Any) -> str:
 
 
 def _refuse_deferred(target: Target) -> None:
-    """A call of it would make an object and exchange nothing, which is not a missing exchange."""
+    """Raise UsageError for a function whose call only creates a coroutine or generator: it would
+    look like a missing gradient synchronization.
+    """
     kinds = {
         "a coroutine": inspect.iscoroutinefunction,
         "a generator": inspect.isgeneratorfunction,
@@ -193,7 +193,7 @@ def _refuse_deferred(target: Target) -> None:
 
 
 def _with_generators(note: str, scene: Scene) -> str:
-    """What is said of the form, and of what can be gone through once."""
+    """Return the note on the form, on arguments that are generators, and on assumptions."""
     for name, value in scene.handed_once.items():
         given = f"model.{'named_' * value.startswith('@named_')}parameters(), a generator"
         note += f"; {name} is {given} (--arg {name}={value} gives a list)"
@@ -203,7 +203,7 @@ def _with_generators(note: str, scene: Scene) -> str:
 
 
 def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) -> str:
-    """What a report says of the form; nothing for f(model), which can be nothing else."""
+    """Return the report's note on the form; empty for f(model), which is unambiguous."""
     filled = ", ".join(f"{n} (the {m.replace('_', ' ')})" for n, m in free.filled.items())
     text = ""
     if note or filled or named:
@@ -213,7 +213,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
     return "; ".join(filter(None, [text, *more]))
 
 
-# What does not change as training goes on, and is known before there is a model.
+# Constant during training, and known before there is a model.
 _FIXED = (
     "rank", "local_rank", "world_size", "group", "communicator", "backend", "device", "timer",
     "bucket_mb", "bucket_bytes",
@@ -221,13 +221,13 @@ _FIXED = (
 
 
 def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
-    """A method of a class that can be made from what is known, as a method of such an object; an
-    object with a method that sets it up for a model is made before training.
+    """Bind a method of a class whose constructor needs only known arguments to an object of it; an
+    object with a method that sets it up for a model is created before training.
     """
     owner = target.owner
     if owner is None or not target.is_unbound or issubclass(owner, nn.Module):
         return target
-    if inspect.isabstract(owner):  # no object can be made of it
+    if inspect.isabstract(owner):  # it cannot be instantiated
         return target
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
@@ -239,7 +239,7 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
         return target
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
-    later = bound_later(target.value, making.call)  # MPI is there only in the rank
+    later = bound_later(target.value, making.call)  # MPI is available only in the rank
     if (first := begins_once(owner, takes="model")) not in ("", target.name):
         start_up.make(making, first, lends=target.source.steps_its_optimizer)
         scene.uses.add("model")
@@ -262,7 +262,7 @@ def _refuse_options(target: Target) -> None:
 
 
 def _check_used(target: Target, scene: Scene, form: Form) -> None:
-    """Raises UsageError for an option that nothing has come of."""
+    """Raise UsageError for an option that had no effect."""
     unused = next((name for name in target.arguments if name not in scene.used), None)
     if unused is not None:
         taken = ", ".join(p.name for p in target.parameters) or "nothing"
@@ -279,7 +279,7 @@ def _check_used(target: Target, scene: Scene, form: Form) -> None:
 
 
 def _speaks_mpi(target: Target, scene: Scene) -> bool:
-    """Whether it is handed a communicator, holds one, or exchanges by one of its module."""
+    """Return True if it receives or holds an MPI communicator, or uses one of its module."""
     meanings = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
     if "communicator" in meanings:
         return True
@@ -291,10 +291,10 @@ def _speaks_mpi(target: Target, scene: Scene) -> bool:
 
 
 def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODULES) -> bool:
-    """Whether a function reaches mpi4py, by functions of at most `most` other modules as well."""
+    """Return True if a function reaches mpi4py, through at most `most` other modules."""
     reached, known = Reached(function, module), vars(module)
     values = [known[name] for name in reached.read if name in known]
-    # One that has torch.distributed as well may ask MPI for a rank alone, or for a logger.
+    # A module with torch.distributed may use MPI only for a rank or a logger.
     has_torch = any(value is torch.distributed for value in values)
     if any(
         str(getattr(value, "__name__", "")).startswith("mpi4py")
@@ -321,7 +321,7 @@ def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODUL
 def _watched(
     loaded: LoadedStrategy, scene: Scene, free: FreeNames, start_up: StartUp, target: Target
 ) -> LoadedStrategy:
-    """The same, with the scene kept up to date, and an error where nothing was ever called."""
+    """Return the strategy with the scene kept up to date, and an error if never called."""
 
     def wrap(model: nn.Module) -> nn.Module:
         scene.begin(model)

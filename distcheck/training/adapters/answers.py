@@ -1,4 +1,4 @@
-"""A call of the user's function after backward: what it must not do, and what it may return."""
+"""Calls the user's function after backward: checks forbidden effects, handles its result."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +13,15 @@ from distcheck.training.adapters.scene import Scene
 from distcheck.training.whole_tensors import is_distributed
 
 Pairs = list[tuple[nn.Parameter, torch.Tensor]]
-_DESCENDS = 0.5  # cosine; parameters and their gradients are about at right angles
+_DESCENDS = 0.5  # cosine; parameters and their gradients are nearly orthogonal
 
 
 def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that have a gradient."""
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def wait_for(answer: Any) -> Any:
-    """Waits for what an asynchronous call returned; the answer, where it was none."""
+    """Wait for the handles that an asynchronous call returned; return any other answer."""
     if isinstance(answer, list | tuple) and answer and all(hasattr(a, "wait") for a in answer):
         for work in answer:
             work.wait()
@@ -34,10 +33,7 @@ def wait_for(answer: Any) -> Any:
 
 
 def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
-    """Makes a list of tensors, or a single one, the parameters' gradients.
-
-    Raises UsageError for an answer of another shape.
-    """
+    """Make one or more tensors the parameters' gradients. Raises UsageError for other shapes."""
     tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
     fits = len(tensors) == len(parameters)
     for parameter, tensor in zip(parameters, tensors, strict=False):
@@ -59,21 +55,21 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
 
 
 class Stillness:
-    """That a call which is to change gradients does not descend along them as well.
+    """Check that a call meant to change gradients does not also take an SGD step with them.
 
-    A call that moves parameters in some other way (a decay, a broadcast) is judged like any other.
-    Looked at in the first step only.
+    A call that moves parameters in another way (weight decay, a broadcast) is judged like any
+    other. Only the first step is checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(p, p.detach().clone()) for p in model.parameters()]
 
     def check(self, what: str) -> None:
-        """Raises UsageError where parameters have moved against the gradient: by hand-written SGD
-        exactly so (a cosine of 1), by Adam's first step (the gradient's signs) still mostly.
+        """Raise UsageError if parameters moved against the gradient. The cosine is 1 for
+        hand-written SGD, and still large for Adam's first step (the signs of the gradient).
         """
         if all(_is_plain(p) and torch.equal(p, before) for p, before in self._before):
-            return  # of one that is not plain, let the sums tell
+            return  # for others, the sums decide
         along = moved = slope = 0.0
         for parameter, before in self._before:
             if parameter.grad is None or is_distributed(parameter):
@@ -93,7 +89,7 @@ class Stillness:
 
 
 class AfterBackward:
-    """Calls of one function. The first is watched: it shows whether the function takes a step,
+    """Calls of one function. The first is checked: it shows whether the function takes a step,
     registers hooks, or returns gradients instead of changing them.
     """
 
@@ -102,11 +98,10 @@ class AfterBackward:
         self._is_first, self._returns = True, False
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Calls it, waits for what it began, and returns its answer. Gradients that it returns, one
-        for each parameter in a list, tuple or dict, become the parameters' if its first call left
-        those as they were.
-
-        Raises UsageError for what the first call must not do.
+        """Call it, wait for asynchronous operations, and return its answer. If the first call
+        returned gradients, one for each parameter in a list, tuple or dict, and left the
+        parameters' own unchanged, they become the parameters' gradients. Raises UsageError for
+        forbidden effects of the first call.
         """
         if not self._is_first:
             answer = wait_for(call())
@@ -131,7 +126,7 @@ class AfterBackward:
         pairs = _gradients_of(model, answer)
         in_place = any(not _same(p.grad, kept) for p, kept in before)
         if not in_place and any(not _same(tensor, p.grad) for p, tensor in pairs):
-            self._returns = True  # beside gradients in place, it is something else
+            self._returns = True  # if it also changes gradients in place, they are something else
             self._take(pairs)
         return answer
 
@@ -141,14 +136,14 @@ class AfterBackward:
 
 
 def _hooks(model: nn.Module) -> set[tuple[int, str, int]]:
-    """The hooks on a model's parameters and modules."""
+    """Return the hooks on a model's parameters and modules."""
     owners: list[nn.Module | torch.Tensor] = [*model.parameters(), *model.modules()]
     return {(id(owner), *hook) for owner in owners for hook in hooks_of(owner)}
 
 
 def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
-    """The new gradients in an answer, in the order of the parameters or by their names; empty where
-    it holds something else, such as the parameters themselves.
+    """Return the new gradients in an answer, matched by order or by name; empty if it holds other
+    tensors, such as the parameters themselves.
     """
     named = dict(model.named_parameters())
     if isinstance(answer, dict):
@@ -164,7 +159,7 @@ def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
 
 
 def _could_be(parameter: nn.Parameter, tensor: Any) -> bool:
-    """Whether it can be the parameter's gradient: of its shape, and not its own value."""
+    """Return True if a tensor can be the parameter's gradient: its shape, not the parameter."""
     if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
         return False
     is_value = tensor.data_ptr() == parameter.data_ptr() and tensor.numel() > 0
@@ -172,7 +167,7 @@ def _could_be(parameter: nn.Parameter, tensor: Any) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor | None) -> bool:
-    """Whether it can be compared element by element, on this rank alone."""
+    """Return True if a tensor can be compared elementwise on this rank."""
     return tensor is not None and tensor.layout == torch.strided and not is_distributed(tensor)
 
 

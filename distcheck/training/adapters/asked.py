@@ -1,4 +1,4 @@
-"""What a person says about a form: from words to an `Adaptation`, and whether it makes sense."""
+"""Parses and validates the options that select a form, into an `Adaptation`."""
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ def adaptation_of(
     reset: str | None = None,
     without_data: Iterable[int] = (),
 ) -> Adaptation:
-    """From the command line (`name=value`) or from Python (a mapping). Raises UsageError."""
+    """Parse options (`name=value`) or a mapping from Python. Raises UsageError."""
     return Adaptation(
         form=form,
         arguments=_pairs("--arg", arguments),
@@ -32,7 +32,7 @@ def adaptation_of(
 
 
 def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
-    """Raises UsageError for workloads that code of this form is not trained with."""
+    """Raise UsageError for workloads that code of this form is not trained with."""
     trained = trained_with(adaptation.form)
     others = [name for name in workloads if trained and name != trained]
     if others:
@@ -43,7 +43,7 @@ def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
 
 
 def check_adaptation(adaptation: Adaptation, loss: str) -> None:
-    """Raises UsageError for what can be known without the code itself."""
+    """Raise UsageError for errors that can be detected without the code itself."""
     if adaptation.form is not None and adaptation.form not in form_names():
         meant = did_you_mean(adaptation.form, form_names())
         raise UsageError(

@@ -1,6 +1,5 @@
-"""Carrying out a row of the table of forms: when the code is called, with what, and what it leaves.
-
-What it asks for besides its subject is filled in by name.
+"""Executes a row of the table of forms: when to call the code, its arguments, and its results.
+Parameters other than the subject are filled in by name.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ Sync = Callable[[nn.Module, Step], None]
 
 
 def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
-    """The code as a strategy. Raises UsageError where it cannot be called so."""
+    """Return the code as a strategy. Raises UsageError if it cannot be called in this form."""
     around, once = form.called == "around backward", form.called == "once before training"
     is_other = target.is_unbound if around else target.is_class
     lacks_subject = (once or form.handed != "model") and not target.first
@@ -62,15 +61,15 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _needs_no_remark(target: Target) -> bool:
-    """Whether it is f(model) or f(model, step)."""
+    """Return True for f(model) and f(model, step)."""
     if target.adaptation.arguments or target.source.returns_many:
         return False
     return len(target.required) <= 1 and target.kind_of_first in ("model", "")
 
 
 def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
-    """The call with the model, with its parameters where it works on those, or with neither where
-    its first parameter is something else by its name.
+    """Return the call with the model, with its parameters if the code works on those, or with
+    neither if the name of its first parameter means something else.
     """
     first, of_several = target.first, target.kind_of_first == "models"
     of_parameters = "parameters" in (form.handed, target.kind_of_first)
@@ -111,7 +110,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
 
 
 def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
-    """A call of a method of the last object that was made; nothing without a name."""
+    """Return a call of a method of the object created last; a no-op without a name."""
 
     def call(model: nn.Module, step: Step) -> None:
         if not name:
@@ -136,7 +135,7 @@ def _once(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
 def _around(
     target: Target, call: Callable[[], Any]
 ) -> tuple[Callable[[torch.Tensor, Step], torch.Tensor], Sync]:
-    """Entered when a step's first backward begins, left after its last one."""
+    """Return functions that enter the context at a step's first backward, and leave it."""
     entered: list[AbstractContextManager[Any]] = []
 
     def enter(loss: torch.Tensor, step: Step) -> torch.Tensor:
@@ -188,9 +187,9 @@ def _of_all_gradients(target: Target, scene: Scene) -> Sync:
             memory[:] = [torch.zeros_like(parameter) for parameter in parameters]
         means = [torch.zeros_like(parameter) for parameter in parameters]
         answer = wait_for(filling.call(tensors, *[means, memory][: len(into)]))
-        if into:  # whatever it returns besides
+        if into:  # its return value is ignored
             answer = means
-        # What it returned; otherwise the list that it was given, whose entries it may replace.
+        # The return value, or else the list that it received, whose entries it may replace.
         take_back(parameters, tensors if answer is None else answer, what=repr(target.spec))
 
     return sync
@@ -205,7 +204,7 @@ def _of_each_gradient(target: Target, scene: Scene, *, divide: bool) -> Sync:
     as_arrays = "ndarray" in target.first_annotation or target.first.endswith(("array", "arr"))
 
     def reduce(gradient: torch.Tensor) -> torch.Tensor:
-        # The gradient itself: code that works on a copy of it must be seen doing so.
+        # Pass the gradient itself: an update of a copy by the code must not take effect.
         sent = gradient.contiguous() if as_arrays else gradient
         received = torch.zeros_like(sent)
         tensors = [sent, received][: len(supplied)]
@@ -216,7 +215,7 @@ def _of_each_gradient(target: Target, scene: Scene, *, divide: bool) -> Sync:
                 tensor.copy_(seen)
         if into:
             return received
-        # A number (elements sent, rounds, seconds) is not a gradient: then it works in place.
+        # A number (elements sent, rounds, seconds) is not a gradient: it works in place.
         in_place = answer is None or isinstance(answer, Number | str)
         return sent if in_place else torch.as_tensor(answer)
 

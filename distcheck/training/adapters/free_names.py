@@ -1,8 +1,8 @@
-"""Names that code takes from its module and that its module does not define.
+"""Names that code reads from its module and that its module does not define.
 
-In a training script they are assigned under `if __name__ == "__main__"`, or by a function that
-is not called here. Those with a usual name are filled in, modules are imported. The others get a
-stand-in that ends the run where it is used, with the `--set` that gives it a value.
+In a training script they are assigned under `if __name__ == "__main__"`, or by a function that is
+not called here. Names with a known meaning are filled in, and modules are imported. All others get
+a stand-in that raises when used, with the `--set` option that defines it.
 """
 
 import builtins
@@ -25,8 +25,8 @@ from distcheck.training.adapters.source import Reached, Source, function_of, own
 from distcheck.training.adapters.target import Target, named_parameters, required
 from distcheck.training.adapters.unknown import NotGiven, options, stand_in
 
-_FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
-# What changes as training goes on, and what of the scene has to be there for it.
+_FILLED = "__distcheck_filled__"  # in a module: the values put there, by name
+# Meanings that change during training, and the attribute of the scene that they need.
 _LATER = {
     "model": "model", "optimizer": "optimizer", "step": "step", "index": "step",
     "rate": "optimizer", "device": "model",
@@ -34,7 +34,7 @@ _LATER = {
 
 
 class FreeNames:
-    """The module-level names of one piece of code that have to be filled in."""
+    """The module-level names of one piece of code that must be filled in."""
 
     def __init__(self, target: Target, scene: Scene) -> None:
         self._scene = scene
@@ -54,11 +54,11 @@ class FreeNames:
         self._written: set[str] = set()
 
     def _stand_in(self, unknown: list[str], target: Target) -> None:
-        """Gives modules under their usual names, and to the rest what fails when it is used."""
+        """Import modules under their common names; other names get values that raise when used."""
         for name in unknown:
             value: Any = None
             if name in names.IMPORTED:
-                # mpi4py raises RuntimeError where it finds no MPI.
+                # mpi4py raises RuntimeError if it finds no MPI library.
                 with contextlib.suppress(ImportError, RuntimeError, OSError):
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
@@ -68,13 +68,13 @@ class FreeNames:
             self._put(name, stand_in(name, sentence) if value is None else value)
 
     def _put(self, name: str, value: Any) -> None:
-        """Writes a name into the module that the module does not define."""
+        """Set a name in the module that the module does not define."""
         setattr(self._module, name, value)
         vars(self._module).setdefault(_FILLED, {})[name] = value
 
     def publish(self) -> None:
-        """Writes into the module what is known by now. What does not change as training goes on is
-        written once: the code may keep something under the name from step to step.
+        """Set the names known so far in the module. Constant ones are set once: the code may keep
+        state in them between steps.
         """
         if self._module is None:
             return
@@ -94,7 +94,7 @@ class FreeNames:
         return new
 
     def _write(self, name: str, value: Any) -> None:
-        """Also `args.lr`, an attribute of something that the module has."""
+        """Set a name, or an attribute such as `args.lr`. Raises UsageError."""
         place: Any = self._module
         *path, last = name.split(".")
         for part in path:
@@ -107,8 +107,9 @@ class FreeNames:
 
 
 def _check_used(name: str, target: Target) -> None:
-    """Raises UsageError for a name that is nowhere in the module's source: a slip of the pen, whose
-    value nothing would read. The module itself has the name: it was put there before it began.
+    """Raise UsageError for a name that does not occur in the module's source, such as a misspelled
+    one, which nothing would read. The module's namespace cannot be checked, because the name was
+    set there before it ran.
     """
     first = name.partition(".")[0]
     if target.module is None:
@@ -126,8 +127,8 @@ def _check_used(name: str, target: Target) -> None:
 
 
 def _meaning(name: str, sources: list[Source]) -> str:
-    """What a name stands for; empty if nothing is known, or if it is a group by its name and used
-    as a communicator: what reads it may never be reached.
+    """Return the meaning of a name; empty if it is unknown, or if it is named like a group and used
+    as a communicator: the code that reads it may never run.
     """
     meaning = names.FREE.get(name, "")
     uses = {source.use_of(name) for source in sources}
@@ -137,12 +138,12 @@ def _meaning(name: str, sources: list[Source]) -> str:
 
 
 def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Source]]:
-    """The names that are read and not defined, and the sources of all that is reached."""
+    """Return the names that are read and not defined, and the sources of all reached code."""
     if module is None:
         return set(), []
     known = vars(module)
     reached = Reached(value, module)
-    # What was filled in for another strategy of the same module is not the module's own.
+    # Names filled in for another strategy of the same module are not the module's own.
     filled = known.get(_FILLED, {})
     defined = {n for n, v in known.items() if n not in filled or v is not filled[n]}
     unbound = reached.read - reached.written - defined
@@ -151,9 +152,9 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
 
 
 class StartUp:
-    """The functions of a module that set a global name that the code reads, never sets itself, and
-    finds empty. `def init(model): global _buffers; ...`: a training calls it before its first step,
-    and so does the world, with what its parameters ask for.
+    """Functions of a module that set a global which the code reads, never sets, and finds empty,
+    such as `def init(model): global _buffers; ...`. A training script calls them before its first
+    step; so does the rank, with the arguments that they request.
     """
 
     def __init__(self, target: Target, scene: Scene) -> None:
@@ -166,12 +167,12 @@ class StartUp:
                 continue
             called.append(f"{function.__name__}()")
         self.note = f"called once before training: {', '.join(called)}" if called else ""
-        self.made: list[Any] = []  # the object under test, where a method sets it up
+        self.made: list[Any] = []  # the object under test, if a method sets it up
         self.making: tuple[Filling, str, bool] | None = None
 
     def make(self, making: Filling, first: str, *, lends: bool) -> None:
-        """Has an object made before training and its method `first` called. If it `lends`, the
-        object steps the workload's optimizer in place of its own.
+        """Construct an object before training and call its method `first`. If it `lends`, the
+        object's optimizer is replaced by the workload's.
         """
         self.making = making, first, lends
         how = f"{first}() is called before training"
@@ -179,7 +180,7 @@ class StartUp:
         self.note = "; ".join(filter(None, [self.note, how]))
 
     def ready(self) -> Any:
-        """Return that object."""
+        """Return the constructed object."""
         (made,) = self.made
         for name, value in list(vars(made).items()):
             if self.making and self.making[2] and isinstance(value, torch.optim.Optimizer):
@@ -187,9 +188,7 @@ class StartUp:
         return made
 
     def run(self, model: nn.Module) -> nn.Module:
-        """Calls them, and returns the module that is trained; whether the code under test was
-        called is counted without that.
-        """
+        """Call them, and return the module to train. These calls do not count as its use."""
         before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()
@@ -212,13 +211,13 @@ def _set_up(target: Target) -> list[Callable[..., Any]]:
         if inspect.isfunction(value) and value.__module__ == module.__name__:
             for name in own_globals(value) & empty:
                 by_name.setdefault(name, []).append(value)
-    # Of several that set a name nothing tells which one the training calls.
+    # If several functions set a name, it is unknown which one the script calls.
     only = dict.fromkeys(setters[0] for setters in by_name.values() if len(setters) == 1)
     return [function for function in only if _may_be_called(function)]
 
 
 def _is_empty(module: ModuleType, name: str) -> bool:
-    """Whether a global name holds nothing yet: None, or something empty that can be filled."""
+    """Return True if a global name is None or an empty container."""
     value = getattr(module, name, None)
     if value is None or type(value).__name__.startswith(NotGiven.__name__):
         return True
@@ -226,7 +225,7 @@ def _is_empty(module: ModuleType, name: str) -> bool:
 
 
 def _may_be_called(function: Callable[..., Any]) -> bool:
-    """Whether it sets up and does not train: by what it asks for, and by what it calls."""
+    """Return True if a function sets up and does not train, judged by its parameters and calls."""
     source = Source(function)
     parameters = required(named_parameters(function))
     known = all(source.meaning_of(p.name) in names.BEFORE_TRAINING for p in parameters)

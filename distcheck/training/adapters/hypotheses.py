@@ -1,9 +1,9 @@
-"""The ways in which a piece of code may be called, if no option names one.
+"""The ways in which a piece of code may be called, if no option selects one.
 
-The form that is chosen first is a guess: from a signature, a name, a use. `ways_to_call` lists the
-others that the code admits, each as the `Adaptation` that options would pin it by, in tiers: other
-forms, then another method after backward or before a step, then both. All of them keep the options
-that were given. `verification/guesses.py` tries them where a guess fails.
+The form selected first is a guess from a signature, a name or a use. `ways_to_call` lists the
+alternatives that the code permits, each as the `Adaptation` that options would select, in tiers:
+other forms; another method after backward or before a step; both. All keep the given options.
+`verification/guesses.py` tries them if a guess fails.
 """
 
 import inspect
@@ -34,17 +34,17 @@ from distcheck.training.adapters.target import (
 from distcheck.training.loaded import LoadedStrategy
 
 Tiers = tuple[tuple[Adaptation, ...], ...]
-_MOST = 12  # ways of a tier; chosen: each costs a world and a judge
+_MOST = 12  # Heuristic: ways of a tier; each costs a world and a judge
 _BY_KIND = {
     "model": "model", "models": "model", "optimizer": "model", "parameters": "parameters",
     "gradients": "gradients", "tensor": "tensor-mean",
 }  # fmt: skip
-# By these an owner sends what it has updated to the other ranks.
+# Calls with which an owner sends updated parameters to the other ranks.
 _SENDS_PARAMETERS = {
     "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
 }  # fmt: skip
 _DIVIDES = {"average", "avg", "mean", "divide", "normalize", "average_gradients", "take_mean"}
-# Methods of a wrapper that a training loop has other uses for.
+# Methods of a wrapper that a training loop uses for other purposes.
 _NO_PHASES = {
     "forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
     "load_state_dict", "train", "eval", "no_sync", "zero_grad", "scale_loss", "step", "close",
@@ -53,22 +53,20 @@ _NO_PHASES = {
 
 
 def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -> Tiers:
-    """The other ways, without those that `load` refuses; nothing where what is called says itself
-    what it is.
-    """
+    """Return the alternatives that `load` accepts; none if the code declares how it is called."""
     once = _loaded(load, target.adaptation, lambda loaded: loaded.handed_once) or ()
     tiers = ([way for way in tier if _loaded(load, way, bool)] for tier in _tiers(target, once))
     return tuple(tuple(tier[:_MOST]) for tier in tiers if tier)
 
 
 def is_declared(target: Target) -> bool:
-    """Whether it says itself how it is called: by distcheck's methods, signature or promises."""
+    """Return True if it declares how it is called: by methods, signature or contract."""
     own = form_of("strategy").fits(target) or _takes_step(target)
     return (own and target.adaptation.form is None) or hasattr(target.value, CONTRACT_ATTRIBUTE)
 
 
 def _takes_step(target: Target) -> bool:
-    """Whether it is a function `f(model, step)` that reads attributes of `contract.Step`."""
+    """Return True for a function `f(model, step)` that reads attributes of `contract.Step`."""
     if not target.is_function or [p.name for p in target.parameters] != ["model", "step"]:
         return False
     read = set[str]().union(*(source.attributes_of("step") for source in target.reached))
@@ -94,8 +92,8 @@ def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[
 
 
 def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
-    """The other values of parameters whose default describes a run of one process: a constructor
-    gets those of the world first, a function its defaults.
+    """Return the alternative values of parameters whose default describes a single process: a
+    constructor receives the world's values first, a function its defaults.
     """
     found = [
         p for p in target.parameters if is_of_one_process(p) and p.name not in target.arguments
@@ -104,7 +102,7 @@ def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
 
 
 def _divisions(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
-    """The flag, off by default, by which a function of a tensor divides the sum."""
+    """Return the flag, off by default, that makes a function of a tensor divide the sum."""
     flags = [p.name for p in target.parameters if p.default is False and p.name in _DIVIDES]
     return tuple((name, "True") for name in flags[:1] if form == "tensor-mean")
 
@@ -117,7 +115,7 @@ def _loaded(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation, ask: 
 
 
 def _forms(target: Target) -> list[str]:
-    """The forms that the code admits, in the order of the table."""
+    """Return the forms that the code permits, in the order of the table."""
     if target.is_class:
         found = set(_of_class(target.value))
     elif target.is_unbound:
@@ -152,8 +150,8 @@ def _of_function(target: Target) -> Iterator[str]:
 
 
 def _possible_kinds(target: Target) -> set[str]:
-    """What its first parameter may be, whose name alone says something: nothing that has gradients
-    where none is read, and no bare tensors where some are.
+    """Return possible kinds of the first parameter, judged only by its name: no bare tensors if
+    gradients are read, and nothing with gradients if none are.
     """
     if not target.first:
         return {"model"}
@@ -191,7 +189,7 @@ def _own(kind: type, name: str) -> Any:
 
 
 def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:
-    """Another method after backward or another before every step; then both."""
+    """Return the alternatives with another method after backward or before steps; both."""
     said = target.adaptation
     made = target.owner if target.is_unbound else target.value
     if form is None and not target.is_function:
@@ -216,7 +214,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
 
 
 def _exchanges_alone(kind: type) -> bool:
-    """Whether its objects may exchange without a call after backward: by hooks, or in forward."""
+    """Return True if its objects may synchronize without a call: by hooks, or in forward."""
     members = written(kind)
     sources = [Source(getattr(kind, name)) for name in members]
     forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in members]
@@ -225,5 +223,5 @@ def _exchanges_alone(kind: type) -> bool:
 
 
 def _methods(kind: type) -> list[str]:
-    """The methods that a training loop may call by themselves."""
+    """Return the methods that a training loop may call directly."""
     return [n for n in own_names(kind) if n not in _NO_PHASES and is_known(getattr(kind, n))]

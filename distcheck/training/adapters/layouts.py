@@ -1,13 +1,13 @@
-"""A strategy of a model-parallel layout: how what its ranks hold becomes the whole model.
+"""Strategies with a model-parallel layout: unsharding of the tensors that the ranks hold.
 
-The kind of code is seen when a copy of the model is wrapped, before the model itself:
+The kind of code is detected on a copy of the model, before the model itself is wrapped:
 
-    DTensors    parameters of the model itself; the recorder puts each together (`full_tensor()`)
-    accessors   `full_parameters(model)` and `full_gradients(model)` of the strategy, by name
-    pieces      anything else: numbered copies of the model show where each element went, see
-                `pieces.py`
+ DTensors    parameters of the model itself; the recorder unshards each (`full_tensor()`)
+ accessors   `full_parameters(model)` and `full_gradients(model)` of the strategy, by name
+ shards      anything else: numbered copies of the model show the place of each element, see
+    `pieces.py`
 
-In the last two the model that is recorded is another one than what is trained.
+With the last two, the recorded model is not the trained one.
 """
 
 import copy
@@ -32,8 +32,8 @@ _ACCESSORS = ("full_parameters", "full_gradients")
 
 
 def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
-    """The same strategy, with the whole model put together after every step. Raises UsageError
-    for one of two accessors without the other.
+    """Return the strategy with the full model unsharded after every step. Raises UsageError if it
+    has only one of the two accessors.
     """
     has = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
     if len(has) == 1:
@@ -51,7 +51,7 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
 
 
 def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
-    """A ValueError of the strategy says that it cannot divide this model."""
+    """Wrap a model. Raises UsageError if the strategy cannot shard it (ValueError)."""
     try:
         return base.wrap(model)
     except ValueError as error:
@@ -59,15 +59,15 @@ def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
 
 
 class _Buffers:
-    """The buffers of a whole model, which ranks change in models of their own."""
+    """The buffers of the full model, which ranks change in their own models."""
 
     def __init__(self, whole: nn.Module, trained: nn.Module) -> None:
         self._whole, self._trained = whole, trained
         self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
 
     def gather(self) -> bool:
-        """Fills the whole model with those of the first rank that has changed them: the stage that
-        has the layer, in the first data coordinate. Returns whether some rank has each.
+        """Copy the buffers of the first rank that changed them into the full model: the stage with
+        the layer, in the first data coordinate. Return True if every buffer is on some rank.
         """
         trained = dict(self._trained.named_buffers())
         held = {
@@ -86,7 +86,7 @@ class _Buffers:
 
 
 class _Pieced:
-    """Parameters that a rank holds as DTensors, or as pieces of its own making."""
+    """Parameters that a rank holds as DTensors, or in its own sharded form."""
 
     def __init__(self, base: LoadedStrategy, what: str) -> None:
         self._base, self._what = base, what
@@ -94,11 +94,11 @@ class _Pieced:
         self._buffers: _Buffers | None = None
 
     def buffers(self) -> bool:
-        """Puts them into the whole model; DTensors are in it."""
+        """Gather the buffers into the full model; with DTensors they are there already."""
         return self._buffers is None or self._buffers.gather()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What is trained; the model stays as it is, but for DTensors."""
+        """Return the module to train. The model itself stays unchanged, except for DTensors."""
         self._pieces = self._buffers = None
         if self._holds_dtensors(copy.deepcopy(model)):
             return self._base.wrap(model)
@@ -119,8 +119,8 @@ class _Pieced:
         return wrapped
 
     def _holds_dtensors(self, model: nn.Module) -> bool:
-        """Whether any rank does; all of them ask. Raises UsageError where those are not all that is
-        divided: what the others lack could not be put together.
+        """Return True if any rank holds DTensors; a collective. Raises UsageError if the model is
+        also sharded in another way, which could not be unsharded.
         """
         before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
         held = set(_wrapped(self._base, model, self._what).parameters())
@@ -140,30 +140,30 @@ class _Pieced:
         return bool(flags[0])
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
-        """Over what this rank holds."""
+        """Return the optimizer of the parameters that this rank holds."""
         if self._pieces is None:
             return self._base.optimizer(build, parameters)
         return OverPieces(self._base.optimizer(build, self._pieces.held), self._pieces)
 
     def sync(self, model: nn.Module, step: Step) -> None:
-        """The strategy's own, then gradients together."""
+        """Run the strategy's sync, then unshard the gradients."""
         self._base.sync(model, step)
         if self._pieces is not None:
             self._pieces.write_gradients()
 
 
 def _who_share_a_model(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks of this one's data coordinate. Every rank makes every group, in one order."""
+    """Return the group of this data coordinate. Every rank creates every group, in order."""
     groups: list[Any] = [dist.new_group(list(mesh.ranks_of(data))) for data in range(mesh.data)]
     mine: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
     return mine
 
 
 class _Accessed:
-    """Parameters and gradients that the strategy's own accessors put together.
+    """Parameters and gradients that the strategy's own accessors unshard.
 
-    What the optimizer keeps of its own is not asked for: the workload's optimizer goes the same
-    steps on the whole model, from the gradients that were given, and its state is recorded.
+    There is no accessor for optimizer state: the workload's optimizer repeats the steps on the full
+    model, from the given gradients, and its state is recorded.
     """
 
     def __init__(self, base: LoadedStrategy, made: Any, what: str) -> None:
@@ -176,13 +176,13 @@ class _Accessed:
         self._held: dict[str, dict[str, torch.Tensor | None]] = {}
 
     def full(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
-        """What an accessor gave last, as it was written into the whole model; see
+        """Return the last result of an accessor, as written to the full model; see
         `recorder.Full`.
         """
         return self._held.get(accessor)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What is trained; the model is filled by the accessors."""
+        """Return the module to train; accessors fill the model itself."""
         self._model, trained = model, copy.deepcopy(model)
         self._wrapped = _wrapped(self._base, trained, self._what)
         self._buffers = _Buffers(model, trained)
@@ -190,17 +190,17 @@ class _Accessed:
         return self._wrapped
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
-        """Over what this rank holds, and besides over the whole model."""
+        """Return an optimizer of the parameters that this rank holds, and of the full model."""
         assert self._model is not None
         inner = self._base.optimizer(build, parameters)
         return _OverBoth(inner, build(self._model.parameters()), self._write_parameters)
 
     def buffers(self) -> bool:
-        """Puts them into the whole model."""
+        """Gather the buffers into the full model."""
         return self._buffers is None or self._buffers.gather()
 
     def sync(self, model: nn.Module, step: Step) -> None:
-        """The strategy's own, then what its accessor gives of the gradients."""
+        """Run the strategy's sync, then read its gradient accessor."""
         self._base.sync(model, step)
         assert self._model is not None
         whole = self._read(self._gradients, "full_gradients")
@@ -245,7 +245,7 @@ class _Accessed:
 
 
 class _OverBoth(StandIn):
-    """The optimizer of what a rank holds, and the workload's own over the whole model."""
+    """The optimizer of a rank's parameters, and the workload's own on the full model."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, whole: torch.optim.Optimizer, write: Callable[[], None]
@@ -258,7 +258,7 @@ class _OverBoth(StandIn):
         return self._whole.state
 
     def step(self) -> None:
-        """Both; then the whole parameters are what the accessor gives."""
+        """Step both; then the full parameters are read from the accessor."""
         self._inner.step()
         for one, other in zip(self._whole.param_groups, self._inner.param_groups, strict=True):
             one.update({key: value for key, value in other.items() if key != "params"})

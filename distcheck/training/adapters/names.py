@@ -1,6 +1,5 @@
-"""The names by which people's code asks for things, and what each of them means. No torch.
-
-A meaning is what `Scene.value` knows; several names share one.
+"""The names by which user code requests arguments, and their meanings. No torch. `Scene.value`
+resolves a meaning; several names share one.
 """
 
 
@@ -19,10 +18,10 @@ PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETER
 GRADIENTS = _names(
     "grads gradients grad_list gradient_list grads_list tensors tensor_list local_grads"
 )
-# Of a function that is given two lists: what each rank has, and where the mean goes.
+# Of a function with two lists: each rank's gradients, and the output for their mean.
 GRADIENTS_IN = _names("grad_in grads_in gradients_in")
 GRADIENTS_OUT = _names("grad_out grads_out gradients_out")
-# What compressed exchanges keep of each gradient for the next step.
+# Residuals of a compressed all-reduce, kept for the next step.
 MEMORIES = _names("memory_out memory memories residuals error_memory")
 SENT = _names(
     "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
@@ -73,12 +72,11 @@ MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names
 
 
 def meaning_of(name: str) -> str:
-    """The meaning of a name; empty where it has none."""
+    """Return the meaning of a name; empty if it has none."""
     return MEANINGS.get(name, "")
 
 
-# Facts of the world, and what a synchronisation works on: the latter is a function's subject also
-# where it comes second.
+# Facts of the world, and subjects of a synchronization; a subject is recognized in any position.
 WORLD = frozenset(
     name
     for name, meaning in MEANINGS.items()
@@ -86,7 +84,7 @@ WORLD = frozenset(
 )
 SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | GRADIENTS_IN | TENSORS
 SUBJECTS |= {name for name, meaning in MEANINGS.items() if meaning.endswith("named_parameters")}
-# The defaults of a run of one process, by meaning, and the names that may mean something else.
+# Defaults that describe a single process, by meaning, and names that may mean something else.
 OF_ONE_PROCESS = {"world_size": 1, "rank": 0, "local_rank": 0}
 AMBIGUOUS = _names("size world gpu gpu_id device_id worker_id")
 
@@ -95,8 +93,8 @@ BEFORE_TRAINING = _names(
     "named_parameters listed_parameters distributed root"
 )
 
-# What a module-level name is taken for when the module does not define it; the one-letter ones and
-# the lists are too easily something else.
+# Meanings of module-level names that the module does not define. One-letter names and lists are
+# excluded as too ambiguous.
 FREE = {
     name: meaning
     for name, meaning in MEANINGS.items()
@@ -105,14 +103,14 @@ FREE = {
     and len(name) > 2
 }
 
-# Modules and objects that scripts import at their top, where only a part of a script was copied.
+# Modules and objects that scripts import, for code copied from a part of a script.
 IMPORTED = {
     "math": "math", "time": "time", "os": "os", "sys": "sys", "copy": "copy", "random": "random",
     "np": "numpy", "numpy": "numpy", "torch": "torch", "nn": "torch.nn",
     "F": "torch.nn.functional", "optim": "torch.optim", "dist": "torch.distributed",
     "MPI": "mpi4py.MPI", "logging": "logging",
 }  # fmt: skip
-NO_FINISH = "none"  # said with --finish: nothing is called after backward
+NO_FINISH = "none"  # value of --finish: nothing is called after backward
 
 FINISH = (
     "finish_gradient_synchronization", "finish_gradient_sync", "finish_grad_sync", "finish_sync",

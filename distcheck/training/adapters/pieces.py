@@ -1,11 +1,11 @@
-"""Parameters that a user's module holds in pieces: where each element is, and the whole of them.
+"""Parameters that a user's module shards: the place of each element, and unsharding.
 
-How code divides a parameter (flat or by rows, padded, in one tensor with others, whole parameters
-to single ranks) is not guessed. A copy of the model whose elements are numbered from 1 is wrapped
-first, and what its wrapper holds are then the numbers of the elements; 0 is padding. One copy is
-wrapped per digit, in the largest base whose digits the parameters' dtypes hold exactly.
+The layout (flat or by rows, padded, merged with other parameters, whole parameters on single ranks)
+is measured, not guessed. A copy of the model whose elements are numbered from 1 is wrapped first,
+so that the wrapper then holds the numbers of its elements; 0 is padding. One copy is wrapped per
+digit, in the largest base whose digits the parameters' dtypes represent exactly.
 
-Gradients and optimizer state lie as the parameters do, so the same places put them together.
+Gradients and optimizer state have the layout of the parameters, so the same places unshard them.
 """
 
 import copy
@@ -22,14 +22,14 @@ from distcheck.training.optimizers import StandIn
 
 
 class LostElementsError(Exception):
-    """Elements of the model that no rank holds any more."""
+    """Raised if some elements of the model are on no rank."""
 
 
 class Pieces:
     """The places of a model's elements in the tensors that this rank holds.
 
-    `whole` is a model that is not trained; what is put together is written into it. A copy is, once
-    `train` has wrapped it.
+    `whole` is the full model, which is not trained; unsharded values are written into it. A copy is
+    trained, once `train` has wrapped it.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Pieces:
         undivided: str,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`undivided` is what is said where every rank holds everything; empty: nothing is. `group`
-        has the ranks that hold one model together (None: all).
+        """`undivided` is the error if every rank holds everything (empty: no error). `group`
+        contains the ranks that hold one model together (None: all).
         """
         self._group = group
         self.whole, self._what, self._undivided = whole, what, undivided
@@ -53,13 +53,13 @@ class Pieces:
         self._rank, self._size = dist.get_rank(), dist.get_world_size(group)
         self._nobody = dist.get_world_size()
         self._places: list[torch.Tensor] = []  # per held tensor: the element's number, or -1
-        self._owned: list[torch.Tensor] = []  # per held tensor: whether this rank speaks for it
+        self._owned: list[torch.Tensor] = []  # per held tensor: True if this rank provides it
         self.trained = whole
         self.held: list[nn.Parameter] = []
 
     def train(self, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """What the wrapper makes of a copy of the model. Raises UsageError where its pieces are not
-        those of the numbered copies, and what `_learn` raises.
+        """Return the wrapped copy of the model. Raises UsageError if its shards differ from those
+        of the numbered copies, and the errors of `_learn`.
         """
         self._learn(wrap)
         self.trained = copy.deepcopy(self.whole)
@@ -69,10 +69,10 @@ class Pieces:
         return wrapped
 
     def _learn(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Wraps numbered copies and reads the places off them, on every rank at once.
+        """Wrap numbered copies and read the places from them; a collective.
 
-        Raises UsageError where the numbers are not found again, or all of them on every rank,
-        LostElementsError where some are on none.
+        Raises UsageError if the numbers are changed, or if all of them are on every rank, and
+        LostElementsError if some are on none.
         """
         base = min(_integers(p.dtype) for p in self._parameters.values())
         numbers_held: list[torch.Tensor] = []
@@ -105,7 +105,7 @@ class Pieces:
         return numbers
 
     def _divide(self) -> None:
-        """Which rank speaks for an element: the lowest that holds it."""
+        """Assign each element to the lowest rank that holds it."""
         here = torch.cat([*self._places, self._zeros(0)])
         mine = here[here >= 0]
         if bool((mine >= self._total).any()) or len(mine.unique()) != len(mine):
@@ -158,11 +158,11 @@ class Pieces:
             )
 
     def together(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """The whole of what the ranks hold, by the parameters' names: a collective.
+        """Return the unsharded tensors by parameter name; a collective.
 
-        A rank's own copy of an element is preferred to another's. Nothing at all, where no rank
-        has anything of a parameter; where some lack their piece, zeros. Exact: bits are added to
-        zeros, as integers.
+        A rank's own copy of an element is preferred to another's. The value is None if no rank has
+        any element of a parameter, and missing elements are zeros. Exact: bits are added to zeros,
+        as integers.
         """
         self._check(values)
         whole = self._zeros(self._total)
@@ -191,7 +191,7 @@ class Pieces:
         return tensors
 
     def write_parameters(self) -> None:
-        """Puts the parameters together, into the whole model."""
+        """Unshard the parameters into the full model."""
         tensors = self.together([p.detach() for p in self.held])
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -200,15 +200,14 @@ class Pieces:
                 parameter.copy_(value)
 
     def write_gradients(self) -> None:
-        """Puts the gradients together, into the whole model."""
+        """Unshard the gradients into the full model."""
         tensors = self.together([p.grad for p in self.held])
         for name, parameter in self._parameters.items():
             parameter.grad = tensors[name]
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-        """An optimizer's state over the pieces as state over the whole parameters. What is not
-        a piece (a count of steps) is taken from the rank that speaks for a parameter's first
-        element.
+        """Return an optimizer's sharded state as state of the full parameters. A value that is not
+        sharded (a step count) is taken from the rank that provides a parameter's first element.
         """
         here: list[dict[str, Any]] = [optimizer.state.get(p, {}) for p in self.held]
         keys = sorted({k for s in here for k, v in s.items() if isinstance(v, torch.Tensor)})
@@ -237,14 +236,14 @@ class Pieces:
 
 
 def _integers(dtype: torch.dtype) -> int:
-    """The least b such that the dtype holds every integer below b, and not every one above."""
+    """Return the largest b such that the dtype has every integer to b. Raises UsageError."""
     if not dtype.is_floating_point:
         raise UsageError(f"parameters of {dtype} cannot be put together from pieces")
     return int(2 / spacing(dtype))
 
 
 class OverPieces(StandIn):
-    """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
+    """The workload's optimizer on a rank's shards; each step updates the full model."""
 
     def __init__(self, inner: torch.optim.Optimizer, pieces: Pieces) -> None:
         super().__init__(inner)
@@ -253,11 +252,11 @@ class OverPieces(StandIn):
 
     @property
     def state(self) -> Any:
-        """Of the whole parameters."""
+        """State of the full parameters."""
         return self._state
 
     def step(self) -> None:
-        """Steps the pieces, then puts parameters and state together."""
+        """Step the shards, then unshard parameters and state."""
         self._inner.step()
         self._collect()
 

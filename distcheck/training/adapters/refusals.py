@@ -1,4 +1,4 @@
-"""What is said of code that no form fits: why, what to do, and a file that does it."""
+"""Errors for code that fits no form: the reason, the options, and a strategy file to fill in."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ from distcheck.training.adapters.target import (
 )
 from distcheck.training.adapters.unknown import FormError
 
-# How a strategy of distcheck's own form gives what people's parameters ask for.
+# Expressions for usual parameters in a strategy of distcheck's own form.
 _GIVEN = {
     "model": "model",
     "rank": "step.rank",
@@ -39,7 +39,7 @@ _BEFORE_TRAINING = _GIVEN | {
 
 
 def refusal(target: Target, why: str) -> FormError:
-    """The error for code that cannot be adapted, with a file written for this very object."""
+    """Return the error for code that cannot be adapted, with a strategy file for this object."""
     name = "Adapted" if target.is_class or target.maker is not None else "sync"
     return FormError(
         f"{why}. Say with --as what it is ({', '.join(form_names())}), or call it yourself from a "
@@ -48,7 +48,7 @@ def refusal(target: Target, why: str) -> FormError:
 
 
 def template(target: Target) -> str:
-    """A strategy that calls it after backward. What a person has to fill in stands in capitals."""
+    """Return the source of a strategy that calls it after backward, with CAPITALS to fill in."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
@@ -77,7 +77,7 @@ def template(target: Target) -> str:
 
 
 def _handed(parameters: Parameters, known: Mapping[str, str]) -> str:
-    """Arguments by name; the first is the model, where nothing is known of any."""
+    """Return the arguments as keywords; the first is the model, if no meaning is known."""
     values = [(p.name, known.get(meaning_of(p.name))) for p in parameters]
     if values and not any(value for _, value in values):
         values[0] = (values[0][0], "model")

@@ -1,7 +1,8 @@
-"""What there is to fill in: the rank, the world, the model, by the names that code asks for.
+"""The values that can be filled in: the rank, the world size, the model, by the names that code
+uses.
 
-A scene is made when the code is loaded, in a rank or in the process that looks at it before any
-rank exists; model, optimizer and step come later, as training does.
+A scene is created when the code is loaded, in a rank or in the process that inspects it before any
+rank exists; model, optimizer and step are added during training.
 """
 
 import ast
@@ -34,44 +35,43 @@ from distcheck.training.adapters.unknown import FormError, NotKnownError, explai
 
 @dataclass
 class Scene:
-    """Values by meaning (see `names.py`), and what was said about single names."""
+    """Values by meaning (see `names.py`), and the options for individual names."""
 
     adaptation: Adaptation
-    find: Callable[[str], Any]  # what `@module:object` stands for
+    find: Callable[[str], Any]  # resolves `@module:object`
     model: nn.Module | None = None
     optimizer: Any = None
     step: Step | None = None
-    rate: float | None = None  # a learning rate in place of the optimizer's
+    rate: float | None = None  # a learning rate that replaces the optimizer's
     calls: int = 0
     used: set[str] = field(default_factory=set)
-    uses: set[str] = field(default_factory=set)  # meanings that come in some other way
-    # Parameters that get a generator, each with the value of --arg that gives a list.
+    uses: set[str] = field(default_factory=set)  # meanings that are supplied in another way
+    # Parameters that receive a generator, each with the value of --arg for a list.
     handed_once: dict[str, str] = field(default_factory=dict)
-    assumed: list[str] = field(default_factory=list)  # parameters, with values that were chosen
-    _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
+    assumed: list[str] = field(default_factory=list)  # parameters, with assumed values
+    _kept: dict[str, Any] = field(default_factory=dict)  # by name, objects created from options
     _namespace: SimpleNamespace | None = None
-    _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and who does
+    _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and the reader
 
     @property
     def live_model(self) -> nn.Module:
-        """The model. Raises UsageError where the code asks for it too early."""
+        """The model. Raises UsageError if the code requests it too early."""
         if self.model is None:
             raise UsageError("the code asks for the model before there is one")
         return self.model
 
     def begin(self, model: nn.Module) -> None:
-        """Takes the model that is going to be trained, whose device was not known before."""
+        """Set the model to train, which also determines the device."""
         self.model = model
         assigned = {name.partition(".")[2] for name, _ in self.adaptation.arguments}
         if self._namespace is not None and "device" not in assigned:
             self._namespace.device = self.value("device")
 
     def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters."""
         return list(self.live_model.parameters())
 
     def value(self, meaning: str) -> Any:
-        """What a meaning stands for at this moment."""
+        """Return the current value of a meaning. Raises UsageError if it does not exist yet."""
         if meaning in ("model", "optimizer", "step"):
             return self._live(meaning)
         makers: dict[str, Callable[[], Any]] = {
@@ -92,7 +92,7 @@ class Scene:
             "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
             "timer": lambda: _no_timer,
-            # Less than DDP's, so that a small model fills more than one.
+            # Smaller than DDP's, so that a small model fills more than one.
             "bucket_mb": lambda: 1,
             "bucket_bytes": lambda: 1 << 20,
             "parameters": lambda: self.live_model.parameters(),
@@ -104,17 +104,19 @@ class Scene:
         return makers[meaning]()
 
     def note_namespace(self) -> None:
-        """Notes that `--arg args.name=value` is of use."""
+        """Mark options `--arg args.name=value` as used."""
         heads = [name for name, _ in self.adaptation.arguments if "." in name]
         self.used.update(name for name in heads if not name.startswith("self."))
 
     def reads_of(self, name: str, function: Callable[..., Any]) -> None:
-        """Notes what a function reads of its command line, which is asked for at once."""
+        """Record the command-line attributes that a function reads, to list missing ones at
+        once.
+        """
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
     def read(self, text: str) -> Any:
-        """The value that `--arg` or `--set` wrote down: a literal, `@name`, or `@module:object`
-        (an object of it, with what its constructor asks for, where that is a class).
+        """Return the value of an `--arg` or `--set` option: a literal, `@name`, or `@module:object`
+        (for a class, an object constructed with the arguments that it requests).
         """
         if not text.startswith("@"):
             return ast.literal_eval(text)
@@ -125,7 +127,7 @@ class Scene:
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
     def keep(self, name: str, text: str) -> Any:
-        """The same, made once for a name: the code may keep something in it from step to step."""
+        """Return the value of an option, created once per name: it may hold state."""
         if text.startswith("@") and ":" not in text:
             return self.read(text)
         if name not in self._kept:
@@ -133,7 +135,7 @@ class Scene:
         return self._kept[name]
 
     def check(self, text: str) -> None:
-        """Raises UsageError for a value that stands for nothing."""
+        """Raise UsageError for an `@name` without a meaning."""
         if text.startswith("@") and ":" not in text:
             self._known(text[1:])
 
@@ -156,8 +158,8 @@ class Scene:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _arguments(self) -> SimpleNamespace:
-        """What a parsed command line usually holds, and what `--arg args.name=value` adds; one for
-        all calls, since the code may keep something in it.
+        """Return a typical parsed command line, extended by `--arg args.name=value`. There is one
+        for all calls, because the code may keep state in it.
         """
         if self._namespace is not None:
             self._renew(self._namespace)
@@ -176,7 +178,7 @@ class Scene:
         return self._namespace
 
     def _renew(self, namespace: SimpleNamespace) -> None:
-        """What stands for something else in every step."""
+        """Update the values that change in every step."""
         for name, text in self.adaptation.arguments:
             head, dot, rest = name.partition(".")
             stands_for_it = text.startswith("@") and ":" not in text
@@ -185,12 +187,12 @@ class Scene:
 
 
 class Filling:
-    """One callable's parameters, each with where its value comes from.
+    """The parameters of one callable, each with the source of its value.
 
-    `supplied` are parameters that the caller hands over at every call; `made_from` is the one of
-    them that the caller makes of what `--arg` says; `also` are filled in although they have a
-    default, as are a constructor's `world_size=1` and `rank=0`. Raises UsageError for a parameter
-    that nothing is known of.
+    `supplied` are parameters that the caller passes at every call; `made_from` is the one of them
+    that the caller creates from `--arg`; `also` are filled in although they have a default, as are
+    a constructor's `world_size=1` and `rank=0`. Raises UsageError for a parameter of unknown
+    meaning.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class Filling:
             scene.used.update(self._more)
 
     def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
-        """The meaning, with what the parameter's annotation and use say beside its name."""
+        """Return the meaning refined by the parameter's annotation and use."""
         if meaning == "step" and counts(parameter):
             return "index"
         if meaning in ("parameters", "named_parameters"):
@@ -256,7 +258,7 @@ class Filling:
         return meaning
 
     def call(self, *handed: Any) -> Any:
-        """Calls it; `handed` are the values of `supplied`, in its order."""
+        """Call it; `handed` are the values of `supplied`, in its order."""
         values = dict(zip(self._supplied, handed, strict=True))
         positional, keywords = [], {}
         for parameter, how, source in self._sources:
@@ -279,15 +281,13 @@ class Filling:
             raise
 
     def _read(self, name: str, text: str) -> Any:
-        """What was said; of a constructor, which may be called for several objects, anew."""
+        """Return the value of an option; for a constructor, a new one."""
         is_made = inspect.isclass(self._function)
         return self._scene.read(text) if is_made else self._scene.keep(name, text)
 
 
 class _Arguments(SimpleNamespace):
-    """A parsed command line; what it lacks is asked for where it is read, with all else that the
-    code `reads`.
-    """
+    """A parsed command line; a missing attribute raises an error that lists all."""
 
     def __init__(self, reads: dict[str, Callable[..., Any]], facts: dict[str, Any]) -> None:
         super().__init__(**facts)
@@ -306,9 +306,9 @@ class _Arguments(SimpleNamespace):
 
 
 def _local_rank() -> int:
-    """What a launcher gives as --local_rank: the number of a GPU, and elsewhere the rank, which is
-    the same in every run. The variable LOCAL_RANK differs between a run and its rerun, to show code
-    that takes it for the rank; what is handed over must not.
+    """Return the value of --local_rank: the index of the GPU, or else the rank, which is the same
+    in every run. The variable LOCAL_RANK differs between a run and its rerun, to expose code that
+    takes it for the rank; an argument must not differ.
     """
     return int(os.environ["LOCAL_RANK"]) if torch.cuda.is_initialized() else dist.get_rank()
 
@@ -320,10 +320,10 @@ def _communicator() -> Any:
 
 
 def _no_timer(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """What times a block, as `with timer("reduce"):`."""
+    """Return a context manager that replaces a timer, as in `with timer("reduce"):`."""
     return contextlib.nullcontext()
 
 
 def _gpu(rank: int) -> int:
-    """The number of this rank's GPU: its own where each rank has one, shared in turn where not."""
+    """Return the index of this rank's GPU, or the rank if there is none."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else rank

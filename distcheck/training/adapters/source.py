@@ -1,4 +1,4 @@
-"""What the source of code tells without a call: what is done with a variable, what is named."""
+"""Static analysis of source code: the use of a variable, and the names that occur."""
 
 import ast
 import dis
@@ -18,8 +18,8 @@ _OF_A_MODULE = {
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_forward_hook",
     "register_forward_pre_hook", "register_comm_hook",
 }  # fmt: skip
-# Methods of a communicator of mpi4py that nothing else has. Those of torch.distributed have an
-# underscore in their names, and those that both have (gather, send) tell nothing.
+# Methods that only an mpi4py communicator has. Those of torch.distributed contain an underscore,
+# and names that both have (gather, send) are ambiguous.
 _OF_A_COMMUNICATOR = {
     "Allreduce", "Iallreduce", "Reduce", "Bcast", "Ibcast", "Gather", "Allgather", "Scatter",
     "Reduce_scatter", "Alltoall", "Send", "Isend", "Recv", "Irecv", "Sendrecv", "Barrier",
@@ -29,7 +29,7 @@ _OF_TORCH_DISTRIBUTED = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast",
     "reduce_scatter_tensor", "all_to_all", "get_rank", "get_world_size", "is_initialized",
 }  # fmt: skip
-# The calls by which code exchanges tensors.
+# The calls by which code communicates tensors.
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "broadcast",
     "reduce_scatter_tensor", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "gather",
@@ -37,16 +37,14 @@ COLLECTIVES = {
 } | (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"})  # fmt: skip
 
 _YIELD = ("list", "tuple", "enumerate", "zip", "reversed", "sorted", "iter", "tqdm")
-# Of these, those whose first argument is one tensor.
+# Those of them whose first argument is one tensor.
 _TAKE_ONE = {
     "all_reduce", "reduce", "broadcast", "send", "isend", "Allreduce", "allreduce", "Bcast",
 }  # fmt: skip
 
 
 def unwrapped(value: Any) -> Any:
-    """What a partial calls, or a decorator's function that shows no parameters: the only function
-    in its closure.
-    """
+    """Return the function inside a partial, or a decorator with a single one in its closure."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
@@ -57,7 +55,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def decorated(value: Any) -> Any:
-    """The function that a decorator without functools.wraps has hidden; None for any other."""
+    """Return the function hidden by a decorator without functools.wraps; None if there is none."""
     if not inspect.isfunction(value) or hasattr(value, "__wrapped__") or value.__closure__ is None:
         return None
     code = value.__code__
@@ -78,19 +76,19 @@ def _is_filled(cell: Any) -> bool:
 
 
 def function_of(value: Any) -> Any:
-    """What is run when it is called: the function of a partial, or the __call__ of an object."""
+    """Return the function that a call runs: that of a partial, or an object's __call__."""
     value = unwrapped(value)
     is_named = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
     return value if is_named or not callable(value) else type(value).__call__
 
 
 class _Nodes(tuple[ast.AST, ...]):
-    """The nodes of a tree, with what is asked of them for every form; see `Source`."""
+    """The nodes of a tree, with cached properties that every form reads; see `Source`."""
 
     @cached_property
     def attributes(self) -> set[str]:
         named = {node.attr for node in self if isinstance(node, ast.Attribute)}
-        # As getattr(p, name) has them, where the name comes from a constant.
+        # Includes getattr(p, name) with a name from a constant.
         texts = {node.value for node in self if isinstance(node, ast.Constant)}
         return named | ({"grad", "data"} & {text for text in texts if isinstance(text, str)})
 
@@ -103,13 +101,13 @@ class _Nodes(tuple[ast.AST, ...]):
         return any(_subtracts(node) for node in self)
 
 
-_seen: dict[int, tuple[Any, _Nodes]] = {}  # by id, since objects of a user's may not be hashable
-_of_code: dict[tuple[str, CodeType], _Nodes] = {}  # which ranks that share a process load again
+_seen: dict[int, tuple[Any, _Nodes]] = {}  # by id, because a user's objects may be unhashable
+_of_code: dict[tuple[str, CodeType], _Nodes] = {}  # ranks that share a process load it again
 
 
 def _nodes_of(function: Any) -> _Nodes:
-    """Every node of a function's syntax tree: each form looks at it, and each part of a form."""
-    code = getattr(inspect.unwrap(function), "__code__", None)  # of what getsource() shows
+    """Return all nodes of a function's syntax tree, cached because every form reads them."""
+    code = getattr(inspect.unwrap(function), "__code__", None)  # the code that getsource() shows
     if isinstance(code, CodeType):
         place = (code.co_filename, code)
         if place not in _of_code:
@@ -125,7 +123,7 @@ def _parsed(function: Any) -> _Nodes:
 
 
 class Source:
-    """A function's syntax tree; empty where its source cannot be had."""
+    """A function's syntax tree; empty if its source is unavailable."""
 
     def __init__(self, value: Any) -> None:
         self._value = function_of(value)
@@ -136,7 +134,6 @@ class Source:
 
     @property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of it."""
         return self._nodes
 
     @property
@@ -149,7 +146,7 @@ class Source:
         return names
 
     def line_of(self, node: ast.AST) -> int:
-        """The line of a node in its file."""
+        """Return the line of a node in its file."""
         try:
             first = inspect.findsource(inspect.unwrap(self._value))[1]
         except (OSError, TypeError):
@@ -162,7 +159,7 @@ class Source:
         return self._nodes.attributes
 
     def attributes_of(self, name: str, *, assigned: bool = False) -> set[str]:
-        """Every `.attr` of a variable; those only that are `assigned` to."""
+        """Return every `.attr` of a variable; only assigned ones if `assigned`."""
         return {
             node.attr
             for node in self._nodes
@@ -172,9 +169,9 @@ class Source:
         }
 
     def use_of(self, name: str) -> str:
-        """What a variable is by what is done with it, whatever it is called: a `model`, an
-        `optimizer`, a `communicator` of mpi4py, a `group`, or the `distributed` module; empty where
-        its use does not tell.
+        """Return the kind of a variable judged by its use, regardless of its name: a `model`, an
+        `optimizer`, a `communicator` of mpi4py, a `group`, or the `distributed` module; empty if
+        ambiguous.
         """
         used = self.attributes_of(name)
         for attributes, use in (
@@ -191,13 +188,13 @@ class Source:
 
     @property
     def exchanges_by_mpi(self) -> bool:
-        """Whether it calls a method by which mpi4py alone exchanges something."""
+        """True if it calls a communication method that only mpi4py has."""
         return bool(self.attributes & (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"}))
 
     def worked_on(self, name: str) -> str:
-        """What a variable is by what is done with it or with its elements: `parameters` or
-        `models` by the attributes of its elements, `gradients` whose elements a collective takes, a
-        `tensor` that a collective takes; empty where its use does not tell.
+        """Return the kind of a variable judged by the use of it or its elements: `parameters` or
+        `models` by attributes of the elements, `gradients` whose elements are passed to a
+        collective, a `tensor` that is passed to one; empty if ambiguous.
         """
         elements = {name_ for node in self._nodes for name_ in _elements_of(node, name)}
         used = set[str]().union(*map(self.attributes_of, elements))
@@ -209,14 +206,14 @@ class Source:
         return "tensor" if name in sent else "gradients" if sent & elements else ""
 
     def meaning_of(self, name: str) -> str:
-        """The meaning of a variable: its use outweighs its name, except that a name may say more
-        of what is worked on.
+        """Return the meaning of a variable: its use takes precedence over its name, unless the name
+        is more specific about a model or an optimizer.
         """
         use, named = self.use_of(name), meaning_of(name)
         return named if use in ("model", "optimizer") and named else use or named
 
     def calls(self, name: str, attribute: str, method: str) -> bool:
-        """Whether it calls `name.attribute.method()`."""
+        """Return True if it calls `name.attribute.method()`."""
         return any(
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -229,27 +226,25 @@ class Source:
 
     @property
     def steps_its_optimizer(self) -> bool:
-        """Whether it calls `self.optimizer.step()`."""
         held = [n for n in self.attributes_of("self") if meaning_of(n) == "optimizer"]
         return any(self.calls("self", name, "step") for name in held)
 
     @property
     def returns_many(self) -> bool:
-        """Whether it returns a list, tuple or dict that it makes."""
+        """True if it returns a list, tuple or dict that it creates."""
         return self._returns((ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
 
     @property
     def returns_what_it_calls(self) -> bool:
-        """Whether it returns what a call made."""
+        """True if it returns the result of a call."""
         return self._returns((ast.Call,))
 
     @property
     def returns_something(self) -> bool:
-        """Whether it returns a value."""
         return self._returns((ast.expr,))
 
     def _returns(self, kinds: tuple[type[Any], ...]) -> bool:
-        """Whether it returns an expression of these kinds, by itself or under a name."""
+        """Return True if it returns an expression of these kinds, directly or by name."""
         names = {
             place.id
             for node in self._nodes
@@ -270,9 +265,7 @@ class Source:
         return any(_is_name(node.iter, name) for node in pairs)
 
     def indexes(self, name: str) -> bool:
-        """Whether it does with a variable what lists can and generators cannot: x[0], len(x),
-        reversed(x).
-        """
+        """Return True if it uses a variable as a list: x[0], len(x), reversed(x)."""
         for node in self._nodes:
             used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -283,19 +276,16 @@ class Source:
 
     @property
     def words(self) -> set[str]:
-        """Every name in it, of whatever kind."""
+        """Every name in it, of any kind."""
         return self._nodes.words
 
     @property
     def descends(self) -> bool:
-        """Whether it subtracts something from a `.data` that is not a gradient's: p.data -= ...,
-        p.data.sub_(...), p.data = p.data - ...
-        """
+        """True if it subtracts from a parameter's `.data`: p.data -= ..., p.data.sub_(...)"""
         return self._nodes.descends
 
     @property
     def registers_hooks(self) -> bool:
-        """Whether it registers hooks on something."""
         return any(name.startswith("register_") and "hook" in name for name in self.attributes)
 
 
@@ -304,9 +294,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 
 def _elements_of(node: ast.AST, name: str) -> Iterator[str]:
-    """The variables that a loop gives the elements of `name`: also of list(name), enumerate(name),
-    zip(name, ...).
-    """
+    """Yield the loop variables over `name`, list(name), enumerate(name), zip(name, ...)."""
     if not isinstance(node, ast.For | ast.comprehension):
         return
     gone_through = node.iter
@@ -318,7 +306,7 @@ def _elements_of(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def _sent_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The variables, also their `.data`, that are the first argument of a collective."""
+    """Yield the variables that are the first argument of a collective, directly or as `.data`."""
     for node in nodes:
         function = node.func if isinstance(node, ast.Call) else None
         called = getattr(function, "attr", getattr(function, "id", ""))
@@ -338,7 +326,7 @@ def _subtracts(node: ast.AST) -> bool:
 
 
 def _is_data(node: ast.AST) -> bool:
-    """Whether it is `x.data`, of something else than `x.grad`."""
+    """Return True for `x.data`, except for `x.grad.data`."""
     if not isinstance(node, ast.Attribute) or node.attr != "data":
         return False
     return not (isinstance(node.value, ast.Attribute) and node.value.attr == "grad")
@@ -348,8 +336,8 @@ _READS, _BINDS = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 class Reached:
-    """What runs when a function or a class of a module is called, as far as it is the module's:
-    the global names that it reads and binds, and its sources.
+    """The code of a module that a call of one of its functions or classes runs: its sources, and
+    the global names that it reads and binds.
     """
 
     def __init__(self, value: Any, module: ModuleType) -> None:
@@ -377,20 +365,20 @@ class Reached:
 
 @lru_cache(maxsize=1024)  # ranks that share a process load the same code again
 def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The global names that code reads, and those that it binds or deletes."""
+    """Return the global names that code reads, and those that it binds or deletes."""
     done = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     read = frozenset(name for operation, name in done if operation in _READS)
     return read, frozenset(name for operation, name in done if operation in _BINDS)
 
 
 def own_globals(function: Callable[..., Any]) -> frozenset[str]:
-    """The global names that a function binds itself."""
+    """Return the global names that a function binds itself."""
     return _globals_of(function.__code__)[1]
 
 
 def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
-    """The code objects of a function, of what is defined in it, and of a class's methods; of those
-    only that see the module's names, `known`.
+    """Yield the code objects of a function and its nested functions, or of a class's methods; only
+    those whose globals are `known`.
     """
     value = inspect.unwrap(value) if callable(value) else value
     functions: list[Callable[..., Any]] = [getattr(value, "__func__", value)]

@@ -1,4 +1,4 @@
-"""The code that is to be adapted, and what is known of it without calling it."""
+"""The code to adapt, and its properties that are known without calling it."""
 
 import functools
 import inspect
@@ -31,8 +31,8 @@ _NAMED = (
 
 @dataclass(frozen=True)
 class Target:
-    """An object that a person named, the class that it was reached through, and its module. `maker`
-    is the class whose object a method is of that is to be made.
+    """An object selected by the user, the class that it was reached through, and its module.
+    `maker` is the class to construct, if `value` is a method of it that was bound later.
     """
 
     spec: str
@@ -44,35 +44,33 @@ class Target:
 
     @property
     def is_class(self) -> bool:
-        """Whether it is a class, to be made an object of."""
         return inspect.isclass(self.value)
 
     @property
     def is_function(self) -> bool:
-        """Whether it can be called as it is."""
+        """True if it can be called directly."""
         return callable(self.value) and not self.is_class
 
     @property
     def is_unbound(self) -> bool:
-        """Whether it is a method that lacks its object."""
+        """True if it is a method without an object."""
         if self.owner is None or not inspect.isfunction(self.value):
             return False
         return not isinstance(inspect.getattr_static(self.owner, self.name, None), staticmethod)
 
     @property
     def name(self) -> str:
-        """What it calls itself."""
         value = decorated(self.value) or self.value
         return str(getattr(value, "__name__", type(value).__name__))
 
     @cached_property
     def parameters(self) -> Parameters:
-        """What it takes by name, without a method's `self`."""
+        """Its named parameters, without a method's `self`."""
         return named_parameters(self.value, skip=int(self.is_unbound))
 
     @property
     def arguments(self) -> dict[str, str]:
-        """What `--arg` says, by name."""
+        """The values of `--arg`, by name."""
         return dict(self.adaptation.arguments)
 
     @property
@@ -82,9 +80,9 @@ class Target:
 
     @property
     def first(self) -> str:
-        """The parameter that is worked on: the first that is to be filled, or the first of all,
-        unless it is something else (a rank, a group, a command line, a module), by its name or its
-        use, and what is worked on comes later.
+        """The name of its subject: the first parameter to be filled in, or the first of all, unless
+        that is something else (a rank, a group, a command line, a module) by its name or use, and a
+        subject follows.
         """
         taken = [p.name for p in (self.required or self.parameters)]
         if not taken or not self._is_a_fact(taken[0]):
@@ -94,7 +92,7 @@ class Target:
         return next(iter(known or others), taken[0])
 
     def _is_a_fact(self, name: str) -> bool:
-        """Whether a parameter is a fact of the world or a setting, which code does not work on."""
+        """Return True if a parameter is a fact of the world or a setting, and not a subject."""
         use = self.source.use_of(name)
         if use:
             return use not in ("model", "optimizer")
@@ -102,17 +100,16 @@ class Target:
 
     @property
     def first_annotation(self) -> str:
-        """How the first parameter is annotated, as text; empty where it is not."""
+        """The annotation of the first parameter, as text; empty if there is none."""
         return next((annotation(p) for p in self.parameters if p.name == self.first), "")
 
     @cached_property
     def source(self) -> Source:
-        """What its source says."""
         return Source(self.value)
 
     @property
     def signature(self) -> str:
-        """As a person wrote it, without annotations and without defaults that are no literals."""
+        """Its signature without annotations and without defaults that are not literals."""
         try:
             shown = inspect.signature(decorated(self.value) or self.value)
         except (TypeError, ValueError):
@@ -129,39 +126,39 @@ class Target:
 
     @property
     def described(self) -> str:
-        """How messages begin that are about its parameters."""
+        """The beginning of messages about its parameters."""
         return f"strategy {self.spec!r} has the signature {self.signature}"
 
     def loaded(self, note: str, **methods: Any) -> LoadedStrategy:
-        """A strategy with these methods, and the contract and file of the code."""
+        """Return a strategy with these methods, and the contract and file of the code."""
         return LoadedStrategy(
             contract=contract_of(self.value), file=source_file(self.value), note=note, **methods
         )
 
     @cached_property
     def reached(self) -> list[Source]:
-        """What its source says, and that of all that it reaches in its module."""
+        """Its source, and those of all code that it reaches in its module."""
         if self.module is None or self.value is None:
             return [self.source]
         return Reached(function_of(self.value), self.module).sources
 
     @property
     def everything(self) -> list[Source]:
-        """The same, and the source of the class that it is a method of."""
+        """The reached sources, including the class that it is a method of."""
         if self.owner is None or self.module is None:
             return self.reached
         return Reached(self.owner, self.module).sources
 
     @property
     def words(self) -> set[str]:
-        """Every name in its source, and in that of all that it reaches in its module."""
+        """Every name in the reached sources."""
         return set[str]().union(*(source.words | source.attributes for source in self.reached))
 
     @cached_property
     def kind_of_first(self) -> str:
-        """What the first parameter is: `model`, `models`, `parameters`, `gradients`, `tensor`,
-        `optimizer`, or empty where nothing tells. Its use in the source outweighs its annotation,
-        that its name.
+        """The kind of its subject: `model`, `models`, `parameters`, `gradients`, `tensor`,
+        `optimizer`, or empty if unknown. Its use takes precedence over its annotation, which
+        precedes its name.
         """
         kind = self.known_kind or self._named_kind()
         if kind in ("parameters", "gradients"):
@@ -170,7 +167,7 @@ class Target:
 
     @property
     def known_kind(self) -> str:
-        """The same, without what is only a name."""
+        """The kind of its subject judged by use and annotation, without the name."""
         use = self.source.use_of(self.first)
         if use in ("model", "optimizer"):
             return use
@@ -207,8 +204,8 @@ class Target:
 
 
 def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
-    """Whether a parameter that takes parameters needs a list: by its name, its annotation, or by
-    what is done with it. The others get what people hand over, `model.parameters()`.
+    """Return True if a parameter needs a list of parameters, judged by its name, annotation or use.
+    Others receive the usual `model.parameters()`.
     """
     text = str(parameter.annotation)
     by_type = any(word in text for word in ("ist[", "list", "List", "equence", "uple"))
@@ -216,12 +213,12 @@ def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
 
 
 def counts(parameter: inspect.Parameter) -> bool:
-    """Whether it takes a number, as in `step: int`."""
+    """Return True if it is annotated as a number, as in `step: int`."""
     return parameter.annotation in (int, "int")
 
 
 def annotation(parameter: inspect.Parameter) -> str:
-    """How a parameter is annotated, as text; empty where it is not."""
+    """Return the annotation of a parameter, as text; empty if there is none."""
     text = parameter.annotation
     if text is parameter.empty:
         return ""
@@ -229,7 +226,7 @@ def annotation(parameter: inspect.Parameter) -> str:
 
 
 def _signed(value: Callable[..., Any]) -> Parameters | None:
-    """All that a callable takes; None where that cannot be known."""
+    """Return all parameters of a callable; None if unknown."""
     try:
         return list(inspect.signature(decorated(value) or value).parameters.values())
     except (TypeError, ValueError):
@@ -237,44 +234,44 @@ def _signed(value: Callable[..., Any]) -> Parameters | None:
 
 
 def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
-    """What a callable takes by name; nothing where that cannot be known."""
+    """Return the named parameters of a callable; empty if unknown."""
     return [p for p in (_signed(value) or [])[skip:] if p.kind in _NAMED]
 
 
 def required(parameters: Parameters) -> Parameters:
-    """Those without a default."""
+    """Return the parameters without a default."""
     return [p for p in parameters if p.default is p.empty]
 
 
 def is_of_one_process(parameter: inspect.Parameter) -> bool:
-    """Return True if its default describes a run of one process, as in `world_size=1, rank=0`."""
+    """Return True if its default describes a single process, as in `world_size=1, rank=0`."""
     name, default = parameter.name, parameter.default
     known = names.OF_ONE_PROCESS.get(names.meaning_of(name))
     return type(default) is int and default == known and name not in names.AMBIGUOUS
 
 
 def takes_any_name(value: Callable[..., Any]) -> bool:
-    """Whether a callable has `**kwargs`."""
+    """Return True if a callable has `**kwargs`."""
     signed = _signed(value)
     return signed is None or any(p.kind is p.VAR_KEYWORD for p in signed)
 
 
 def takes_any_number(value: Callable[..., Any]) -> bool:
-    """Whether a callable has `*args`."""
+    """Return True if a callable has `*args`."""
     signed = _signed(value)
     return signed is None or any(p.kind is p.VAR_POSITIONAL for p in signed)
 
 
 def own_classes(build: Any) -> list[Any]:
-    """A class, and those that it is derived from and that are not torch's; a function itself."""
+    """Return a class and its bases that are not torch's or builtin; a function itself."""
     bases = build.__mro__ if inspect.isclass(build) else (build,)
     return [base for base in bases if not base.__module__.startswith(("torch", "builtins"))]
 
 
 def own_names(build: type) -> list[str]:
-    """Public methods that neither torch nor object has given it, in the order of definition."""
+    """Return the public methods not inherited from torch or object, in the order of definition."""
     kept = [
-        (name, getattr(value, "__func__", value))  # of static and class methods, what is run
+        (name, getattr(value, "__func__", value))  # the function of a static or class method
         for base in own_classes(build)
         for name, value in vars(base).items()
     ]
@@ -283,14 +280,14 @@ def own_names(build: type) -> list[str]:
 
 
 def written(kind: Any) -> list[str]:
-    """The functions of a class that are its author's."""
+    """Return the functions that the author of a class defined."""
     classes = own_classes(kind) if inspect.isclass(kind) else []
     found = (name for base in classes for name, v in vars(base).items() if inspect.isfunction(v))
     return list(dict.fromkeys(found))
 
 
 def sources_of(kind: type, name: str) -> list[Source]:
-    """The sources of a method, of those that it calls on itself, and of what these extend."""
+    """Return the sources of a method, of methods that it calls on itself, and their bases."""
     members, found, waiting = written(kind), dict[str, list[Source]](), [name]
     while waiting:
         called = waiting.pop()
@@ -304,9 +301,9 @@ def sources_of(kind: type, name: str) -> list[Source]:
 
 
 def begins_once(kind: Any, *, takes: str) -> str:
-    """Return the method that a training calls once on a new object: it registers hooks, which the
-    constructor does not, or, without reducing anything, sets attributes that other methods read; or
-    it has a usual name. `takes` is what it is given: `model`, or nothing. Empty if several fit.
+    """Return the method that a training loop calls once on a new object: it registers hooks that
+    the constructor does not, or sets attributes that other methods read without reducing anything,
+    or has a common name. `takes` is its argument: `model`, or empty for none. Empty if several fit.
     """
     own = {name: sources_of(kind, name) for name in written(kind)}
     if any(source.registers_hooks for source in own.pop("__init__", ())):
@@ -331,7 +328,7 @@ def begins_once(kind: Any, *, takes: str) -> str:
 
 
 def source_file(value: Any) -> str:
-    """The file of an object; empty where that is not known."""
+    """Return the source file of an object; empty if unknown."""
     try:
         return inspect.getsourcefile(_inspectable(value)) or ""
     except TypeError:
@@ -339,29 +336,25 @@ def source_file(value: Any) -> str:
 
 
 def source_line(value: Any, *, file: str) -> int:
-    """The line of `file` where an object's definition begins; 0 where that is not known, or where
-    it was defined in another file.
-    """
+    """Return the line of `file` where an object's definition begins; 0 if it is not there."""
     try:
         inspectable = _inspectable(value)
         if inspect.getsourcefile(inspectable) != file:
             return 0
-        # As getsourcelines() has it, which would also look for the last line.
+        # Like getsourcelines(), which would also search the last line.
         return inspect.findsource(inspect.unwrap(inspectable))[1] + 1
     except (TypeError, OSError):
         return 0
 
 
 def _inspectable(value: Any) -> Any:
-    """The function or class itself; of an object its class."""
+    """Return a function or class itself, and the class of any other object."""
     value = inspect.unwrap(value) if callable(value) else value
     return value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
 
 
 def bound_later(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
-    """A method as a function without `self`, whose object is made in the rank, when it is called
-    first.
-    """
+    """Return a method as a function without `self`; the rank constructs its object."""
     made: list[Any] = []
 
     @functools.wraps(method)

@@ -1,8 +1,8 @@
-"""Names that nothing is known of: values to try for them, and stand-ins that fail when used.
+"""Names of unknown meaning: suggested values, and stand-ins that raise when used.
 
-A script's loss list, its logger, a second communicator: much of what code names is never reached
-in a synchronisation. What is reached ends the run with the option that gives it a value, as a word
-in the name suggests it, or as the code's file has it.
+Much of a script's names (a loss list, a logger, a second communicator) is never read during
+synchronization. A name that is read ends the run with the option that sets it, with a value
+suggested by a word in the name or by the code's file.
 """
 
 import ast
@@ -23,13 +23,13 @@ _BY_WORD = {
     "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
     "parameters": "@params", "grads": "@grads", "gradients": "@grads", "device": "@device",
     "step": "@iteration", "iteration": "@iteration",
-    "mb": "25", "mib": "25", "bytes": "26214400",  # as much as a bucket of DDP
+    "mb": "25", "mib": "25", "bytes": "26214400",  # as large as a DDP bucket
 }  # fmt: skip
 
 
 def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) -> str:
-    """`--arg a=@rank --arg b=25`: the option for each of `names`, with the values that their last
-    parts let expect, or that the file of `code` gives them.
+    """Return the option for each of `names`, such as `--arg a=@rank --arg b=25`, with values
+    suggested by the last part of the name or found in the file of `code`.
     """
     defaults = _defaults(code)
     return " ".join(
@@ -45,8 +45,8 @@ def _value(name: str, defaults: dict[str, str]) -> str:
 
 
 def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
-    """What the file says that names are by default: in `add_argument("--name", default=25)`, and in
-    assignments of plain values.
+    """Return default values of names in the file of `code`: from `add_argument("--name",
+    default=25)`, and from assignments of constants.
     """
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(code)))  # type: ignore[arg-type]
@@ -66,22 +66,22 @@ def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
 
 
 def _is_shown_as_it_is(value: object) -> bool:
-    """Whether a shell and `--arg` read what is printed as this very value."""
+    """Return True if a shell and `--arg` read the printed value unchanged."""
     if isinstance(value, str):
         return value.isidentifier()
     return isinstance(value, int | float | bool)
 
 
 class FormError(UsageError):
-    """Code that does not fit the form that was chosen for it; another may fit."""
+    """Raised for code that does not fit its selected form; another may fit."""
 
 
 class NotKnownError(UsageError, AttributeError):
-    """An attribute that nothing is known of. Code that asks for it with a default gets that."""
+    """Raised for an attribute of unknown meaning; getattr with a default returns the default."""
 
 
 class NotGiven:
-    """A value that was not given: every use of it raises UsageError. `stand_in` makes one."""
+    """A missing value: every use of it raises UsageError. `stand_in` creates one."""
 
     def __init__(self, sentence: str) -> None:
         object.__setattr__(self, "_sentence", sentence)
@@ -93,7 +93,7 @@ class NotGiven:
         if name in ("__class__", "__dict__"):
             return object.__getattribute__(self, name)
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # inspection asks for these, and takes no for an answer
+            raise AttributeError(name)  # inspection expects an AttributeError
         return _refuse(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -115,7 +115,7 @@ _made: dict[str, str] = {}  # sentences by the name of the stand-in's class
 
 
 def stand_in(name: str, sentence: str) -> NotGiven:
-    """A value under this name that fails with this sentence when it is used."""
+    """Return a stand-in with this name that raises this sentence when used."""
     kind = f"NotGiven_{name}"
     _made[kind] = sentence
     made: NotGiven = type(kind, (NotGiven,), {})(sentence)
@@ -123,7 +123,7 @@ def stand_in(name: str, sentence: str) -> NotGiven:
 
 
 def explain(error: TypeError) -> None:
-    """Raises UsageError where a function refused a stand-in, which it names by its class."""
+    """Raise UsageError if a function rejected a stand-in, which its message names by the class."""
     for kind, sentence in _made.items():
         if kind in str(error):
             raise UsageError(sentence) from error

@@ -1,8 +1,9 @@
-"""What a piece of code does that a model or a training must have to show whether it is right.
+"""Features of a piece of code that a model or training run must exercise to show that it is
+correct.
 
-A branch on a dtype, a limit on elements, a comparison with the number of a step: read off the
-source, with the line. `verification/gaps.py` says which of them no case of a run has exercised. A
-hint that is too many costs a line on the screen.
+A branch on a dtype, a limit on elements, a comparison with a step number: read from the source,
+with the line. `verification/gaps.py` reports those that no case of a run has exercised. A spurious
+hint only costs a line on the screen.
 """
 
 import ast
@@ -15,10 +16,10 @@ from torch import nn
 from distcheck.records.run_facts import Use
 from distcheck.training.adapters.source import COLLECTIVES, Source
 
-_MOST_STEP = 10**5  # larger numbers do not count steps
+_MOST_STEP = 10**5  # larger numbers are not step counts
 _LARGE = 2.0**24  # a larger factor may overflow
-_LEAST_SIZE = 1 << 10  # smaller numbers do not limit elements or bytes
-# The feature that each name in code stands for.
+_LEAST_SIZE = 1 << 10  # smaller numbers are not limits of elements or bytes
+# The feature that a name in code indicates.
 _BY_NAME: Mapping[str, str] = {
     name: feature
     for feature, names in {
@@ -54,11 +55,11 @@ _COUNTERS = ("step", "iter", "count", "call", "warm", "epoch", "round", "index",
 _SIZES = ("numel", "nbytes", "element_size", "bytes", "bucket", "chunk", "cap", "elements", "size")
 _WORLDS = ("world", "rank", "ranks", "size", "nodes", "get_world_size", "get_rank", "peer")
 _FACTORIES = ("zeros", "empty", "ones", "full")
-_OFTEN = 2  # of a feature, so many lines are kept
+_OFTEN = 2  # lines kept per feature
 
 
 def uses_of(sources: Sequence[Source]) -> tuple[Use, ...]:
-    """What these sources use, each line once."""
+    """Return the features that these sources use, each line once."""
     nodes = [(source, node) for source in sources for node in source.nodes]
     look = _Look(nodes)
     found: dict[tuple[str, int], list[Use]] = {}
@@ -73,13 +74,13 @@ def uses_of(sources: Sequence[Source]) -> tuple[Use, ...]:
 
 
 def names_collectives(sources: Sequence[Source]) -> bool:
-    """Whether a collective is named in these sources."""
+    """Return True if a collective is named in these sources."""
     return any(source.words & COLLECTIVES for source in sources)
 
 
 def marks_in(sources: Sequence[Source]) -> tuple[str, ...]:
-    """The attributes that these sources look for and that torch gives to no parameter or module: a
-    training script sets them on those that the code is for.
+    """Return the attributes that these sources look up and that no torch parameter or module has: a
+    training script sets them to mark the parameters that the code handles.
     """
     calls = (node for source in sources for node in source.nodes if isinstance(node, ast.Call))
     names = (
@@ -94,7 +95,7 @@ def marks_in(sources: Sequence[Source]) -> tuple[str, ...]:
 
 
 class _Look:
-    """What nodes say, given the whole numbers that names stand for in them and in their modules."""
+    """Finds features in nodes, given the integers assigned to names there and in their modules."""
 
     def __init__(self, nodes: Sequence[tuple[Source, ast.AST]]) -> None:
         self._values: dict[str, float] = {}
@@ -107,7 +108,7 @@ class _Look:
             self._known |= dict(self._assigned(node))
 
     def _assigned(self, node: ast.AST) -> Iterator[tuple[str, int]]:
-        """Names and attributes that are given a number, and parameters whose default is one."""
+        """Yield names and attributes that are assigned integers, and parameters with defaults."""
         pairs: list[tuple[ast.AST | ast.arg, ast.expr]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
@@ -121,7 +122,7 @@ class _Look:
                 yield _name_of(target), number
 
     def at(self, node: ast.AST) -> Iterator[tuple[str, int]]:
-        """The features of a node, each with the number that a limit is."""
+        """Yield the features of a node, each with its limit, or 0."""
         name = _name_of(node)
         # A variable may be called `half`.
         tells = isinstance(node, ast.Attribute) or name in _ALONE
@@ -141,7 +142,7 @@ class _Look:
             yield "default_dtype", 0
 
     def _limits(self, sides: Sequence[ast.expr]) -> Iterator[tuple[str, int]]:
-        """Numbers that something is compared with which counts steps, or elements or bytes."""
+        """Yield integers compared with a count of steps, or of elements or bytes."""
         words = {word for side in sides for word in _words(side)}
         for number in filter(None, map(self._number, sides)):
             if 0 < number < _MOST_STEP and _has(words, _COUNTERS):
@@ -150,8 +151,8 @@ class _Look:
                 yield "size", number
 
     def _of_arithmetic(self, node: ast.BinOp) -> Iterator[tuple[str, int]]:
-        """Arithmetic with ranks that holds for some numbers of them: pairs, powers of two, nodes;
-        what is done in every so many steps.
+        """Yield features of arithmetic: with ranks, which is valid for some world sizes only
+        (pairs, powers of two, nodes), and with steps, for an action every n steps.
         """
         words = {*_words(node.left), *_words(node.right)}
         number = self._number(node.right)
@@ -162,7 +163,9 @@ class _Look:
             yield "late", number
 
     def _number(self, node: ast.AST) -> int | None:
-        """A whole number that is written there, also as 25 * 1024 * 1024, or by a name."""
+        """Return an integer that is written out, computed such as 25 * 1024 * 1024, or assigned to
+        a name; None otherwise.
+        """
         if isinstance(node, ast.Constant):
             value = node.value
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -177,14 +180,14 @@ class _Look:
 
 
 def _keeps_those_with_gradients(node: ast.Assign) -> bool:
-    """Whether an attribute is given what had a gradient at that moment."""
+    """Return True if an attribute is assigned the parameters that have a gradient at that time."""
     kept = any(isinstance(target, ast.Attribute) for target in node.targets)
     chosen = isinstance(node.value, ast.ListComp | ast.SetComp | ast.DictComp)
     return kept and chosen and "grad" in _words(node.value)
 
 
 def _takes_default_dtype(call: ast.Call) -> bool:
-    """Whether it makes a tensor in torch's default dtype, whatever that of the gradients is."""
+    """Return True if it creates a tensor in torch's default dtype, regardless of the gradients'."""
     function = call.func
     is_torchs = isinstance(function, ast.Attribute) and _name_of(function.value) == "torch"
     named = {keyword.arg for keyword in call.keywords}
@@ -203,7 +206,7 @@ def _has(words: set[str], parts: Sequence[str]) -> bool:
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """The names in an expression, and the keys that it looks up."""
+    """Yield the names in an expression, and its string constants."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
             yield inner.value

@@ -1,8 +1,8 @@
-"""Cells: small trainings that each hold one thing that real ones have and simple ones lack.
+"""Cells: small trainings, each with one feature that real trainings have and simple ones lack.
 
-`distcheck verify --thorough` runs all of them. A cell is a workload, so `--workload NAME` runs it
-by itself; this list says what the front must know of it without importing torch. A strategy that
-cannot do a cell declines it in its contract, and a person leaves it out with `--without`.
+`distcheck verify --thorough` runs all of them. A cell is a workload, so `--workload NAME` runs a
+single one; this table holds the facts that the front end needs without importing torch. A strategy
+that does not support a cell declines it in its contract, and a user excludes it with `--without`.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 
-BATCH = 256  # samples a step over all ranks; some cells count on it for where an epoch ends
+BATCH = 256  # samples per step over all ranks; some cells rely on it for the end of an epoch
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a cell before it is loaded.
+    """Facts about a cell before it is loaded.
 
-    `place` is its class; `about` a sentence for reports and lists; `without` the layers that have
-    nothing to say about it; `own_batch`: an epoch ends where its steps of 256 samples say.
+    `place` is its class; `about` a sentence for reports and lists; `without` the checks that do not
+    apply to it. With `own_batch`, its epoch length requires steps of exactly 256 samples.
     """
 
     place: str
@@ -31,8 +31,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     own_batch: bool = False
 
     def batch(self, asked: int, world: int) -> int:
-        """Samples a step: about 256, and as many for each rank where `asked` has that: code for
-        equal shards alone is right in a training that has no others.
+        """Return the samples per step: about 256, and equally many for each rank if `asked` is
+        divisible by `world`: code for equal shards only is correct in a training without others.
         """
         equal = asked % world == 0 and not self.own_batch
         return max(BATCH // world * world if equal else BATCH, world)
@@ -118,7 +118,7 @@ CELLS: Mapping[str, Cell] = {
     "sparse": Cell(
         place="distcheck.workloads.cells.dtypes:SparseGradients",
         about="an embedding with sparse gradients, which touch other rows on every rank",
-        # A row is added up from its duplicates whenever it suits torch.
+        # torch may sum duplicates of a row at any time.
         without=(BITWISE, ROUNDING),
     ),
     "ragged_batch": Cell(
@@ -231,12 +231,12 @@ CELLS: Mapping[str, Cell] = {
 
 
 def place_of(spec: str) -> str:
-    """Where a cell's class is; any other spelling of a workload as it is."""
+    """Return the place of a cell's class; any other workload unchanged."""
     return CELLS[spec].place if spec in CELLS else spec
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raises UsageError for a name that is not a cell's."""
+    """Raise UsageError for a name that is not a cell."""
     for name in names:
         if name not in CELLS:
             meant = did_you_mean(name, CELLS)
@@ -247,7 +247,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def _shown_by(workload: str, training: Training) -> list[str]:
-    """The cells that hold what a workload holds: the one that it is, and those of its loop."""
+    """Return the cells whose feature a workload has: itself, and those of its training loop."""
     loop = {
         "accumulation": training.accumulate > 1,
         "clipping": training.clip_norm is not None,
@@ -260,9 +260,9 @@ def _shown_by(workload: str, training: Training) -> list[str]:
 
 
 def why_declined(workload: str, contract: Contract, training: Training, *, own_update: bool) -> str:
-    """Why a strategy cannot do a cell, or a workload with that `training`: because it says so, or
-    because the loop has no place in it for what is wanted; empty where it can. `own_update`: it
-    takes the optimizer's step, or exchanges within it.
+    """Return why a strategy does not support a cell, or a workload with that `training`: its
+    contract declines it, or the loop cannot provide a requirement; empty if it does. `own_update`:
+    it takes the optimizer's step, or synchronizes within it.
     """
     for name in _shown_by(workload, training):
         if name in contract.declines:

@@ -1,4 +1,4 @@
-"""Cells that differ in what gradients consist of."""
+"""Cells with unusual dtypes or layouts of gradients."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ _SAMPLES, _COLUMNS = 512, 8
 
 
 class MixedLayers(nn.Module):
-    """Each layer computes in its own dtype."""
+    """Layers that each compute in their own dtype."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class MixedDtypes(CellWorkload):
 
 
 class ComplexLayers(nn.Module):
-    """A complex layer, whose two parts a real one reads."""
+    """A complex layer, and a real layer of its two parts."""
 
     dtype = torch.complex64
 
@@ -65,7 +65,7 @@ class ComplexParameters(CellWorkload):
 
 
 class LongComplexLayers(ComplexLayers):
-    """The real layer stays in float32."""
+    """The same with complex128; the real layer stays in float32."""
 
     dtype = torch.complex128
 
@@ -79,15 +79,15 @@ class LongComplexParameters(CellWorkload):
 
 
 class NumberedSamples(CellSamples):
-    """The first pixel is the sample's number."""
+    """Samples whose first pixel is the sample's index."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Of every sample."""
+        """Write the index of every sample."""
         pixels.copy_(ids)
 
 
 class Words(nn.Module):
-    """A vector for every two samples, which are often on two ranks."""
+    """An embedding row for every two samples, which are often on different ranks."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -108,19 +108,19 @@ def _coalesce(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class SparseGradients(CellWorkload):
-    """Gradients with a few rows."""
+    """Gradients with few rows."""
 
     must_happen = (RowsApart(parameter="words.weight"),)
 
     layers = Words
 
     def samples(self) -> CellSamples:
-        """Half of all samples are in a step."""
+        """Return twice as many samples as a step uses."""
         return NumberedSamples(_SAMPLES)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD without momentum, which takes sparse gradients as they are: duplicates of a row are
-        first added up, or the update's bits would depend on whether the exchange has done so.
+        """Return SGD without momentum, which accepts sparse gradients. Duplicate rows are coalesced
+        first; otherwise the update's bits would depend on whether the synchronization has done so.
         """
         optimizer = torch.optim.SGD(parameters, lr=0.05)
         optimizer.register_step_pre_hook(_coalesce)

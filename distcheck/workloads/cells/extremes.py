@@ -1,8 +1,8 @@
-"""Cells whose gradients hold numbers of unusual size: infinities and NaN, close to the largest
-number of float32, below its smallest normal one.
+"""Cells with gradients of unusual magnitude: infinities and NaN, close to the largest float32, and
+subnormal.
 
-They are those of one small parameter, whose value nothing depends on: it stands beside a model that
-trains as usual, whatever becomes of it.
+They belong to one small parameter whose value affects nothing: next to it, the model trains as
+usual, whatever happens to the parameter.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from distcheck.workloads.cells.samples import CellWorkload, Layers
 
 
 class _Silent(torch.autograd.Function):
-    """Zeros forward; backward, a gradient of `sizes` times that of each sample."""
+    """Forward, zeros; backward, `sizes` times each sample's gradient, summed."""
 
     @staticmethod
     def forward(context: Any, parameter: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class _Silent(torch.autograd.Function):
 
 
 class Gate(nn.Module):
-    """A parameter whose gradient is the mean, over samples, of `factors` times a pixel's size."""
+    """A parameter with the mean of `factors` times a pixel's magnitude as its gradient."""
 
     def __init__(self, factors: Sequence[float]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Gate(nn.Module):
         self._factors = tuple(factors)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, 3, 8, 8] -> zeros [n]; an infinity or NaN is that of a few samples alone."""
+        """inputs [n, 3, 8, 8] -> zeros [n]; only a few samples have an infinity or NaN."""
         factors = torch.tensor(self._factors, dtype=inputs.dtype, device=inputs.device)
         sizes = 1.0 + inputs[:, 0, 0, : len(factors)].abs() / 4
         is_rare = (inputs[:, 1, 0, 0] > 1.0 - 2.0**-5).unsqueeze(1)  # one in 64
@@ -51,7 +51,7 @@ class Gate(nn.Module):
 
 
 class WithGate(Layers):
-    """A perceptron, beside whose logits [n, classes] stands a column of zeros."""
+    """A perceptron whose logits [n, classes] are extended by a column of zeros."""
 
     def __init__(self, classes: int, factors: Sequence[float]) -> None:
         super().__init__(classes)
@@ -67,18 +67,18 @@ class _Extreme(CellWorkload):
     factors: tuple[float, ...]
 
     def layers(self, classes: int) -> nn.Module:
-        """Three layers and the parameter beside them."""
+        """Return three layers and the extra parameter."""
         return WithGate(classes, self.factors)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, and the mean of the zeros."""
+        """Return the cross-entropy plus the mean of the zeros."""
         outputs: torch.Tensor = model(batch.inputs)
         logits, zeros = outputs.tensor_split([outputs.shape[1] - 1], dim=1)
         return F.cross_entropy(logits, batch.labels) + zeros.mean()
 
 
 class NonFinite(_Extreme):
-    """An infinity of either sign, a NaN, and a number, in one parameter."""
+    """An infinity of either sign, a NaN, and a finite number, in one parameter."""
 
     factors = (float("inf"), -float("inf"), float("nan"), 1.0)
     must_happen = (NotFinite(parameter="beside.gate"),)

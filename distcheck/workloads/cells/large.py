@@ -10,8 +10,8 @@ MIB_25, POWER_24 = 25 << 20, 1 << 24  # bytes; elements
 
 
 class Wide(nn.Module):
-    """A matrix [products, width] that takes products of pixels to a wide hidden layer, and a
-    fixed sum over that: every element has a gradient of its own, at little cost.
+    """A matrix [products, width] that maps products of pixels to a wide hidden layer with a fixed
+    sum over it: every element has a different gradient, at little cost.
     """
 
     def __init__(self, products: int, width: int, classes: int) -> None:
@@ -33,25 +33,25 @@ class Wide(nn.Module):
 
 class _Large(CellWorkload):
     def optimizer(self, parameters):  # type: ignore[no-untyped-def]
-        """SGD without momentum, which would be as large again."""
+        """Return SGD without momentum, which would need as much memory again."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 
 class Over25MiB(_Large):
-    """One tensor of 25.2 MiB: more than DDP's largest bucket."""
+    """One tensor of 25.2 MiB: larger than DDP's largest bucket."""
 
     must_happen = (MoreBytes(nbytes=MIB_25),)
 
     def layers(self, classes: int) -> nn.Module:
-        """2048 x 3221 elements."""
+        """Return a model with 2048 x 3221 elements."""
         return Wide(2048, 3221, classes)
 
 
 class Over2To24(_Large):
-    """One tensor of 16,785,405 elements: float32 holds no odd number beyond 2^24."""
+    """One tensor of 16,785,405 elements: float32 represents no odd integer beyond 2^24."""
 
     must_happen = (MoreElements(elements=POWER_24),)
 
     def layers(self, classes: int) -> nn.Module:
-        """4095 x 4099 elements, 64 MiB."""
+        """Return a model with 4095 x 4099 elements, 64 MiB."""
         return Wide(4095, 4099, classes)

@@ -1,4 +1,4 @@
-"""Cells that differ in which parameters take part, and how often."""
+"""Cells that differ in which parameters are used, and how often."""
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,11 @@ from distcheck.records.expected_events import (
 )
 from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
-CHANGES_AT = 2  # the step from which a layer is frozen, or left out
+CHANGES_AT = 2  # step at which a layer is frozen, unfrozen or left out
 
 
 class TiedLayers(Layers):
-    """A second hidden layer with the first one's weight, and a bias of its own."""
+    """A second hidden layer with the first one's weight, and its own bias."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -27,26 +27,25 @@ class TiedLayers(Layers):
         self.again.weight = self.middle.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The tied weight is used twice."""
         hidden = self.middle(self.inputs(inputs.flatten(1)).tanh()).tanh()
         logits: torch.Tensor = self.outputs(self.again(hidden).tanh())
         return logits
 
 
 class TiedWeights(CellWorkload):
-    """Two layers share one weight, whose one name is that of its first layer."""
+    """Two layers share one weight, which has the name of its first layer."""
 
     must_happen = (Tied(),)
     layers = TiedLayers
 
 
 class UnusedParameters(CellWorkload):
-    """A layer between two others that the forward pass never calls."""
+    """A middle layer that the forward pass never calls."""
 
     must_happen = (NoGradient(parameter="middle.weight"),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Its parameters never have a gradient."""
+        """Return layers whose middle parameters never have a gradient."""
         model = Layers(classes)
         model.skips_middle = True
         return model
@@ -58,45 +57,45 @@ class UnusedLater(CellWorkload):
     must_happen = (NoGradient(parameter="middle.weight", after_one=True),)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Leaves the layer out; its momentum stays as it is, and does nothing."""
+        """Leave the layer out; its momentum stays unchanged and unused."""
         assert isinstance(model, Layers)
         model.skips_middle = step >= CHANGES_AT
 
 
 class FrozenParameters(CellWorkload):
-    """A layer that was frozen before the strategy saw the model."""
+    """A layer that is frozen before the strategy receives the model."""
 
     must_happen = (Frozen(parameter="middle.weight"),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Gradients pass through the frozen layer to the first one."""
+        """Return a model with a frozen middle layer, through which gradients pass."""
         model = Layers(classes)
         model.middle.requires_grad_(False)
         return model
 
 
 class FrozenLater(CellWorkload):
-    """A layer that is frozen while training is under way."""
+    """A layer that is frozen during training."""
 
     must_happen = (Frozen(parameter="middle.weight", after_training=True),)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Freezes the layer; its momentum stays as it is, and does nothing."""
+        """Freeze the layer; its momentum stays unchanged and unused."""
         assert isinstance(model, Layers)
         model.middle.requires_grad_(step < CHANGES_AT)
 
 
 class UnfrozenLater(CellWorkload):
-    """A layer that begins to train while training is under way."""
+    """A layer that is unfrozen during training."""
 
     must_happen = (happenings.Unfrozen(parameter="middle.weight"),)
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
-        """A strategy sees it frozen."""
+        """Freeze the layer before the strategy receives the model."""
         self.before_step(model, 0)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Unfreezes the layer, whose optimizer has known it from the beginning."""
+        """Unfreeze the layer, which the optimizer has had from the beginning."""
         assert isinstance(model, Layers)
         model.middle.requires_grad_(step >= CHANGES_AT)
 
@@ -107,18 +106,17 @@ class CalledTwice(CellWorkload):
     must_happen = (happenings.CalledTwice(),)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The mean over both halves."""
         logits = torch.cat([model(half) for half in batch.inputs.tensor_split(2)])
         return F.cross_entropy(logits, batch.labels)
 
 
 class WithDropout(CellWorkload):
-    """A mask over the hidden layer."""
+    """Dropout over the hidden layer."""
 
     must_happen = (OwnRandomNumbers(),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Half of the hidden units are left out, others for every sample."""
+        """Return a perceptron that drops half of the hidden units, at random for every sample."""
         return nn.Sequential(
             nn.Flatten(),
             nn.Linear(FEATURES, WIDTH),
@@ -138,13 +136,15 @@ class Averages(Layers):
         self.register_buffer("mean", torch.zeros(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The mean is assigned, not updated in place, and takes no part in the loss."""
+        """Run the layers; the mean is assigned, not updated in place, without effect on the
+        loss.
+        """
         self.mean = 0.9 * self.mean + 0.1 * inputs.detach().flatten(1).mean(0)
         return super().forward(inputs)
 
 
 class ReassignedBuffers(CellWorkload):
-    """Code that holds on to a buffer's first tensor works on a dead one."""
+    """A reassigned buffer: code that keeps its first tensor uses a stale one."""
 
     must_happen = (BufferReplaced(buffer="mean"),)
     layers = Averages

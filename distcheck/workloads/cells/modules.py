@@ -1,4 +1,4 @@
-"""Cells that differ in the kinds of module and buffer that a model is made of, and their mode."""
+"""Cells that differ in the kinds of modules and buffers of a model, and in its mode."""
 
 import copy
 
@@ -15,7 +15,7 @@ _LETTERS, _EMBEDDED = 8, 8
 
 
 class Copies(nn.Module):
-    """Layers of one shape that are copies of one, so that they begin alike as well."""
+    """Layers of one shape that are copies of one, so that they also start with equal parameters."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -33,28 +33,26 @@ class Copies(nn.Module):
 
 
 class EqualTwins(CellWorkload):
-    """Four layers of one shape, with the same parameters before the first step, as
-    nn.TransformerEncoder makes them.
-    """
+    """Four layers of one shape with equal initial parameters, as in nn.TransformerEncoder."""
 
     must_happen = (Twins(least=_TWINS),)
     layers = Copies
 
 
 class Gain(nn.Parameter):
-    """A parameter of a class of its own."""
+    """A subclass of nn.Parameter."""
 
 
 class Symmetric(nn.Module):
-    """A parametrization: the weight is made of its upper half."""
+    """A parametrization: the weight is computed from its upper triangle."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight [k, k] -> the same, symmetric."""
+        """weight [k, k] -> the same shape, symmetric."""
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
 class Factors(nn.Module):
-    """Parameters in a list and in a dictionary, and one of a class of its own."""
+    """Parameters in a list and in a dictionary, and one of a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +63,14 @@ class Factors(nn.Module):
         self.gain = Gain(torch.ones(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, WIDTH] -> the same."""
+        """hidden [n, WIDTH] -> the same shape."""
         hidden = (hidden * self.scales[0] + self.shifts["first"]).tanh()
         found: torch.Tensor = (hidden * self.scales[1] + self.shifts["last"]) * self.gain
         return found
 
 
 class OddKinds(nn.Module):
-    """inputs [n, 3, 8, 8] -> logits [n, classes], through what simple models do not have."""
+    """inputs [n, 3, 8, 8] -> logits [n, classes], through modules absent from simple models."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -94,7 +92,7 @@ class OddKinds(nn.Module):
         self.outputs = nn.Linear(WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Rows and columns of an image as sequences, what is said of it as a bag of letters."""
+        """Process rows and columns of an image as sequences, its first row as a bag of letters."""
         rows = inputs.transpose(1, 2).flatten(2)  # [n, 8, 24]
         columns = inputs.permute(0, 3, 1, 2).flatten(2)
         by_row = self.rows(rows.transpose(0, 1))[0].transpose(0, 1)
@@ -123,7 +121,7 @@ class OddModules(CellWorkload):
     )  # fmt: skip
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """A lazy layer knows its shape after one forward pass."""
+        """Return the model after one forward pass, which sets the shape of its lazy layer."""
         model = OddKinds(classes)
         with torch.no_grad():
             model(torch.zeros(1, *sample_shape))
@@ -131,7 +129,7 @@ class OddModules(CellWorkload):
 
 
 class Counts(Layers):
-    """Counts samples, beyond what float32 counts, in whole numbers of several kinds."""
+    """Counts samples beyond 2^24, in integer buffers of several dtypes."""
 
     seen: torch.Tensor
     classes: torch.Tensor
@@ -143,7 +141,7 @@ class Counts(Layers):
         self.register_buffer("is_bright", torch.zeros(2, dtype=torch.bool))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Each rank counts its own samples."""
+        """Run the layers, and count this rank's samples."""
         bright = inputs[:, 0, 0, 0] > 0
         self.seen += 2 * bright.sum()
         self.classes += torch.stack([bright.sum(), (~bright).sum(), bright.sum() * 2]).int()
@@ -152,9 +150,7 @@ class Counts(Layers):
 
 
 class IntegerBuffers(CellWorkload):
-    """Buffers of int64, int32 and bool; one of them holds an odd number beyond 2^24.
-    They take no part in the loss.
-    """
+    """Buffers of int64, int32 and bool without effect on the loss, one beyond 2^24."""
 
     must_happen = (IntegersChanged(buffer="seen", least=1 << 24),)
     layers = Counts
@@ -175,15 +171,15 @@ class Normalised(nn.Module):
 
 
 class InEvalMode(CellWorkload):
-    """A model with BatchNorm that is handed over in eval mode, and trains in it for two steps."""
+    """A model with BatchNorm, passed to the strategy in eval mode, and trained so for two steps."""
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
     layers = Normalised
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
-        """As after a validation pass, on every rank."""
+        """Set eval mode on every rank, as after a validation pass."""
         model.eval()
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """It is found out at step 2."""
+        """Return to training mode at step 2."""
         model.train(step >= CHANGES_AT)

@@ -1,6 +1,4 @@
-"""What cells train on and with: small images made from a hash, a perceptron, cross-entropy, SGD
-with momentum.
-"""
+"""Data and training of most cells: small images, a perceptron, cross-entropy, SGD."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,7 +16,7 @@ _CLASSES = 4
 
 
 class CellSamples(ComputedSamples):
-    """`size` images of 3x8x8 with values in [-1, 1), four classes; the test split has as many."""
+    """`size` images of 3x8x8 with values in [-1, 1), four classes; also in the test split."""
 
     shape = SHAPE
     classes = _CLASSES
@@ -27,13 +25,12 @@ class CellSamples(ComputedSamples):
         self._size = size
 
     def size(self, *, train: bool) -> int:
-        """As many as it was made with."""
         return self._size
 
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images [n, 3, 8, 8] in `dtype`, labels [n] int64; the same bits in every process."""
+        """Return images [n, 3, 8, 8] in `dtype` and labels [n] int64, the same in every process."""
         rows = self.rows(ids, train=train)
         keys = rows.unsqueeze(1) * 1009 + torch.arange(FEATURES)
         images = hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype).view(-1, *SHAPE)
@@ -41,7 +38,7 @@ class CellSamples(ComputedSamples):
         return images, hash24(rows * 8191 + 1) % _CLASSES
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Where a cell has to know its samples, it writes to the first pixel of each, [n]."""
+        """Mark samples in their first pixels [n], for a cell that must recognize them."""
 
 
 class Layers(nn.Module):
@@ -55,7 +52,6 @@ class Layers(nn.Module):
         self.skips_middle = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A perceptron with two hidden layers, or with one."""
         hidden = self.inputs(inputs.flatten(1)).tanh()
         if not self.skips_middle:
             hidden = self.middle(hidden).tanh()
@@ -64,26 +60,23 @@ class Layers(nn.Module):
 
 
 class Classifier:
-    """How most workloads train; what they lack is a model."""
+    """Training of most workloads; subclasses add a model."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
         return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9: what was applied before shows later."""
+        """Return SGD, learning rate 0.05, momentum 0.9: an earlier wrong update shows later."""
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 class CellWorkload(Classifier):
-    """What cells have in common. A cell has `layers` of its own, which make its model."""
+    """Base class of cells. `layers` of a subclass builds its model."""
 
     layers: Callable[[int], nn.Module] = Layers
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """As many classes as there are in the data."""
         return self.layers(classes)
 
     def samples(self) -> CellSamples:
-        """Data of their own, in place of `--data`."""
         return CellSamples()

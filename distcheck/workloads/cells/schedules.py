@@ -1,4 +1,4 @@
-"""Cells that differ in what the training loop does around forward, backward and sync."""
+"""Cells that differ in the training loop around forward, backward and synchronization."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from distcheck.workloads.cells.models import CHANGES_AT
 from distcheck.workloads.cells.modules import Normalised
 from distcheck.workloads.cells.samples import CellSamples, CellWorkload, Layers
 
-_MARK = 8.0  # a pixel that no other sample has
+_MARK = 8.0  # a pixel value of no other sample
 _LARGE = 3e38  # close to the largest float32
 
 
@@ -30,33 +30,32 @@ class RaggedBatch(CellWorkload):
     must_happen = (ShortBatch(),)
 
     def samples(self) -> CellSamples:
-        """The last batch has 20 samples, as long as no more ranks share them."""
+        """Return samples whose last batch has 20, enough for up to 20 ranks."""
         return CellSamples(3 * BATCH + 20)
 
 
 class TwoEpochs(CellWorkload):
-    """Two steps an epoch."""
+    """Two steps per epoch."""
 
     must_happen = (OtherOrder(),)
 
     def samples(self) -> CellSamples:
-        """Two batches."""
         return CellSamples(2 * BATCH)
 
 
 class Schedule(CellWorkload):
-    """A warm-up from 0, and half the rate after that."""
+    """A warm-up from 0, then half the rate after every step."""
 
     must_happen = (RateChanged(),)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """0, 0.05, 0.025, 0.0125, ..."""
+        """Set the learning rates 0, 0.05, 0.025, 0.0125, ..."""
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * 0.5**step if step else 0.0
 
 
 class Accumulation(CellWorkload):
-    """Two backward passes a step."""
+    """Two backward passes per step."""
 
     must_happen = (Accumulated(),)
 
@@ -64,7 +63,7 @@ class Accumulation(CellWorkload):
 
 
 class Clipping(CellWorkload):
-    """Clipped to a norm that is always exceeded."""
+    """Gradient clipping to a norm that is always exceeded."""
 
     must_happen = (Clipped(),)
 
@@ -72,7 +71,7 @@ class Clipping(CellWorkload):
 
 
 class Resume(CellWorkload):
-    """From a checkpoint, in the same process, with a strategy that was loaded again."""
+    """Resume from a checkpoint in the same process, with a strategy that is loaded again."""
 
     must_happen = (Resumed(),)
 
@@ -80,7 +79,7 @@ class Resume(CellWorkload):
 
 
 class KeptGradients(CellWorkload):
-    """Gradients are zero between steps, in the tensors of the step before."""
+    """Gradients are zeroed between steps, in the tensors of the previous step."""
 
     must_happen = (GradientsKept(),)
 
@@ -88,7 +87,7 @@ class KeptGradients(CellWorkload):
 
 
 class Evaluation(CellWorkload):
-    """A model with running statistics (as in `eval_mode`), which an evaluation leaves alone."""
+    """A model with running statistics (as in `eval_mode`), which an evaluation must not change."""
 
     must_happen = (Evaluated(),)
 
@@ -97,16 +96,16 @@ class Evaluation(CellWorkload):
 
 
 class MarkedSamples(CellSamples):
-    """One sample of them is marked."""
+    """Samples of which one is marked."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Sample 0."""
+        """Mark sample 0."""
         pixels[ids == 0] = _MARK
 
 
 class Overflowing(Layers):
-    """One parameter's gradient is beyond float32 where the marked sample is in the shard, as soon
-    as the loss is scaled. Nothing else notices: the parameter adds zero to the logits.
+    """One parameter's gradient overflows float32 if the marked sample is in the shard and the loss
+    is scaled. Nothing else changes: the parameter adds zero to the logits.
     """
 
     def __init__(self, classes: int) -> None:
@@ -120,7 +119,7 @@ class Overflowing(Layers):
 
 
 class LossScaling(CellWorkload):
-    """The loss is multiplied by 1024; where the marked sample is read, a gradient is infinite."""
+    """The loss is multiplied by 1024; if the marked sample is read, a gradient is infinite."""
 
     must_happen = (ScalerSkips(),)
 
@@ -128,5 +127,5 @@ class LossScaling(CellWorkload):
     layers = Overflowing
 
     def samples(self) -> CellSamples:
-        """The marked sample comes once in every two steps, on one rank."""
+        """Return samples of which the marked one occurs once in two steps, on one rank."""
         return MarkedSamples(2 * BATCH)

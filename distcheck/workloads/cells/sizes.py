@@ -1,4 +1,4 @@
-"""Cells that differ in how large parameters are, and how they lie in memory."""
+"""Cells that differ in the sizes of parameters and in their memory layout."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ _BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
 
 
 class Additions(nn.Module):
-    """A linear layer, to whose logits each of some parameters of any shape adds a little.
+    """A linear layer whose logits receive a small term from each of some parameters of any shape.
 
-    Parameter k adds the mean of its elements, each times a small integer of its own, every third
-    times another feature. So neighbours in its gradient differ, and ranks' gradients are no
-    multiples of each other.
+    Parameter k adds the mean of its elements, each times a small integer and, for every third
+    element, times a different feature. Neighboring elements of its gradient therefore differ, and
+    ranks' gradients are not multiples of each other.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], classes: int) -> None:
@@ -44,12 +44,12 @@ class _Added(CellWorkload):
     shapes: Sequence[tuple[int, ...]]
 
     def layers(self, classes: int) -> nn.Module:
-        """A linear layer and parameters of these shapes."""
+        """Return a linear layer and parameters of these shapes."""
         return Additions(self.shapes, classes)
 
 
 class OneElement(_Added):
-    """Parameters of one element: a scalar, and in one and in two dimensions."""
+    """Parameters of one element: a scalar, and with one and two dimensions."""
 
     must_happen = (Shapes(shapes=((), (1,), (1, 1))),)
 
@@ -57,7 +57,7 @@ class OneElement(_Added):
 
 
 class ZeroSize(_Added):
-    """Parameters of no element, around one that has some."""
+    """Parameters without elements, around one with some."""
 
     must_happen = (Shapes(shapes=((0,), (4, 0))),)
 
@@ -65,7 +65,7 @@ class ZeroSize(_Added):
 
 
 class IndivisibleSizes(_Added):
-    """Parameters that no world divides: primes, and products of odd numbers."""
+    """Parameters whose sizes no world size divides: primes, and products of odd numbers."""
 
     must_happen = (Remainder(),)
 
@@ -73,19 +73,19 @@ class IndivisibleSizes(_Added):
 
 
 class BucketBoundaries(_Added):
-    """Parameters as large as buckets are: 128 KiB and 1 MiB, and one element more and less."""
+    """Parameters as large as buckets: 128 KiB and 1 MiB, and one element more and less."""
 
     shapes = tuple((size,) for size in _BOUNDARIES)
     must_happen = (Shapes(shapes=shapes),)
 
 
 class ChannelsLast(CellWorkload):
-    """Two convolutions whose weights have their channels last in memory."""
+    """Two convolutions whose weights are in channels_last memory format."""
 
     must_happen = (Permuted(),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Gradients take their parameter's order."""
+        """Return convolutions; gradients take the memory format of their parameters."""
         layers = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
             nn.Tanh(),
@@ -100,7 +100,7 @@ class ChannelsLast(CellWorkload):
 
 
 class TransposedLayers(nn.Module):
-    """A perceptron whose weights are kept the other way round."""
+    """A perceptron whose weights are stored transposed."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -113,12 +113,12 @@ class TransposedLayers(nn.Module):
 
 
 class OneStorage(CellWorkload):
-    """Parameters that are parts of one flat tensor; the gradients have memory of their own."""
+    """Parameters that are views of one flat tensor; each gradient has its own memory."""
 
     must_happen = (happenings.OneStorage(),)
 
     def layers(self, classes: int) -> nn.Module:
-        """As code leaves them that moves parameters as one."""
+        """Return a model after its parameters were flattened, as by code that moves them as one."""
         model = Layers(classes)
         parameters = list(model.parameters())
         flat = nn.utils.parameters_to_vector(parameters).detach()
@@ -127,7 +127,7 @@ class OneStorage(CellWorkload):
 
 
 class Transposed(CellWorkload):
-    """Parameters [a, b] with strides (1, a), which their gradients take."""
+    """Parameters [a, b] with strides (1, a), as for their gradients."""
 
     must_happen = (Permuted(),)
     layers = TransposedLayers

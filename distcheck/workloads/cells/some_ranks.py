@@ -1,4 +1,4 @@
-"""Cells in which ranks are not alike: in what their samples reach, or in what they begin with."""
+"""Cells in which ranks differ: in layers that their samples reach, or in initial parameters."""
 
 from collections.abc import Iterable
 
@@ -9,15 +9,15 @@ from distcheck.records.expected_events import NoGradient, StartsApart, ZeroGradi
 from distcheck.workloads.cells.samples import WIDTH, CellSamples, CellWorkload, Layers
 
 _SIZE = 4096
-_MARK = 8.0  # a pixel that only samples of the second half have
+_MARK = 8.0  # a pixel value of samples in the second half only
 _BRANCH = 250  # wide, so that padding does not make gradients of different ranks equally long
 
 
 class HalfMarked(CellSamples):
-    """The second half of the samples is marked."""
+    """Samples of which the second half is marked."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """The second half."""
+        """Mark the second half."""
         pixels[ids >= _SIZE // 2] = _MARK
 
 
@@ -25,13 +25,13 @@ class _Divided(CellWorkload):
     """Marked samples go to the last rank, the others to all ranks but the last."""
 
     def samples(self) -> CellSamples:
-        """Enough for a dozen steps of either kind."""
+        """Return enough samples for a dozen steps of either kind."""
         return HalfMarked(_SIZE)
 
     def sampler(self, size: int, world: int, rank: int, seed: int, epoch: int) -> list[int]:
-        """Position p of the epoch is rank p mod W's; what is used up gives way to the other half.
-
-        Every rank makes the same list, of which it takes its own positions.
+        """Return a rank's samples: position p of the epoch belongs to rank p mod W. Once one half
+        is used up, the other replaces it. Every rank computes the same list, and takes its own
+        positions.
         """
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(size, generator=generator).tolist()
@@ -46,7 +46,7 @@ class _Divided(CellWorkload):
 
 class Branches(Layers):
     """Marked samples go through one layer, the others through another; each layer is called on
-    every rank, with no sample where there is none.
+    every rank, possibly without samples.
     """
 
     def __init__(self, classes: int) -> None:
@@ -68,8 +68,8 @@ class Experts(Layers):
     """Marked samples go through one branch, the others through another, and in one step all go
     through a third: a branch without samples is not called, and has no gradient.
 
-    Sizes differ, so code that exchanges just the gradients that it has does not exchange the wrong
-    ones in silence: its collectives do not fit together, and it ends with an error.
+    Sizes differ, so code that synchronizes only the existing gradients fails loudly: its
+    collectives do not match, and it ends with an error.
     """
 
     def __init__(self, classes: int) -> None:
@@ -95,8 +95,8 @@ class Experts(Layers):
 
 
 class AbsentOnSome(_Divided):
-    """One layer is used on the last rank alone, another on every rank but the last, and one in
-    step 1 alone: what no sample reaches has no gradient.
+    """One layer is used on the last rank only, another on every rank but the last, and one in step
+    1 only: a layer without samples has no gradient.
     """
 
     must_happen = (
@@ -107,18 +107,18 @@ class AbsentOnSome(_Divided):
     layers = Experts
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """One layer comes late, and goes again."""
+        """Use one layer in step 1 only."""
         assert isinstance(model, Experts)
         model.uses_late = step == 1
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD: a gradient of zero does what no gradient does, and code may fill in zeros."""
+        """Return plain SGD: a zero gradient has the effect of none, so code may fill in zeros."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 
 class ZeroOnSome(_Divided):
-    """One layer has samples on the last rank alone, another on every rank but the last: what no
-    sample reaches has a gradient of zero.
+    """One layer has samples on the last rank only, another on every rank but the last: a layer
+    without samples has a zero gradient.
     """
 
     must_happen = (
@@ -129,7 +129,7 @@ class ZeroOnSome(_Divided):
 
 
 class Noted(Layers):
-    """Keeps a note in a buffer, which takes no part in the loss."""
+    """Layers with a buffer that does not affect the loss."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -137,13 +137,13 @@ class Noted(Layers):
 
 
 class DifferentStarts(CellWorkload):
-    """Every rank but rank 0 has other parameters, and another buffer, than rank 0."""
+    """Every rank but rank 0 starts with different parameters, and a different buffer."""
 
     must_happen = (StartsApart(),)
     layers = Noted
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
-        """As a script does that sets no seed, or loads a checkpoint on rank 0 alone."""
+        """Change the model on all ranks but rank 0, like a script without a seed."""
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()) if rank else ():
                 tensor.add_(rank)

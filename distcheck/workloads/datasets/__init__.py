@@ -1,7 +1,7 @@
-"""What workloads are trained on: `synthetic` from a hash, or files read through torchvision.
+"""Data sets: `synthetic` from a hash, or files read through torchvision.
 
-File formats are read once, in a process of their own, into shared memory; ranks and references
-map it. A file here that defines `files` is a data set made of files, found by its name.
+Files are read once, in a separate process, into shared memory; ranks and references map it. A
+module here that defines `files` is a file-based data set, found by its name.
 """
 
 import importlib
@@ -20,21 +20,21 @@ FILE_DATASETS = ("cifar10", "mnist")
 
 
 def dataset_names() -> dict[str, str]:
-    """Every data set that `--data` accepts: name to module."""
+    """Return every data set that `--data` accepts: name to module."""
     folder = [str(Path(__file__).parent)]
     known = {found.name: f"{__name__}.{found.name}" for found in pkgutil.iter_modules(folder)}
     return {name: known[name] for name in (SYNTHETIC, *FILE_DATASETS)}
 
 
 def check_dataset(name: str) -> None:
-    """Raises UsageError for a name that is not a data set."""
+    """Raise UsageError for a name that is not a data set."""
     if name not in dataset_names():
         meant = did_you_mean(name, dataset_names())
         raise UsageError(f"unknown data {name!r}{meant}; known are {', '.join(dataset_names())}")
 
 
 def open_samples(name: str, description: bytes, fd: int | None) -> "Samples":
-    """The samples of a data set. `description` and `fd` are what preparing its files gave."""
+    """Return the samples of a data set from `description` and `fd` of its prepared files."""
     module: Any = importlib.import_module(dataset_names()[name])
     if fd is None:
         return module.SyntheticSamples()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Images and labels as byte arrays in shared memory: written once, mapped by every process.
 
-Layout: training images, test images (uint8, [n, channels, height, width]), training labels,
-test labels (uint8).
+Layout: training images, test images (uint8, [n, channels, height, width]), training labels, test
+labels (uint8).
 """
 
 import mmap
@@ -16,7 +16,7 @@ from distcheck.workloads.datasets.description import ArrayDescription
 
 
 def write_arrays(fd: int, arrays: list[torch.Tensor]) -> str:
-    """Writes uint8 tensors one after the other from the start of the file; their digest."""
+    """Write uint8 tensors consecutively from the start of the file; return their digest."""
     os.ftruncate(fd, sum(array.numel() for array in arrays))
     offset, digest = 0, xxhash.xxh3_128()
     for array in arrays:
@@ -28,7 +28,7 @@ def write_arrays(fd: int, arrays: list[torch.Tensor]) -> str:
 
 
 class ArraySamples:
-    """Reads what `write_arrays` wrote; normalises pixels per channel."""
+    """Reads the data of `write_arrays`; normalizes pixels per channel."""
 
     def __init__(self, fd: int, description: bytes) -> None:
         self._about = msgspec.msgpack.decode(description, type=ArrayDescription)
@@ -42,7 +42,7 @@ class ArraySamples:
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images [n, *shape] in `dtype`, labels [n] int64."""
+        """Return images [n, *shape] in `dtype` and labels [n] int64."""
         about = self._about
         pixels = about.shape[0] * about.shape[1] * about.shape[2]
         images_at = 0 if train else about.train_size * pixels

@@ -21,7 +21,7 @@ _OF_ARRAYS = (
 
 
 class CIFAR10Files:
-    """The python version of the data set, as its authors publish it."""
+    """The Python version of the data set, as published by its authors."""
 
     name = "cifar10"
     folder = "cifar-10-batches-py"
@@ -30,25 +30,25 @@ class CIFAR10Files:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """The parent folder, the folder itself, or the archive."""
+        """Return the parent folder's data, the folder itself, and the archive."""
         return [where / self.folder, where, where / _ARCHIVE]
 
     def locate(self, where: Path) -> Path | None:
-        """A folder with the first batch in it, or a tar archive."""
+        """Return the path if it is a folder with the first batch in it, or a tar archive."""
         if (where / "data_batch_1").is_file():
             return where
         return where if where.is_file() else None
 
     def open(self, found: Path, root: Path) -> None:
-        """Unpacks the archive, or links the folder."""
+        """Unpack the archive, or link the folder."""
         if found.is_file():
             unpack(found, root)
         else:
             (root / self.folder).symlink_to(found.resolve(), target_is_directory=True)
 
     def read(self, root: Path, *, train: bool) -> Split:
-        """Not through torchvision, which unpickles whatever there is, and so runs any code in it.
-        Checksums are remarked on, not required: people verify on excerpts, too.
+        """Read one split. torchvision is not used, because it unpickles any file, which runs any
+        code in it. Checksums only produce a note: users also verify on excerpts.
         """
         names = _TRAIN if train else _TEST
         batches = [_read_batch(root / self.folder / name) for name in names]
@@ -57,13 +57,13 @@ class CIFAR10Files:
         return Split(images.view(-1, 3, 32, 32), torch.tensor(labels))
 
     def fetch(self, root: Path) -> None:
-        """From the authors' site, checksums verified."""
+        """Download from the authors' site, with checksums verified."""
         from torchvision.datasets import CIFAR10
 
         CIFAR10(str(root), download=True)
 
     def remark(self, found: Path) -> str:
-        """Whether these are the published files."""
+        """Return a note if these are not the published files."""
         from torchvision.datasets import CIFAR10
 
         known: list[list[str]] = CIFAR10.train_list
@@ -73,18 +73,16 @@ class CIFAR10Files:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and arrays; a pickle that names anything else is refused before
-    that is imported or called.
-    """
+    """Unpickler of numbers, texts, lists and arrays; it refuses any other name before a call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the functions that arrays are pickled with."""
+        """Return a function with which arrays are pickled. Raises UnpicklingError for others."""
         if (module.replace("numpy._core", "numpy.core"), name) not in _OF_ARRAYS:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, and a batch of CIFAR-10 holds arrays, numbers and texts"
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy 2 warns of the name that the files have
+            warnings.simplefilter("ignore")  # numpy 2 warns about the names in the files
             return super().find_class(module, name)
 
 

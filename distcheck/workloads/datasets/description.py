@@ -1,4 +1,4 @@
-"""What is known of a data set whose images are bytes in shared memory; the job that reads it."""
+"""Description of a data set whose images are bytes in shared memory, and the job that reads it."""
 
 import msgspec
 
@@ -6,21 +6,19 @@ from distcheck.worlds.jobs import Job
 
 
 class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Read a data set into the descriptor that comes along."""
+    """Read a data set into the descriptor that accompanies the request."""
 
     name: str
     data_dir: str
     download: bool
 
 
-# Answered by the description that `open_samples` takes, which travels on as it is.
+# Its result is the description that `open_samples` takes, passed on without decoding.
 PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, bytes, ("data",))
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes are, and their digest; `mean` and `std` are per channel, for pixels scaled to
-    0..1.
-    """
+    """Contents of the bytes, and their digest; `mean` and `std` per channel, pixels in 0..1."""
 
     shape: tuple[int, int, int]
     classes: int

@@ -1,4 +1,4 @@
-"""Finding a data set's files where people really have them, and reading them via torchvision."""
+"""Finds a data set's files in standard places, and reads them through torchvision."""
 
 import contextlib
 import importlib
@@ -21,7 +21,7 @@ from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 
-MOST_BYTES = 1 << 30  # of an archive, unpacked: five times what the published ones take
+MOST_BYTES = 1 << 30  # of an unpacked archive: five times the published ones
 
 
 @dataclass(frozen=True)
@@ -33,50 +33,50 @@ class Split:
 
 
 class FileDataset(Protocol):
-    """What a data set made of files offers; see cifar10.py."""
+    """Interface of a file-based data set; see cifar10.py."""
 
     name: str
-    folder: str  # the folder that torchvision looks for below its root
+    folder: str  # the folder that torchvision expects below its root
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
 
     def locate(self, where: Path) -> Path | None:
-        """`where`, if it is the folder or archive that holds the files."""
+        """Return `where` if it is the folder or archive with the files; else None."""
         ...
 
     def candidates(self, where: Path) -> list[Path]:
-        """Where the files may be, given what the person named."""
+        """Return possible places of the files, given the user's folder."""
         ...
 
     def open(self, found: Path, root: Path) -> None:
-        """Makes `found` readable for torchvision below `root`."""
+        """Make `found` readable for torchvision below `root`."""
         ...
 
     def read(self, root: Path, *, train: bool) -> Split:
-        """Reads one split below `root`."""
+        """Read one split below `root`."""
         ...
 
     def fetch(self, root: Path) -> None:
-        """Downloads the files below `root`."""
+        """Download the files below `root`."""
         ...
 
     def remark(self, found: Path) -> str:
-        """Anything a person should know about these files."""
+        """Return a note for the user about these files, or an empty string."""
         ...
 
 
 @PREPARE.does
 def prepare_job(job: PrepareRequest, fds: Descriptors, reporter: Reporter) -> bytes:
-    """The job of the one process that reads (or fetches) files; returns their description."""
+    """Read (or download) files in a single process, and return their description."""
     reporter.progress(0, f"read {job.name}")
     return prepare(job.name, job.data_dir, download=job.download, fd=fds["data"])
 
 
 def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
-    """Reads the data set into `fd`; returns its description for `open_samples`.
+    """Read the data set into `fd`; return its description for `open_samples`.
 
-    Raises CannotRunError when the files are not there, cannot be read or cannot be fetched.
+    Raises CannotRunError if the files are missing, unreadable or cannot be downloaded.
     """
     dataset: FileDataset = importlib.import_module(dataset_names()[name]).files
     _require_torchvision(name)
@@ -185,7 +185,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def too_large(archive: Path) -> str:
-    """The sentence on an archive that would fill the disk."""
+    """Return the error message for an archive that would fill the disk."""
     return (
         f"{archive} unpacks to more than {MOST_BYTES >> 20} MiB, which is more than any data set "
         "that distcheck knows; use the published file"
@@ -193,9 +193,9 @@ def too_large(archive: Path) -> str:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpacks a tar archive below `root`; refuses members that would leave it.
+    """Unpack a tar archive below `root`; members outside it are refused.
 
-    Raises CannotRunError where this Python has no filter for such members.
+    Raises CannotRunError if this Python has no filter for such members.
     """
     if not hasattr(tarfile, "data_filter"):
         raise CannotRunError(
@@ -212,6 +212,6 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def md5_matches(path: Path, expected: str) -> bool:
-    """Whether a file is the published one."""
+    """Return True if a file is the published one."""
     module: Any = importlib.import_module("torchvision.datasets.utils")
     return bool(module.check_integrity(str(path), expected))

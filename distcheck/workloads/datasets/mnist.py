@@ -16,7 +16,7 @@ _FILES = (
 
 
 class MNISTFiles:
-    """The four idx files, packed with gzip or not."""
+    """The four idx files, compressed with gzip or not."""
 
     name = "mnist"
     folder = "MNIST/raw"
@@ -25,16 +25,16 @@ class MNISTFiles:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """The parent folder, `MNIST`, or the folder of the files itself."""
+        """Return the places for a parent folder, for `MNIST`, and for the files' folder."""
         return [where / "MNIST" / "raw", where / "raw", where]
 
     def locate(self, where: Path) -> Path | None:
-        """A folder with all four files, each packed or not."""
+        """Return the folder if it has all four files, each compressed or not."""
         found = all(self._file(where, name) is not None for name in _FILES)
         return where if found else None
 
     def open(self, found: Path, root: Path) -> None:
-        """Links the plain files, unpacks the others."""
+        """Link plain files, and decompress the others."""
         folder = root / self.folder
         folder.mkdir(parents=True)
         for name in _FILES:
@@ -46,20 +46,20 @@ class MNISTFiles:
                 (folder / name).symlink_to(source.resolve())
 
     def read(self, root: Path, *, train: bool) -> Split:
-        """Through torchvision's own reader."""
+        """Read one split through torchvision's own reader."""
         from torchvision.datasets import MNIST
 
         data = MNIST(str(root), train=train, download=False)
         return Split(data.data.unsqueeze(1), data.targets)
 
     def fetch(self, root: Path) -> None:
-        """From the mirrors that torchvision knows, checksums verified."""
+        """Download from torchvision's mirrors, with checksums verified."""
         from torchvision.datasets import MNIST
 
         MNIST(str(root), download=True)
 
     def remark(self, found: Path) -> str:
-        """Nothing: the format has no checksum of its own."""
+        """Return an empty note: the format has no checksum."""
         return ""
 
     def _file(self, where: Path, name: str) -> Path | None:

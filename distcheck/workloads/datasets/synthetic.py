@@ -1,7 +1,7 @@
-"""CIFAR-shaped images made from a hash of their index: no download, no RNG state, learnable.
+"""CIFAR-shaped images computed from a hash of their index: no download, no RNG state, learnable.
 
-Every class has a coarse pattern of its own; a sample is its class's pattern under noise. The
-same index gives the same bits in every process, whatever was drawn before.
+Every class has a coarse pattern; a sample is its class's pattern plus noise. The same index gives
+bit-identical data in every process, whatever random numbers were consumed before.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 
 _PATTERN_STRENGTH = 0.25
 _GRID, _SIZE, _CHANNELS, _CLASSES = 4, 32, 3, 10
-_TEST_OFFSET = 1 << 40  # the test split continues far behind the training split
+_TEST_OFFSET = 1 << 40  # offset of the test split, far behind the training split
 
 
 def _signed(value: int) -> int:
@@ -23,12 +23,12 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
-# Samples at a time: what is worked on stays in a core's cache, and is allocated once.
+# Samples per block, so that the data stays in a core's cache, and is allocated once.
 _BLOCK = 16
 
 
 def hash24(keys: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function over int64 `keys` of any shape, its top 24 bits."""
+    """Return the top 24 bits of SplitMix64's output function for int64 `keys` of any shape."""
     z = keys * _GOLDEN
     shifted = torch.empty_like(z)
     z ^= _shift(z, 30, out=shifted)
@@ -40,24 +40,24 @@ def hash24(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(value: torch.Tensor, bits: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Logical shift to the right; torch's own is arithmetic."""
+    """Return a logical right shift; torch's own is arithmetic."""
     torch.bitwise_right_shift(value, bits, out=out)
     return out.bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _uniform(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values in [-1, 1), exact in float32: 24 bits."""
+    """Return values in [-1, 1), exact in float32: 24 bits."""
     return hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype)
 
 
 class ComputedSamples:
-    """Samples that a hash of their index makes: as many as CIFAR-10 has."""
+    """Samples computed from a hash of their index: as many as CIFAR-10 has."""
 
     def size(self, *, train: bool) -> int:
         return 50_000 if train else 10_000
 
     def rows(self, ids: torch.Tensor, *, train: bool) -> torch.Tensor:
-        """Numbers of which no two samples of either split share one."""
+        """Return numbers that are unique among the samples of both splits."""
         return ids if train else ids + _TEST_OFFSET
 
 
@@ -70,7 +70,7 @@ class SyntheticSamples(ComputedSamples):
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images [n, 3, 32, 32] in `dtype`, labels [n] int64."""
+        """Return images [n, 3, 32, 32] in `dtype` and labels [n] int64."""
         ids = self.rows(ids, train=train)
         labels = hash24(ids * 8191 + 1) % _CLASSES
         pixels = torch.arange(_CHANNELS * _SIZE * _SIZE)
@@ -89,8 +89,8 @@ _made: dict[tuple[bytes, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] 
 
 
 class RememberedSamples(SyntheticSamples):
-    """The same, for a process that reads the same ones many times: it copies what was made once, as
-    far as that takes no more than _MOST_BYTES.
+    """Synthetic samples for a process that reads the same ones many times: they are cached up to
+    _MOST_BYTES, and copied.
     """
 
     def read(
@@ -108,7 +108,7 @@ class RememberedSamples(SyntheticSamples):
 
 @cache
 def _patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every class's, which no one writes to."""
+    """Return the pattern of every class; it must not be written to."""
     cells = torch.arange(_CLASSES * _CHANNELS * _GRID * _GRID)
     coarse = _uniform(cells - 10**9, dtype).view(_CLASSES, _CHANNELS, _GRID, _GRID)
     block = _SIZE // _GRID

@@ -1,8 +1,8 @@
-"""How ranks were brought into being by something else: one file per launcher.
+"""Detects the launcher that started this process: one file per launcher.
 
-Each has `NAME` and `detect(environ) -> Launch | None`, which reads the variables that the launcher
-sets and touches nothing. Several may answer where one starts another (srun starts torchrun's
-agents); which is meant is decided in `detect`.
+Each file has `NAME` and `detect(environ) -> Launch | None`, which reads the variables that the
+launcher sets and has no side effects. Several match if one launcher starts another (srun starts
+torchrun's agents); `detect` of this package selects the innermost.
 """
 
 import importlib
@@ -21,15 +21,15 @@ class Launch:
     """One process of several that were started together.
 
     rank, world    of this process among the launched ones; `ranks_here` lists the ranks that it
-                   is to run, as a rule its own
-    local_rank     of the first of them, among the ranks of its machine, which are `local_world`
-    meeting        where the processes find each other, by scheme:
-                   tcp://HOST:PORT       the process with rank 0 listens there
-                   store://HOST:PORT     a TCPStore is there already; rank 0's address is in it
-                   file://PATH           rank 0's address is in the file
-                   unix://NAME           rank 0 listens on this abstract socket: one machine
-    owned          whether the launcher is this process's parent, and its end is that of the run
-    restarts       how often the launcher has started them all anew
+        runs, usually only its own
+    local_rank     of the first of them among the `local_world` ranks of its machine
+    meeting        rendezvous address of the processes, by scheme:
+        tcp://HOST:PORT       the process with rank 0 listens there
+        store://HOST:PORT     a TCPStore exists there; it holds rank 0's address
+        file://PATH           the file holds rank 0's address
+        unix://NAME           rank 0 listens on this abstract socket: one machine
+    owned          True if the launcher is this process's parent, so that the run ends with it
+    restarts       number of times that the launcher has restarted all processes
     run            the launcher's own name for the run, if it has one
     """
 
@@ -46,12 +46,12 @@ class Launch:
 
     @property
     def is_front(self) -> bool:
-        """Whether this process plans, judges and reports; the others lend their ranks."""
+        """True if this process plans, judges and reports; the others only run their ranks."""
         return 0 in self.ranks_here
 
 
 def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
-    """A variable that must be a whole number. Raises CannotRunError."""
+    """Return the value of a required integer variable. Raises CannotRunError."""
     text = environ.get(name, "").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         said = f"is {environ[name][:80]!r}" if name in environ else "is missing"
@@ -62,18 +62,18 @@ def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
 
 
 def local_number(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
-    """A variable that may be missing. Raises CannotRunError for one that is not a number."""
+    """Return the value of an optional integer variable. Raises CannotRunError."""
     return number(environ, name, launcher=launcher) if name in environ else default
 
 
 def tcp(environ: Mapping[str, str]) -> str | None:
-    """The meeting that MASTER_ADDR and MASTER_PORT name, if they do."""
+    """Return the address that MASTER_ADDR and MASTER_PORT define, if both are set."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     return f"tcp://{host}:{port}" if host and port else None
 
 
 _DEFAULT_WORLD = 4
-# Of a share of ranks by hand, in place of a launcher.
+# Options that define the ranks of this machine by hand, without a launcher.
 OPTIONS = {
     "nnodes": "--nnodes",
     "machine": "--node-rank",
@@ -83,15 +83,16 @@ OPTIONS = {
 }
 _DEFAULT_PORT = 29500  # torchrun's
 
-# The innermost first: what it says of ranks and hosts is the most special.
+# The innermost first: its ranks and hosts are the most specific.
 _LAUNCHERS = ("torchrun", "mpirun", "slurm", "variables")
 _MAY_START = {("slurm", "torchrun"), ("slurm", "mpirun")}  # (outer, inner)
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """The launcher that started this process; None where a person did.
+    """Return the launch that started this process; None if a person started it.
 
-    Raises CannotRunError where two did, or one left out what ranks need to find each other.
+    Raises CannotRunError if two launchers match or a variable required for the rendezvous is
+    missing.
     """
     found: dict[str, Launch] = {}
     for name in _LAUNCHERS:
@@ -120,8 +121,8 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 def launch_of(
     machines: Mapping[str, Any], worlds: tuple[int, ...]
 ) -> tuple[Launch | None, tuple[int, ...]]:
-    """How this process came to be, and the worlds that are to run: what a launcher has started,
-    if one has. `machines` are the options of `--nnodes`. Raises UsageError or CannotRunError.
+    """Return how this process was started, and the world sizes to run: those of the launcher, if
+    there is one. `machines` holds the options of `--nnodes`. Raises UsageError or CannotRunError.
     """
     launch = detect(os.environ)
     given = [name for name, value in machines.items() if value is not None]
@@ -147,7 +148,7 @@ def launch_of(
             "ranks; remove --world, or start as many"
         )
     if launch.world == 1 and not launch.run:
-        return None, (1,)  # with a name, it may be what is left of a larger one
+        return None, (1,)  # a named run may be the rest of a larger one
     return launch, (launch.world,)
 
 
@@ -160,8 +161,8 @@ def launch_here(
     init_method: str | None,
     world: int,
 ) -> Launch:
-    """This machine's part of a world: its ranks are consecutive, the first machines have one more
-    where it does not divide. Raises UsageError.
+    """Return this machine's share of a world: consecutive ranks; if the world size is not
+    divisible, the first machines have one more. Raises UsageError.
     """
     if nnodes < 1:
         raise UsageError(f"--nnodes {nnodes} is out of range; it takes 1 or more")
@@ -201,8 +202,8 @@ def launch_here(
 
 
 def is_elsewhere() -> bool:
-    """Whether a launcher has started this process, and another one with rank 0: commands that make
-    no world run there, once.
+    """Return True if a launcher started this process and another process has rank 0: commands that
+    start no world run only there, once.
     """
     try:
         launch = detect(os.environ)

@@ -1,4 +1,4 @@
-"""mpirun and mpiexec: Open MPI's OMPI_COMM_WORLD_*, and PMI_* of MPICH and its kin."""
+"""mpirun and mpiexec: OMPI_COMM_WORLD_* of Open MPI, PMI_* of MPICH and its derivatives."""
 
 import os
 import zlib
@@ -11,7 +11,7 @@ from distcheck.worlds.launchers import Launch, local_number, number, tcp
 NAME = "mpirun"
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap", "mpiexec", "mpirun")
 _OPEN_MPI = "OMPI_COMM_WORLD"
-_VARIABLES = (  # rank, size; the same among those of one machine
+_VARIABLES = (  # rank, size; local rank, local size
     (
         f"{_OPEN_MPI}_RANK",
         f"{_OPEN_MPI}_SIZE",
@@ -23,7 +23,7 @@ _VARIABLES = (  # rank, size; the same among those of one machine
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """What mpirun says; None where it did not start this process."""
+    """Return the launch that mpirun's variables describe; None if it did not start this process."""
     for rank_name, size_name, local_rank_name, local_size_name in _VARIABLES:
         if rank_name not in environ or ("SLURM_PROCID" in environ and rank_name == "PMI_RANK"):
             continue
@@ -52,8 +52,8 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """A name that the processes of one mpirun share, and no others on this machine: that of the
-    job, or else of the process that started them all and when it began.
+    """Return a name that only the processes of one mpirun on this machine share: that of the job,
+    or else the process id and start time of their common ancestor.
     """
     if "PMIX_NAMESPACE" in environ:
         return f"{zlib.crc32(environ['PMIX_NAMESPACE'].encode()):08x}"
@@ -62,8 +62,8 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def _proxy() -> tuple[int, str]:
-    """MPICH's process on this machine, the ancestor of all of its ranks, and when it began; the
-    parent where none is called like that.
+    """Return the process id and start time of MPICH's proxy, the ancestor of all ranks on this
+    machine; those of the parent if no ancestor has such a name.
     """
     pid, found = os.getpid(), []
     while pid > 1:

@@ -8,13 +8,13 @@ from distcheck.errors import CannotRunError
 from distcheck.worlds.launchers import Launch, local_number, number, tcp
 
 NAME = "srun"
-_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that kernels hand out by themselves
+_FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """What srun says; None where it did not start this process.
+    """Return the launch that srun's variables describe; None if it did not start this process.
 
-    A batch script is a step too, of one task, in which a person starts things by hand.
+    A batch script is a step of one task, in which a person starts commands by hand.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environ or not step.isdigit():
@@ -23,7 +23,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     world = number(environ, "SLURM_NTASKS", launcher=NAME)
     if "SLURM_STEP_NUM_TASKS" in environ:
         world = number(environ, "SLURM_STEP_NUM_TASKS", launcher=NAME)
-    if world == 1:  # a shell on a machine of the cluster's
+    if world == 1:  # a shell on a machine of the cluster
         return None
     meeting = tcp(environ)
     if meeting is None:
@@ -33,7 +33,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
                 "srun has started this process without SLURM_STEP_NODELIST, so rank 0's machine is "
                 "not known; start it with `srun --export=ALL`, or set MASTER_ADDR and MASTER_PORT"
             )
-        # Every task must come to the same port without a word: from the step's own name.
+        # All tasks must derive the same port without communicating, so hash the step name.
         name = f"{environ.get('SLURM_JOB_ID', '')}.{step}".encode()
         meeting = f"tcp://{first_host(nodes)}:{_FIRST_PORT + zlib.crc32(name) % _PORTS}"
     return Launch(
@@ -48,7 +48,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """This machine's entry in Slurm's list of tasks: "2(x3),1" is 2, 2, 2, 1."""
+    """Return this machine's entry in Slurm's list of tasks: "2(x3),1" means 2, 2, 2, 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     place = local_number(environ, "SLURM_NODEID", 0, launcher=NAME)
     for tasks, times in re.findall(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", listed):
@@ -59,7 +59,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list: "gpu[03-05,9],login" begins with "gpu03"."""
+    """Return the first host of Slurm's list: "gpu03" for "gpu[03-05,9],login"."""
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
         raise CannotRunError(

@@ -9,7 +9,7 @@ NAME = "torchrun"
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """What torchrun says; None where it did not start this process."""
+    """Return the launch that torchrun's variables describe; None if there is none."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     rank = number(environ, "RANK", launcher=NAME)

@@ -8,7 +8,7 @@ NAME = "RANK and WORLD_SIZE"
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """A process of several, if all four variables are there; a lone RANK means nothing."""
+    """Return a launch if all four variables are set; RANK without the others is ignored."""
     meeting = tcp(environ)
     if meeting is None or "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None

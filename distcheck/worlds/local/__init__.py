@@ -1,8 +1,8 @@
-"""Ranks on this machine: forked from a helper process, watched, and ended.
+"""Ranks on this machine: forked from a helper process, supervised, and ended.
 
-helper          imports torch once, then forks; helper_process: two ways for it to exist
-forking         the front's side of it; children: one forked process, as the front sees it
-child           what a forked process does before, during and after its job
-forks           forks that cost less once there are many
-late_compiler   torch's compiler, imported where something of it is used
+helper          imports torch once, then forks; helper_process: the two kinds of helper process
+forking         the front end's side of the helper; children: one forked process
+child           the life of a forked process before, during and after its job
+forks           cheaper forks once there are many
+late_compiler   torch's compiler, imported on first use
 """

@@ -1,4 +1,4 @@
-"""What a forked process does before, during and after its job."""
+"""The life of a forked process: setup, its job, reporting, and exit."""
 
 import contextlib
 import faulthandler
@@ -31,17 +31,17 @@ from distcheck.worlds.mpi import segments
 from distcheck.worlds.reporter import Reporter, flush, leave
 from distcheck.worlds.waiting import LOOK_EVERY_S, Look
 
-# The descriptors that come with a Spawn, in this order; the job's own come after them.
+# The descriptors that come with a Spawn, in this order; the job's follow.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
 
-_LAST_WORDS_S = 0.2  # to the caller of os._exit, whose lock may be held by the very same thread
+_LAST_WORDS_S = 0.2  # for the caller of os._exit, which may hold the lock needed here
 
 
 Target = Callable[[bytes, Descriptors, Reporter], bytes]
 
 
 def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
-    """Runs a job in this freshly forked process, and ends it. Never returns."""
+    """Run a job in this freshly forked process, then exit. Never returns."""
     linux.die_with_parent(parent)
     reporter = Reporter(fds[EVENTS])
     code = 0
@@ -63,7 +63,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
         look.over = True
-        os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
+        os.read(fds[RELEASE], 1)  # linger: a rank that exits breaks the connections of its peers
     except BaseException as error:
         flush()
         reporter.send(as_event(error))
@@ -76,35 +76,37 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
 
 
 def _tell_before_exit(reporter: Reporter) -> None:
-    """Makes `os._exit` tell where it was called, which could not be asked afterwards; not in
-    processes that this one forks.
+    """Make `os._exit` report its caller first, because that cannot be determined afterwards.
+    Processes forked by this one exit without a report.
     """
     own = os.getpid()
 
     def tell_and_leave(status: int) -> NoReturn:
         try:
             if os.getpid() == own:
-                flight.still_open(_LAST_WORDS_S)  # a call that has just returned is finished
+                flight.still_open(_LAST_WORDS_S)  # a call that has just returned is complete
                 stack = shown_of(sys._getframe())
                 said = messages.Stacks(stack, last_collective(), flight.latest())
                 reporter.send(said, patience_s=_LAST_WORDS_S)
         finally:
             leave(status)
 
-    # It is pickled by name, as a job for another process, which has its own.
+    # It is pickled by name, for example as the target of another process, which has its own
+    # `os._exit`.
     tell_and_leave.__module__ = "os"
     tell_and_leave.__name__ = tell_and_leave.__qualname__ = "_exit"
     os._exit = tell_and_leave
 
 
 def _imported_since(inherited: int) -> list[str]:
-    """The modules of distcheck among the newest. To look at a name that came with the fork is to
-    write to its page, which is then copied: thousands of them, for longer than many jobs take.
+    """Return the modules of distcheck imported since the fork. Only the newest entries are read:
+    touching an inherited name copies its memory page, and thousands of them take longer than many
+    jobs.
     """
     count = max(0, len(sys.modules) - inherited)
     try:
         newest = list(islice(reversed(sys.modules), count))
-    except RuntimeError:  # another thread is importing: to know less costs the next child a moment
+    except RuntimeError:  # another thread is importing; the list only saves time
         return []
     return [name for name in reversed(newest) if is_own(name)]
 
@@ -114,12 +116,12 @@ def is_own(module: str) -> bool:
 
 
 def is_shared(module: str) -> bool:
-    """Whether a helper may import it for all its children: no code under test does it run."""
+    """Return True if a helper may import a module for all children: no code under test."""
     return is_own(module) or module == late_compiler.NAME
 
 
 def _settle(request: messages.Spawn, fds: list[int]) -> None:
-    """Gives the process its own environment, folder, streams, signals and randomness."""
+    """Set up the process's environment, folder, streams, signals and Python RNG."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -139,15 +141,15 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
     os.environ.update({n: str(fd) for n, fd in zip(request.fd_names, named, strict=True)})
     try:
         os.chdir(request.cwd)
-    except OSError:  # between the request and the fork
+    except OSError:  # removed between the request and the fork
         raise FolderGoneError from None
     sys.path[:] = request.path
-    random.seed(0)  # inherited from the helper, where it came from the system
+    random.seed(0)  # the state inherited from the helper was seeded by the system
 
 
 def keep_folder() -> None:
-    """Makes Python refuse to remove or rename the folder that all ranks and the front work in, or
-    one that it lies in: the rank that tries it says where it does.
+    """Make Python raise if a rank removes or renames the working directory, which all ranks and the
+    front end share, or a parent of it.
     """
     here = Path.cwd()
     kept = [os.stat(folder) for folder in (here, *here.parents)]
@@ -155,7 +157,7 @@ def keep_folder() -> None:
     def hear(event: str, given: tuple[Any, ...]) -> None:
         if event == "os.rmdir":
             path, dir_fd = given
-        elif event == "os.rename":  # that of os.replace and shutil.move, too
+        elif event == "os.rename":  # also raised by os.replace and shutil.move
             path, _, dir_fd, _ = given
         else:
             return
@@ -171,18 +173,18 @@ def keep_folder() -> None:
 
 
 class _FolderError(RuntimeError):
-    """A rank removes or renames the working directory."""
+    """Raised if a rank removes or renames the working directory."""
 
 
 def as_event(error: BaseException) -> messages.Raised:
-    """The message for the front about what ended a rank."""
+    """Return the message that reports a rank's exception to the front end."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
     whole = "".join(traceback.format_exception(error))
     kind, exit_code = type(error).__qualname__, None
     defect = whole if is_defect(kind, whole) else ""
-    if isinstance(error, DistcheckError):  # it is for a person, and the frames are distcheck's own
+    if isinstance(error, DistcheckError):  # a message for the user; the frames are distcheck's own
         exit_code, text, defect = int(error.exit_code), str(error), ""
     return messages.Raised(
         kind=kind,
@@ -198,10 +200,10 @@ def as_event(error: BaseException) -> messages.Raised:
 
 
 def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
-    """A thread that waits for the front to close the pipe, then tells what everybody is doing.
-    Until then it looks whether the rank waits, where that is noted.
+    """Wait for the front end to close the pipe, then send the stacks of all threads; until then,
+    check regularly whether the rank is blocked, if its calls are recorded.
 
-    It needs the GIL; a rank that holds it in C answers through faulthandler only.
+    This thread needs the GIL; a rank that holds the GIL in C answers through faulthandler only.
     """
     linux.name_thread(linux.LOOK_THREAD)
     asked = select.poll()
@@ -222,16 +224,16 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
 
 
 def shown_of(current: FrameType) -> str:
-    """A stack less distcheck's plumbing, and less torch's where there is other code."""
+    """Format a stack without distcheck's frames, and without torch's if there are others."""
     shown = [f for f in _since_fork(traceback.extract_stack(current)) if not _is_own(f.filename)]
-    while shown and shown[0].filename == threading.__file__:  # how a thread begins
+    while shown and shown[0].filename == threading.__file__:  # the start of a thread
         del shown[0]
     theirs = [f for f in shown if "/torch/" not in f.filename]
     return "".join(traceback.format_list(theirs or shown))
 
 
 def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames of this process's own life; those below `run` are of its parent."""
+    """Return the frames since the fork; those up to `run` belong to the parent."""
     begun = [i for i, f in enumerate(summary) if f.filename == __file__ and f.name == "run"]
     return summary[begun[-1] + 1 :] if begun else list(summary)
 
@@ -243,15 +245,13 @@ _OWN_FOLDERS = tuple(
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a frame is distcheck's own plumbing, which says nothing to a user."""
+    """Return True if a frame is internal to distcheck and of no use to the user."""
     return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 
 def last_collective(found: list[dict[str, Any]] | None = None) -> Collective | None:
-    """The last collective that this process entered, with the line that called it; or that of the
-    recorder's entries `found`.
-
-    None where there was none, or none is recorded.
+    """Return the last collective that this process entered, with the line that called it, or that
+    of the recorder's entries `found`; None if none is recorded.
     """
     found = flight.entries() if found is None else found
     if not found:

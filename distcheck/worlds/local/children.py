@@ -1,4 +1,4 @@
-"""One forked process, as the front sees it: what it said, how it is, how it ended."""
+"""One forked process, as the front end sees it: its messages, its state, and how it ended."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from distcheck.worlds import linux, messages
 from distcheck.worlds.call_log import Logged, is_within_call, logged
 
-_OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
+_OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of the output usually contains the reason
 
 
 @dataclass(eq=False)
 class Child:
-    """One forked process, as the front sees it."""
+    """One forked process, as the front end sees it."""
 
     key: int = -1
     pid: int = 0
@@ -23,24 +23,24 @@ class Child:
     exit_code: int | None = None
     exit_signal: int | None = None
     gone: bool = False
-    lost: str = ""  # why its state is unknown: its machine cannot be reached
-    shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
+    lost: str = ""  # why its state is unknown: its machine is unreachable
+    shaken: bool = False  # asked for its stacks by a signal, which may have killed it
     cut_short: bool = False  # killed by distcheck before it had reported
-    ended: bool = False  # by distcheck, since it did not answer
-    released: bool = False  # allowed to leave, while it was there
-    stopped: bool = False  # found to be stopped (state T), so that it could answer nothing
-    woken: bool = False  # said nothing before it was asked by a signal, which can wake a rank
-    late: bool = False  # done only after it had been asked what keeps it, which can wake a rank
+    ended: bool = False  # by distcheck, because it did not answer
+    released: bool = False  # allowed to exit, while it was there
+    stopped: bool = False  # found in state T, in which it cannot answer
+    woken: bool = False  # sent nothing before a signal asked it, and a signal can wake a rank
+    late: bool = False  # done only after it was asked for its stacks, which can wake a rank
     done: messages.Done | None = None
     raised: messages.Raised | None = None
     stacks: messages.Stacks | None = None
-    proven: messages.Proven | None = None  # why its world could go no further, where that is known
-    remarks: list[messages.Remarked] = field(default_factory=list)  # of its whole world
-    waits: messages.Waits | None = None  # what it said when it could not go on by itself
-    waits_count: int = 0  # of what it has said of that
+    proven: messages.Proven | None = None  # why its world could not proceed, if that is known
+    remarks: list[messages.Remarked] = field(default_factory=list)  # notes on its whole world
+    waits: messages.Waits | None = None  # its report that it is blocked
+    waits_count: int = 0  # number of such reports and retractions
     progress: messages.Progress | None = None
     progress_count: int = 0
-    output_left_out: int = 0  # bytes that it wrote before those that `output` has
+    output_left_out: int = 0  # bytes written before those in `output`
     on_progress: Callable[[messages.Progress], None] = lambda _: None
     on_said: Callable[[bytes], None] = lambda _: None
     on_output: Callable[[bytes], None] | None = None
@@ -51,7 +51,7 @@ class Child:
     _stacks_fd: int = -1
 
     def open_pipes(self) -> tuple[int, int]:
-        """Makes what the child will say and print through; returns its ends, events and output."""
+        """Open the pipes for the child's messages and output; return the child's ends of both."""
         self._events_fd, events = os.pipe()
         self._output_fd, output = os.pipe()
         self._stacks_fd = os.memfd_create("distcheck-stacks")
@@ -61,7 +61,7 @@ class Child:
 
     @property
     def starting(self) -> bool:
-        """Whether it is still to be forked: its helper may have others to fork first."""
+        """True if it is not forked yet: its helper may have others to fork first."""
         return not (self.pid or self.spawn_error or self.gone)
 
     @property
@@ -71,13 +71,13 @@ class Child:
 
     @property
     def known_at(self) -> float:
-        """When (monotonic seconds) what is known of it was true: for a process here, now."""
+        """Time (monotonic seconds) at which its known state was true: now, for a local process."""
         return time.monotonic()
 
     @property
     def is_awake(self) -> bool:
-        """Whether it runs, waits for a core, or for what the kernel is fetching for it; or has run
-        since it said that it waits, which its own thread may not have come to take back.
+        """True if it runs, is runnable or waits for the kernel's I/O, or has run since it reported
+        that it is blocked: its own thread may not have retracted the report yet.
         """
         if not self.pid:
             return False
@@ -88,26 +88,25 @@ class Child:
 
     @property
     def _only_looks(self) -> bool:
-        """Whether its main thread has said that it waits, and takes that back before it goes on:
-        what it does meanwhile is to look, by the clock, whether what it waits for has come.
+        """True if its main thread has reported that it is blocked and retracts that before it
+        continues: until then it only polls.
         """
         return self.waits is not None and self.waits.ran_ns == 0 and not self.waits.over
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is stopped (state T), as SIGSTOP does."""
         return bool(self.pid) and not self.gone and linux.is_stopped(self.pid)
 
     @property
     def output(self) -> str:
-        """The end of what the child wrote to stdout and stderr."""
+        """The last part of the child's stdout and stderr."""
         return b"".join(self._output).decode(errors="replace")
 
     @property
     def low_level_stacks(self) -> str:
-        """What faulthandler wrote: on a fatal signal, or when asked with SIGUSR1."""
+        """faulthandler's output: after a fatal signal, or on request by SIGUSR1."""
         with contextlib.suppress(OSError):
-            written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the calls
+            written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the call log
             return written.decode(errors="replace")
         return ""
 
@@ -117,7 +116,7 @@ class Child:
 
     @property
     def was_within_call(self) -> bool:
-        """Whether it was within a call when it last logged that."""
+        """True if the child was within a call at its last record."""
         return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.AnyEvent) -> None:
@@ -151,7 +150,7 @@ class Child:
             self.gone = True
 
     def forget_output(self) -> None:
-        """Begins anew, with nothing kept."""
+        """Discard all output so far."""
         self._output.clear()
         self._output_bytes = self.output_left_out = 0
 

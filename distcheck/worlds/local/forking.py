@@ -1,8 +1,8 @@
-"""The front's side of a helper: starts children, moves their events, ends them; and the ranks of a
-world that live here, as a share of that world.
+"""The front end's side of a helper: starts children, handles their events, ends them; and the local
+ranks of a world as a `Share`.
 
-One forker serves one front process. Its users decide how many children there are at a time, and
-call `pump` until they are done.
+One forker serves one front-end process. Its users decide how many children run at a time, and call
+`pump` until they are done.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from distcheck.worlds.local.helper_process import (
 from distcheck.worlds.shares import RankStart, Readable, Share
 from distcheck.worlds.stalls import Looks
 
-_PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
-_STOPPED_S = 30.0  # for which a helper may be stopped; chosen as for a rank
+_PATIENCE_S = 30.0  # for a helper that still has to end ranks and their descendants
+_STOPPED_S = 30.0  # Heuristic: a helper may be stopped that long, as for a rank
 _LOOK_EVERY_S = 0.2
 
 
 class Forker:
-    """A helper process and what it forked. Close it; nothing outlives it. Several can share one
+    """A helper process and its children; closing it ends all of them. Several forkers can share a
     selector, and `imports`, the modules that children needed.
     """
 
@@ -65,13 +65,13 @@ class Forker:
 
     @property
     def usable(self) -> bool:
-        """Whether this process may go on using it: its own, and the helper has not ended."""
+        """True if this process may continue to use it: it created it, and the helper is running."""
         if os.getpid() != self._owner:
             return False
         return not self._closed and (not self._opened or self._helper.running)
 
     def open(self) -> None:
-        """Starts the helper; returns at once, while it gets ready."""
+        """Start the helper without waiting until it is ready."""
         if self._opened:
             return
         if not sys.platform.startswith("linux"):
@@ -88,13 +88,13 @@ class Forker:
         self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
 
     def will_need(self, modules: Iterable[str]) -> None:
-        """Makes the helper import modules of distcheck's, or torch's compiler, once for all."""
+        """Make the helper import modules, or torch's compiler, once for all children."""
         self._imports.update(dict.fromkeys(modules))
 
     def wait_ready(self) -> str:
-        """Waits until children can be started; returns torch's version.
+        """Wait until children can be started; return torch's version.
 
-        Raises CannotRunError when torch cannot be imported.
+        Raises CannotRunError if torch cannot be imported.
         """
         self.open()
         deadline = time.monotonic() + START_DEADLINE_S
@@ -111,24 +111,24 @@ class Forker:
 
     @property
     def importing(self) -> bool:
-        """Whether the helper was started and is not ready."""
+        """True if the helper was started and is not ready."""
         return self._opened and self._ready is None
 
     @property
     def start_error(self) -> str:
-        """Why the helper could not be made ready; empty where it could, or still may."""
+        """Reason why the helper failed to start; empty if it is ready or still starting."""
         return "" if self._ready is None else self._ready.error
 
     def place_of(self, interpreter: int | None) -> "Forker":
-        """What forks from a further interpreter; this one for None, and where there are none."""
+        """Return the forker of a further interpreter; this one for None or without others."""
         return self
 
     def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
-        """Makes `pump` call `on_readable` whenever there is something to read from `source`."""
+        """Make `pump` call `on_readable` whenever `source` is readable."""
         self._selector.register(source, selectors.EVENT_READ, on_readable)
 
     def unwatch(self, source: Readable | int) -> None:
-        """Ends that, if it has not ended."""
+        """Stop watching `source`, if it is watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
@@ -142,12 +142,12 @@ class Forker:
         dump_fd: int,
         child: Child | None = None,
     ) -> Child:
-        """Forks a child that calls `target` ("module:function") with the payload of `start`, its
+        """Fork a child that calls `target` ("module:function") with the payload of `start`, its
         descriptors and `fds`.
 
         The caller keeps its own copies of the descriptors. The child lingers after its job until
-        there is something to read from `release_fd`, and tells what it is doing when there is from
-        `dump_fd`. `child` is what to note it in, if not a new one.
+        `release_fd` is readable, and sends its stacks when `dump_fd` is. `child` receives its
+        state, if not a new one.
         """
         fds = {**fds, **start.fds}
         environment = {**child_environment(), **self._helper.variables(), **start.environment}
@@ -183,22 +183,19 @@ class Forker:
         return child
 
     def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a child, if it is still there."""
         if child.gone or self._connection is None:
             return
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died with the helper
             self._send(messages.Signal(child.key, number))
 
     def pump(self, timeout_s: float) -> None:
-        """Waits at most `timeout_s` for something to happen, and takes note of all of it. Raises
-        HelperError for a helper that is stopped.
-        """
+        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self.look_at_helper()
 
     def look_at_helper(self) -> None:
-        """Raises HelperError for a helper that is stopped: it would answer nothing, for ever."""
+        """Raise HelperError for a helper that is stopped, because it would never answer."""
         now = time.monotonic()
         if self._closed or now - self._looks.last < _LOOK_EVERY_S:
             return
@@ -209,14 +206,14 @@ class Forker:
             self._give_up(f"it was stopped (process {pid}, state T), as SIGSTOP does")
 
     def forget(self, child: Child) -> None:
-        """Closes a child's descriptors, once; it must be gone."""
+        """Close a child's descriptors, once; it must have exited."""
         for name in ("_events_fd", "_output_fd", "_stacks_fd"):
             self._close(child, name)
         self._children.pop(child.key, None)
 
     def close(self) -> None:
-        """Ends the helper and with it every child. Ctrl-C is heard when they are gone: what says
-        that nothing is left running speaks after it.
+        """End the helper and every child. Ctrl-C is delivered after they are gone, so that a
+        message that nothing is left running is true.
         """
         self.let_go()
         if self._opened and os.getpid() == self._owner:
@@ -224,13 +221,13 @@ class Forker:
                 self._end()
 
     def let_go(self) -> None:
-        """Tells the helper to end, and does not wait for it; `close` it later."""
+        """Request the helper to end without waiting for it; `close` it later."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
         if self._connection is not None:
             self.unwatch(self._connection)
-            # Not only closed: a helper that was forked later has a copy of this end.
+            # Closing is not enough: a helper that was forked later has a copy of this end.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
@@ -241,14 +238,14 @@ class Forker:
             self._selector.close()
 
     def _end(self) -> None:
-        """Waits until the helper is gone, which was asked to end; kills it when patience runs
-        out, or where it is stopped and can do nothing about its end.
+        """Wait until the helper, which was asked to end, is gone. Kill it if the patience runs out,
+        or at once if it is stopped and cannot end by itself.
         """
         stopped = self._helper.pid and linux.is_stopped(self._helper.pid)
         self._helper.end(0.0 if stopped or self._ready is None else _PATIENCE_S)
 
     def _send(self, request: messages.Request, fds: Iterable[int] = ()) -> None:
-        """Raises HelperError for a helper that takes nothing, OSError for one that is gone."""
+        """Send a request. Raises HelperError if the helper does not read, OSError if gone."""
         assert self._connection is not None
         assert self._line is not None
         self._connection.settimeout(_PATIENCE_S)
@@ -260,7 +257,7 @@ class Forker:
             self._connection.setblocking(False)
 
     def _give_up(self, how: str) -> NoReturn:
-        """Ends the helper, which can be killed even where it is stopped. Raises HelperError."""
+        """End the helper; SIGKILL also ends a stopped one. Raises HelperError."""
         self._helper.end(0.0)
         raise HelperError(f"the process that forks the ranks does not answer: {how}; run it again")
 
@@ -281,7 +278,7 @@ class Forker:
         for notice in notices:
             if isinstance(notice, messages.Ready):
                 self._ready = notice
-            elif notice.key in self._children:  # it was not forgotten
+            elif notice.key in self._children:  # the child was not forgotten
                 self._children[notice.key].take(notice.event)
 
     def _on_events(self, child: Child, frames: Frames) -> None:
@@ -304,7 +301,7 @@ class Forker:
             child.take_output(data)
 
     def _read(self, child: Child, name: str) -> list[bytes]:
-        """Everything that is in one of a child's pipes now; closes the pipe at its end."""
+        """Return everything that is in one of a child's pipes now; close the pipe at its end."""
         parts: list[bytes] = []
         while True:
             try:
@@ -319,7 +316,7 @@ class Forker:
             parts.append(data)
 
     def _close(self, child: Child, name: str) -> None:
-        """Closes one of a child's descriptors, once: its number may be another child's by now."""
+        """Close one of a child's descriptors, once: its number may be reused by now."""
         fd = getattr(child, name)
         if fd >= 0:
             self.unwatch(fd)
@@ -328,7 +325,7 @@ class Forker:
 
 
 class LocalShare(Share):
-    """Ranks of a world that a forker of this process has forked, or its further interpreters."""
+    """Ranks of a world forked by a forker of this process or by its further interpreters."""
 
     def __init__(
         self,
@@ -363,17 +360,14 @@ class LocalShare(Share):
             os.close(dump_fd)
 
     def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a rank, if it is still there."""
         for rank, one in self.children.items():
             if one is child:
                 self._places[rank].signal(child, number)
 
     def ask(self) -> None:
-        """Makes every rank tell what it is doing."""
         self._close_pipe("_dump")
 
     def release(self) -> None:
-        """Lets ranks that are done leave."""
         self._close_pipe("_release")
 
     def close(self) -> None:
@@ -383,8 +377,8 @@ class LocalShare(Share):
             self._close_pipe(name)
 
     def _close_pipe(self, name: str) -> None:
-        """Tells every child that reads the pipe: by a byte for each, since its end may stay open
-        in a helper that was forked from this process later.
+        """Notify every child that reads the pipe with one byte each: closing is not enough, because
+        a helper forked later may hold a copy of this end.
         """
         fd = getattr(self, name)
         if fd >= 0:

@@ -1,8 +1,8 @@
 """The helper: imports torch once, then forks every rank, reference and check from itself.
 
-It stays single-threaded and never touches a process group, a GPU or code under test, so that
-what it forks is clean. It ends when the front does (a pidfd tells, whatever thread started it),
-and its children end with it.
+It stays single-threaded and never touches a process group, a GPU or code under test, so that its
+forks are clean. It ends when the front end exits (detected by a pidfd, whichever thread started
+it), and its children end with it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distcheck.worlds.local import child, late_compiler
 from distcheck.worlds.local.forks import ManyForks
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
-# Imported by a variant in an order of its own: quick, and without a global effect.
+# Imported by a variant in an order of its own: fast, and without global effects.
 _HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
 
 
@@ -35,7 +35,7 @@ _FRONTS_TO_DECIDE = (
 
 
 class Helper:
-    """Forks on request, reaps, and reports."""
+    """Forks on request, reaps children, and reports to the front end."""
 
     def __init__(
         self, connection: socket.socket, front_pid: int, forks: ManyForks | None = None
@@ -53,7 +53,7 @@ class Helper:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serves until the front closes the connection or dies."""
+        """Serve until the front end closes the connection or exits."""
         try:
             while True:
                 ready = {key.fileobj for key, _ in self._selector.select()}
@@ -72,7 +72,6 @@ class Helper:
             scratch.remove_noted()
 
     def say(self, notice: messages.Notice) -> None:
-        """Tells the front."""
         self._line.send(notice)
 
     def _say_of(self, key: int, event: messages.ChildEvent) -> None:
@@ -91,7 +90,7 @@ class Helper:
         request, fds = self._line.next()
         if isinstance(request, messages.Signal):
             for pid, key in self._children.items():
-                if key == request.key:  # not reaped yet, so the pid is still its own
+                if key == request.key:  # not reaped yet, so the pid cannot be reused
                     os.kill(pid, request.signal)
             return
         helper_pid = os.getpid()
@@ -112,14 +111,14 @@ class Helper:
             self._say_of(request.key, messages.Spawned(pid))
 
     def _import_own(self, modules: Sequence[str]) -> None:
-        """Imports modules of distcheck, and torch's compiler, that every child would otherwise
-        import for itself, for longer than many of them work; once, whether that succeeds or not.
-        Code under test is not one of them.
+        """Import modules of distcheck, and torch's compiler, that every child would otherwise
+        import itself, which takes longer than many jobs. Each is tried once. Code under test is
+        never imported.
         """
         missing = [n for n in modules if child.is_shared(n) and n not in self._tried]
         self._tried.update(missing)
         for name in missing:
-            with contextlib.suppress(Exception):  # the child meets it too, and says so
+            with contextlib.suppress(Exception):  # the child raises the same error and reports it
                 if name == late_compiler.NAME:
                     late_compiler.load()
                 else:
@@ -137,7 +136,7 @@ class Helper:
             os.close(self._front)
             child.run(request, fds, parent)
         finally:
-            os._exit(70)  # child.run never returns; whatever happens, do not serve as a helper
+            os._exit(70)  # child.run never returns; in any case, do not serve as a helper
 
     def _reap(self) -> None:
         gone = False
@@ -159,14 +158,14 @@ class Helper:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Processes that a dead rank left behind are this process's children now."""
+        """Kill the processes that a dead rank left behind, now children of this process."""
         for pid in linux.children_of_self():
             if pid not in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _end_children(self) -> None:
-        """Kills until none is left: a process that loses its parent becomes a child of ours."""
+        """Kill all children until none is left, adopted orphans included."""
         while family := linux.children_of_self():
             for pid in family:
                 with contextlib.suppress(ProcessLookupError):
@@ -177,10 +176,10 @@ class Helper:
 
 
 def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[str] = ()) -> None:
-    """Entry point of the helper process; see `pool.py` for how it is started.
+    """Entry point of the helper process; `pool.py` starts it.
 
-    A `variant` above 0 allocates and imports something of its own before torch. `imports` are
-    further modules that its children will need.
+    A `variant` above 0 makes extra allocations and imports before torch. `imports` are further
+    modules that its children will need.
     """
     _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
@@ -198,28 +197,28 @@ def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[st
 
 
 def serve_forked(control: socket.socket, front_pid: int) -> None:
-    """Entry point in a fork of the front; see `helper_process.py`. Returns when the front ends."""
+    """Serve in a fork of the front end (see `helper_process.py`) until the front end ends."""
     _ignore_signals()
-    signal.set_wakeup_fd(-1)  # the front's, if it has one
+    signal.set_wakeup_fd(-1)  # the front end's, if it has one
     linux.adopt_orphans()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    gc.freeze()  # garbage collection would touch, and so copy, every inherited page
     helper = Helper(control, front_pid)
     helper.say(messages.Ready(""))
     helper.run()
 
 
 def _ignore_signals() -> None:
-    """The front decides, the front dies; and a rank may be asked by a signal for its stack before
-    it has come so far as to answer, which would end it.
+    """Ignore signals to which the front end reacts. SIGUSR1 is ignored as well: it may reach a rank
+    before its handler is registered, which would kill the rank.
     """
-    # Where the front had registered it, a rank's own `register` would change no more than a file.
+    # If the front end had registered a handler, a rank's own `register` would only change the file.
     faulthandler.unregister(signal.SIGUSR1)
     for name in _FRONTS_TO_DECIDE:
         signal.signal(name, signal.SIG_IGN)
 
 
 def _differ(variant: int) -> None:
-    """What is imported later lies elsewhere, and `sys.modules` has another order."""
+    """Change the layout of memory and the order of `sys.modules`, as `variant` determines."""
     surroundings.allocate(variant)
     modules = list(_HARMLESS)
     random.Random(variant).shuffle(modules)
@@ -228,16 +227,16 @@ def _differ(variant: int) -> None:
 
 
 def _preload(further: Sequence[str]) -> str:
-    # Looking for garbage was a fifth of the time that this takes, and there is next to none.
+    # Measured: garbage collection takes a fifth of the import time and finds next to nothing.
     gc.disable()
     for name in (*_PRELOADED, *further):
         importlib.import_module(name)
     late_compiler.install()
-    if "numpy" in sys.modules:  # torch's guest; every rank seeds it
+    if "numpy" in sys.modules:  # imported by torch; every rank seeds it
         importlib.import_module("numpy.random")
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing torch left {threads} threads; forking needs one")
-    gc.freeze()  # as in a forked one
+    gc.freeze()  # as in `serve_forked`
     gc.enable()
     return str(sys.modules["torch"].__version__)

@@ -1,9 +1,9 @@
-"""Two ways for a helper process to come to exist.
+"""Two kinds of helper process: a fresh interpreter and a fork of this process.
 
-CleanHelper    a new interpreter that imports torch and nothing else: for code that is
-               judged, which its ranks load by name
-ForkedHelper   a fork of this very process: for code that is here already, a test with its
-               fixtures and examples, which its ranks inherit
+CleanHelper    a new interpreter that imports torch and nothing else: for code under test that
+   its ranks import by name
+ForkedHelper   a fork of this process: for code that exists only here, such as a test with its
+   fixtures and examples, which its ranks inherit
 """
 
 import os
@@ -26,10 +26,10 @@ from distcheck.worlds.local.forks import ManyForks
 from distcheck.worlds.surroundings import HASH_SEED
 
 _POLL_S = 0.001
-_forks = ManyForks(first=4)  # of this process; each stands for those of a world, too
+_forks = ManyForks(first=4)  # of this process; each fork stands for those of a world
 
-# The package is the front's own, wherever `path` would find one: two installations can be within
-# reach, as in a checkout of an environment that has another.
+# Use the front end's own package, wherever `path` would find one: two installations may be
+# importable, such as a checkout and an installed release.
 _PROGRAM = """
 import importlib.util, sys
 sys.path[:] = {path!r}
@@ -47,13 +47,13 @@ NO_TORCH_IN_TIME = (
 
 
 class HelperProcess(Protocol):
-    """What a pool needs of the process that forks for it."""
+    """Interface between a pool and the process that forks for it."""
 
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Starts it with `control` as its connection; `ours` is the other end, which it drops.
-        `imports` are modules that its children will need beside torch.
+        """Start it with `control` as its connection; it closes its copy of `ours`, the other end.
+        `imports` are modules that its children will need in addition to torch.
         """
         ...
 
@@ -64,31 +64,31 @@ class HelperProcess(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """True from `start` until the process has ended."""
         ...
 
     def end(self, patience_s: float) -> None:
-        """Waits until it is gone; kills it when patience runs out."""
+        """Wait until it is gone; kill it when the patience runs out."""
         ...
 
     def last_words(self) -> str:
-        """The last line that it wrote, if that is known."""
+        """Return the last line that it printed, if known."""
         return ""
 
     def import_path(self) -> list[str]:
-        """`sys.path` for what it forks: as it is here."""
+        """Return `sys.path` for its children: unchanged by default."""
         return list(sys.path)
 
     def variables(self) -> dict[str, str]:
-        """Environment variables that say of it what is so, for what it forks; none here."""
+        """Return environment variables of its children; none by default."""
         return {}
 
 
 class CleanHelper(HelperProcess):
-    """A new interpreter that has imported torch, single-threaded.
+    """A new single-threaded interpreter with torch imported.
 
-    Its PYTHONHASHSEED is fixed, so that a replay has the same one. A `variant` above 0 differs in
-    what it imports and allocates before torch.
+    Its PYTHONHASHSEED is fixed, so that a replay uses the same one. A `variant` above 0 makes extra
+    imports and allocations before torch.
     """
 
     def __init__(self, *, hash_seed: int = HASH_SEED, variant: int = 0) -> None:
@@ -99,7 +99,7 @@ class CleanHelper(HelperProcess):
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Returns at once, while it imports torch."""
+        """Start the interpreter without waiting for its imports."""
         program = _PROGRAM.format(
             path=self.import_path(),
             package=os.path.dirname(distcheck.__file__),
@@ -115,7 +115,7 @@ class CleanHelper(HelperProcess):
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            start_new_session=True,  # Ctrl-C is the front's to handle
+            start_new_session=True,  # the front end handles Ctrl-C
         )
 
     @property
@@ -127,7 +127,6 @@ class CleanHelper(HelperProcess):
         return self._process is not None and self._process.poll() is None
 
     def end(self, patience_s: float) -> None:
-        """Waits for the interpreter to end, and then kills it."""
         if self._process is None:
             return
         try:
@@ -138,7 +137,7 @@ class CleanHelper(HelperProcess):
         self._output.close()
 
     def last_words(self) -> str:
-        """The last line that the interpreter printed, as a rule an exception."""
+        """Return the last line that the interpreter printed, usually an exception."""
         if self._output.closed:
             return ""
         self._output.seek(0)
@@ -146,19 +145,19 @@ class CleanHelper(HelperProcess):
         return said.splitlines()[-1] if said else ""
 
     def import_path(self) -> list[str]:
-        """`sys.path` made absolute. The current folder comes last, where its random.py shadows
-        nothing, and only if it is there: `loading` adds it for a person's own code.
+        """Return `sys.path` made absolute. The current folder, if present, moves to the end, where
+        its random.py shadows nothing; `loading` adds it for the user's own code.
         """
         path, here = [os.path.abspath(entry) for entry in sys.path], os.getcwd()
         return sorted(path, key=lambda entry: entry == here)
 
     def variables(self) -> dict[str, str]:
-        """The seed of its hashes."""
+        """Return the hash seed as an environment variable."""
         return {"PYTHONHASHSEED": str(self._hash_seed)}
 
 
 class ForkedHelper(HelperProcess):
-    """A fork of this process: single-threaded by nature, with all of its memory."""
+    """A fork of this process: single-threaded, with all of its memory."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -166,14 +165,14 @@ class ForkedHelper(HelperProcess):
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Forks; the fork serves its connection until that ends, and never returns here."""
+        """Fork; the child serves its connection until that ends, and never returns here."""
         from distcheck.worlds.local import helper  # here, so that the fork does not have to
 
         front = os.getpid()
         _forks.about_to()
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking where threads are. The fork has none of them, and
-            # whatever lock one of them held is what `deadline_s` is for.
+            # Python 3.12 warns about forking with threads. The fork has none of them; if one of
+            # them held a lock, `deadline_s` ends the rank.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid:
@@ -187,16 +186,15 @@ class ForkedHelper(HelperProcess):
 
     @property
     def pid(self) -> int:
-        """That of the fork; 0 as well when it is gone."""
+        """Process id of the fork; 0 once it is gone."""
         return self._pid
 
     @property
     def running(self) -> bool:
-        """Whether the fork is there; reaps it when it is not."""
+        """True if the fork is running; reaps it otherwise."""
         return self._pid > 0 and not self._reap(os.WNOHANG)
 
     def end(self, patience_s: float) -> None:
-        """Waits for the fork to end, and then kills it."""
         deadline = time.monotonic() + patience_s
         while self.running:
             if time.monotonic() > deadline:
@@ -216,8 +214,8 @@ class ForkedHelper(HelperProcess):
 
 
 def folder_and_path(helper: HelperProcess) -> tuple[str, list[str]]:
-    """The working directory, and `sys.path` for what a helper forks. Raises FolderGoneError where
-    the former is gone.
+    """Return the working directory and the `sys.path` of a helper's children. Raises
+    FolderGoneError if the directory no longer exists.
     """
     try:
         return os.getcwd(), helper.import_path()
@@ -226,7 +224,7 @@ def folder_and_path(helper: HelperProcess) -> tuple[str, list[str]]:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with what must be pinned in every rank."""
+    """Return this process's environment with the variables that every rank needs pinned."""
     pinned = {**PINNED_ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "64"}
     environment = {**os.environ, **pinned}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -235,7 +233,7 @@ def child_environment() -> dict[str, str]:
 
 
 def in_order(variables: dict[str, str], seed: int | None) -> dict[str, str]:
-    """Environment variables in an order that is drawn, or as they are."""
+    """Return environment variables in an order drawn from `seed`; unchanged for None."""
     if seed is None:
         return variables
     names = list(variables)

@@ -1,12 +1,12 @@
-"""torch's compiler, `torch._dynamo`, imported where something of it is used and not before.
+"""Delays the import of torch's compiler, `torch._dynamo`, until it is used.
 
-Every optimizer's `step` and `zero_grad`, and `init_process_group`, name it, only to say that they
-are not to be compiled; naming it imports it. Measured with torch 2.15 on 2 cores: 1.0 s of CPU in
-each interpreter, beside 1.8 s for torch itself, and 70 MB.
+Every optimizer's `step` and `zero_grad`, and `init_process_group`, only refer to it to exclude
+themselves from compilation, but the reference imports it. Measured with torch 2.15 on 2 cores: 1.0
+s of CPU time per interpreter, in addition to 1.8 s for torch itself, and 70 MB.
 
-A stand-in in `sys.modules` answers those three. Anything else that is asked of it, or a module
-below it, imports the compiler, puts it in the place of the stand-in, and answers from it: what
-follows is as if the stand-in had never been.
+A stand-in in `sys.modules` serves these three. Any other attribute, or the import of a submodule,
+imports the compiler, replaces the stand-in and delegates to it; from then on the stand-in has no
+effect.
 """
 
 import importlib
@@ -18,33 +18,35 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NAME = "torch._dynamo"
-# What it imports and takes longest for; others import it, too (torch.distributed.optim does).
+# Its imports that take longest; other modules import them, too (torch.distributed.optim does).
 _BRINGS = ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
 _loading = threading.RLock()
 
 
 class StandIn(ModuleType):
-    """What is in `sys.modules` until the compiler is needed."""
+    """Module in `sys.modules` until the compiler is needed."""
 
     def __init__(self, file: str | None) -> None:
         super().__init__(NAME, "Stands for torch._dynamo until it is used.")
         self.__package__ = NAME
-        self.__file__ = file  # `inspect` asks every module for it
-        # A compiler that is not loaded compiles nothing, and has noted nothing to forget.
+        self.__file__ = file  # `inspect` reads it from every module
+        # An unloaded compiler compiles nothing and has nothing to clear.
         self.graph_break = _nothing
         self.trace_rules = SimpleNamespace(clear_lru_cache=_nothing)
 
     def disable(
         self, fn: Callable[..., Any], recursive: bool = True, **options: Any
     ) -> Callable[..., Any]:
-        """The function as it is while nothing can compile it, then what torch makes of it."""
+        """Return a function that calls `fn` directly until the compiler is loaded, and torch's
+        disabled version of it afterwards.
+        """
         made: list[Callable[..., Any]] = []
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if sys.modules.get(NAME) is self:
                 return fn(*args, **kwargs)
             if not made:
-                # By an import, which waits for another thread that is just importing it.
+                # Import it: an import waits for another thread that is importing it.
                 made.append(importlib.import_module(NAME).disable(fn, recursive, **options))
             return made[0](*args, **kwargs)
 
@@ -64,7 +66,7 @@ class StandIn(ModuleType):
 
 
 def install() -> None:
-    """Puts the stand-in where the compiler would be, unless it is there. torch is imported."""
+    """Install the stand-in unless the compiler is imported. Requires an imported torch."""
     torch = sys.modules["torch"]
     if NAME in sys.modules:
         return
@@ -79,7 +81,7 @@ def is_loaded() -> bool:
 
 
 def to_share() -> list[str]:
-    """Its name, where a process like this one is better forked from one that has imported it."""
+    """Return its name if processes like this one should be forked from one that has imported it."""
     return [NAME] if is_loaded() or any(name in sys.modules for name in _BRINGS) else []
 
 
@@ -92,4 +94,4 @@ def load() -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What a compiler that is not loaded does."""
+    """Do nothing, as an unloaded compiler."""

@@ -1,5 +1,5 @@
-"""Files that Open MPI keeps in shared memory: of a process that mpirun has not started they stay
-behind, unless Python itself ends it, and no rank or recorded process ends so.
+"""Removes Open MPI's files in shared memory. A process that mpirun did not start leaves them behind
+unless Python itself exits normally, and ranks and recorded processes never do.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ _SEGMENT = "/dev/shm/sm_segment."
 
 
 def own_segments() -> list[str]:
-    """Those that this process has made: what it has mapped, where it is alone in its MPI."""
+    """Return the segments created by this process: those it has mapped, in a world of 1."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return []
@@ -20,7 +20,7 @@ def own_segments() -> list[str]:
 
 
 def remove(segments: list[str]) -> None:
-    """Removes their names; who has them mapped can go on using them."""
+    """Unlink segments; processes that have them mapped can continue to use them."""
     for path in segments:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -1,7 +1,7 @@
-"""Run as a program, with the standard library alone: what a launcher starts in place of a rank.
+"""Program that a launcher starts in place of a rank. Standard library only.
 
-Passes on what the launcher has given it about the job, and stays for as long as the rank that takes
-its place. Imports little, because there is one for every rank.
+It sends the launcher's environment for the job to the front end, and lives as long as the rank that
+replaces it. It imports little, because there is one for every rank.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 
 
 def main(address: str) -> None:
-    """Sends this process's environment, and MPICH's connection to its launcher."""
+    """Send this process's environment, and MPICH's connection to its launcher."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     variables = json.dumps(dict(os.environ)).encode()
@@ -22,7 +22,7 @@ def main(address: str) -> None:
     try:
         connection.recv(1)
     finally:
-        os._exit(0)  # an abnormal end in Open MPI's eyes; keeper.py ends the rest
+        os._exit(0)  # an abnormal end for Open MPI; keeper.py ends the rest
 
 
 if __name__ == "__main__":

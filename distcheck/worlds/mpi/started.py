@@ -1,7 +1,7 @@
-"""MPI jobs whose ranks the helper forks: a launcher starts a stand-in for each, and every rank
-takes over what its stand-in was given (docs/decisions/mpi.md).
+"""MPI jobs whose ranks the helper forks: a launcher starts a stand-in for each rank, and the rank
+takes over the environment and connections of its stand-in (docs/decisions/mpi.md).
 
-front -> keeper.py -> mpirun -> stand_in.py, one for each rank
+front end -> keeper.py -> mpirun -> stand_in.py, one for each rank
 """
 
 import contextlib
@@ -24,13 +24,14 @@ from distcheck.worlds import keeper
 from distcheck.worlds.shares import RankStart
 
 _START_DEADLINE_S = 120.0
-_PATIENCE_S = 10.0  # with a keeper that was asked to end
+_PATIENCE_S = 10.0  # for a supervisor that was asked to end
 _POLL_S = 0.05
 _HERE = Path(__file__).parent
 _SHARED_MEMORY = "/dev/shm"
-# A stand-in's own affairs, which are not those of the rank.
+# Variables of a stand-in itself, which its rank must not inherit.
 _NOT_PASSED_ON = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
-# Ranks of one machine: by shared memory alone. Looking for networks costs Open MPI a second.
+# Ranks of one machine communicate through shared memory only. Measured: probing networks costs Open
+# MPI 1 s.
 _SETTINGS = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic",
@@ -38,15 +39,15 @@ _SETTINGS = {
     "FI_TCP_IFACE": "lo",
     "UCX_NET_DEVICES": "lo",
 }
-# Where Open MPI 5 and 4 put the shared memory itself.
+# Where Open MPI 5 and 4 create the shared memory itself.
 _MEMORY_FOLDERS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 
 
 class MPIJob:
     """A started job that waits for its ranks. Close it once they are gone.
 
-    `environments` are what each rank adds to its own; `connections` the descriptors that a rank
-    must have, by the variable that names them.
+    `environments` holds the variables to add for each rank; `connections` the descriptors that a
+    rank needs, by the variable that holds their number.
     """
 
     def __init__(self, size: int) -> None:
@@ -71,7 +72,7 @@ class MPIJob:
             raise
 
     def enlist(self, rank: int, start: RankStart) -> RankStart:
-        """A rank's start, with what its stand-in was given."""
+        """Return a rank's start, extended by the environment and descriptors of its stand-in."""
         return replace(
             start,
             environment={**start.environment, **self.environments[rank]},
@@ -79,11 +80,11 @@ class MPIJob:
         )
 
     def close(self) -> None:
-        """Ends the launcher and everything that it has started, and waits for that."""
+        """End the launcher and everything that it has started, and wait for that."""
         if os.getpid() != self._owner:
             return
         for connection in (*self._stand_ins, self._control):
-            # Not only closed: a helper that was forked later has a copy of this end.
+            # Closing is not enough: a helper that was forked later has a copy of this end.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -99,14 +100,14 @@ class MPIJob:
         self._output.close()
 
     def let_go_of_connections(self) -> None:
-        """Closes this process's copies of what the ranks were given."""
+        """Close this process's copies of the ranks' descriptors."""
         for named in self.connections:
             for fd in named.values():
                 os.close(fd)
             named.clear()
 
     def _meet(self, server: socket.socket, size: int, launcher: library.Launcher) -> None:
-        """Hears what every stand-in was given. Raises CannotRunError."""
+        """Receive the environment of every stand-in. Raises CannotRunError."""
         assert self._keeper is not None
         deadline = time.monotonic() + _START_DEADLINE_S
         while len(self._stand_ins) < size:
@@ -162,7 +163,7 @@ def _launcher() -> library.Launcher:
 
 
 def _new_folder() -> str:
-    """A folder for everything that the launcher and the library write, in memory if possible."""
+    """Return a new folder for all files of the launcher and the library, in memory if possible."""
     base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
     place = Path(base or tempfile.gettempdir(), private.unique("distcheck-mpi-"))
     return str(private.folder(place, is_new=True))
@@ -178,7 +179,7 @@ def _start_keeper(
         settings["MPI4PY_LIBMPI"] = launcher.library
     if folder.startswith(_SHARED_MEMORY):
         settings |= dict.fromkeys(_MEMORY_FOLDERS, folder)
-    # What a person has set comes first.
+    # The user's own settings take precedence.
     environment = {**settings, **library.clean_environment(), "TMPDIR": folder}
     return keeper.start_kept(command, control, env=environment, output=said, folder=folder)
 

@@ -1,7 +1,7 @@
-"""Ranks in processes that a launcher started, here or on other machines.
+"""Ranks in processes that a launcher started, on this or other machines.
 
-meeting     how they find each other; secret, greetings: how they prove who they are
-fleet       the front: a pool whose ranks are spread over them; links: one of them, as it sees it
-host        the other side: lends its ranks to the front
-wire        what the two say to each other
+meeting     bootstrap: how they find each other; secret, greetings: how they authenticate
+fleet       the coordinator in the front end: a pool whose ranks are spread over these processes
+host        the agent in every other process: runs its ranks for the front end
+wire        the protocol between the two
 """

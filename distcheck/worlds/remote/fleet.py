@@ -1,9 +1,9 @@
 """A pool whose ranks are spread over processes that a launcher started, on one machine or several.
 
-The process with rank 0 is the front: it plans, judges and reports, as ever, and runs the ranks
-that are its own. Every other process is a host (`host.py`): it has a helper of its own, forks the
-ranks that the front asks for, passes on what they say, and sends their part of the trace when they
-are gone. So a world under torchrun is made, watched and ended like any other.
+The process with rank 0 is the front end: it plans, judges and reports, and runs its own ranks.
+Every other process is an agent (`host.py`): it has its own helper, forks the ranks that the front
+end requests, forwards their events, and sends their regions of the trace when they are gone. A
+world under torchrun is therefore created, supervised and ended like any other.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ _ENDED = "its process has ended"
 
 @dataclass(eq=False)
 class RemoteChild(Child):
-    """A rank elsewhere: what was last heard of it."""
+    """A rank in another process: its last reported state."""
 
     busy_seconds: float = 0.0
     known_at: float = 0.0
     is_awake: bool = False
     low_level_stacks: str = ""
     heard_stopped: bool = False
-    heard_called: list[Logged] = field(default_factory=list)  # is sent when it is gone
+    heard_called: list[Logged] = field(default_factory=list)  # sent when it is gone
 
     @property
     def is_stopped(self) -> bool:
-        """As its own machine says."""
+        """Its state as its own machine reports it."""
         return self.heard_stopped and not self.gone
 
     @property
@@ -62,9 +62,7 @@ class RemoteChild(Child):
 
 
 class Link:
-    """The connection to one process, and the shares of worlds that it runs. `on_lost` is called
-    when it breaks.
-    """
+    """The connection to one process, and its shares of worlds; `on_lost` is called at its end."""
 
     def __init__(
         self, line: wire.Wire, coming: wire.Coming, on_lost: Callable[["Link"], None]
@@ -76,17 +74,17 @@ class Link:
         self.hello: wire.Hello | None = None
         self.prepared: wire.DataPrepared | None = None
         self.lost = ""
-        self.silent_s = 0.0  # for which it was listened to
+        self.silent_s = 0.0  # time without a message while this process was reading
         self._shares: dict[int, RemoteShare] = {}
 
     @property
     def name(self) -> str:
-        """For a person: "rank 2 on HOST"."""
+        """Name for messages, such as "rank 2 on HOST"."""
         ranks = ", ".join(map(str, self.ranks))
         return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} on {self.host}"
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends, unless the other end is lost, which this may be how one learns."""
+        """Send a message unless the peer is lost; a failure marks it as lost."""
         if self.lost:
             return
         try:
@@ -97,7 +95,7 @@ class Link:
             self.lose(error.strerror or "the connection broke")
 
     def lose(self, reason: str) -> None:
-        """Holds the other end for gone, and every rank that was there."""
+        """Mark the peer as lost, and every rank there."""
         if self.lost:
             return
         self.lost = f"{self.name} can no longer be reached: {reason}"
@@ -111,7 +109,7 @@ class Link:
         except msgspec.MsgspecError as error:
             self.lose(f"its message is malformed ({error})")
             return
-        except (EOFError, ConnectionError):  # a reset, where something of ours was still unread
+        except (EOFError, ConnectionError):  # a reset, if data sent by this process was unread
             self.lose(_ENDED)
             return
         except OSError as error:
@@ -122,7 +120,6 @@ class Link:
             self.take(message)
 
     def take(self, message: wire.FromHost) -> None:
-        """Notes what the other end says."""
         if isinstance(message, wire.Hello):
             self.hello = message
         elif isinstance(message, wire.DataPrepared):
@@ -156,7 +153,7 @@ class Link:
         return share
 
     def forget(self, world: int) -> None:
-        """Makes the other end drop a share."""
+        """Make the peer drop a share."""
         self._shares.pop(world, None)
         self.send(wire.ToRanks(world, "close"))
 
@@ -172,30 +169,26 @@ class RemoteShare(Share):
         self.children: dict[int, Child] = {rank: RemoteChild() for rank in regions}
 
     def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a rank, if it is still there."""
         rank = next(rank for rank, other in self.children.items() if other is child)
         self._link.send(wire.ToRanks(self._world, "signal", rank, number))
 
     def ask(self) -> None:
-        """Makes every rank tell what it is doing."""
         self._link.send(wire.ToRanks(self._world, "ask"))
 
     def release(self) -> None:
-        """Lets ranks that are done leave."""
         self._link.send(wire.ToRanks(self._world, "release"))
 
     def close(self) -> None:
-        """Makes the other end forget them."""
+        """Make the peer forget the ranks."""
         self._link.forget(self._world)
 
     def lose(self) -> None:
-        """Every rank that was still there is gone, and how is not known."""
+        """Mark every rank that was still running as lost."""
         for child in self.children.values():
             if not child.gone:
                 child.gone, child.lost = True, self._link.lost
 
     def take(self, message: wire.FromHost) -> None:
-        """Notes what a rank there did."""
         if isinstance(message, wire.Coming | wire.Hello | wire.DataPrepared):
             return
         if isinstance(message, wire.Signs):
@@ -232,13 +225,13 @@ class RemoteShare(Share):
 
 
 LEAST_SILENCE_S = 5.0
-_IMPORT_S = 300.0  # torch, from a cold network disk
-_FAREWELL_S = 0.5  # from a launcher's SIGTERM to what it is about: the end of another process
-_BYE_S = 2.0  # for hosts to leave, before the front does
+_IMPORT_S = 300.0  # importing torch from a cold network disk
+_FAREWELL_S = 0.5  # from a launcher's SIGTERM to the end of the process that caused it
+_BYE_S = 2.0  # for agents to exit before the front end does
 
 
 class Fleet(Pool):
-    """The front's side. `wait_ready` returns when every rank has a place."""
+    """The front end's pool. `wait_ready` returns when every rank has a place."""
 
     def __init__(self, launch: Launch, *, deadline_s: float, identity: Mapping[str, str]) -> None:
         super().__init__(helper_of(launch))
@@ -248,13 +241,13 @@ class Fleet(Pool):
         self._links: list[Link] = []
         self._worlds = 0
         self._gathered = False
-        self._is_gathering = True  # until all have come, and are alike
+        self._is_gathering = True  # until all have connected and run the same versions
         self._beats = Looks(0.0)
         self._asked_to_end = False
 
     @property
     def forks_all(self) -> bool:
-        """Whether no other process has ranks."""
+        """True if no other process has ranks."""
         return not self._links
 
     @property
@@ -266,7 +259,7 @@ class Fleet(Pool):
         return min(world, self._launch.local_world)
 
     def describe(self) -> dict[str, Any]:
-        """The launcher, and which ranks are where."""
+        """Return the launcher, and the place of each rank."""
         own = ", ".join(map(str, self._launch.ranks_here))
         hosts = [f"{own} on {socket.gethostname()}", *(link.name for link in self._links)]
         return {
@@ -276,20 +269,20 @@ class Fleet(Pool):
         }
 
     def open_interpreters(self) -> None:
-        """Nothing: there is a process for every rank, or for some of them, already."""
+        """Do nothing: there is already a process for every rank, or for some of them."""
 
     def why_no_interpreters(self) -> str:
-        """The launcher's processes have one each."""
+        """Return that each of the launcher's processes has its own interpreter."""
         return f"each process of {self._launch.launcher} has its own in both worlds"
 
     def wait_ready(self) -> str:
-        """Waits for torch, and for every other process. Raises CannotRunError."""
+        """Wait for torch, and for every other process. Raises CannotRunError."""
         if self._gathered:
             return super().wait_ready()
-        self._gathered = True  # what is below calls this again
+        self._gathered = True  # the calls below call this again
         if self._launch.world == len(self._launch.ranks_here):
             version = super().wait_ready()
-            if self._launch.meeting.startswith("store://"):  # it may be all that is left of more
+            if self._launch.meeting.startswith("store://"):  # maybe the rest of a larger run
                 ask_store(self, self._launch, value="alone", deadline_s=self._deadline_s)
             return version
         self.open()
@@ -308,7 +301,7 @@ class Fleet(Pool):
         *,
         together: bool = False,
     ) -> list[Share]:
-        """One share here, one for every other process; all of them here if `together`."""
+        """Return one share here and one for every other process; all ranks here if `together`."""
         if together:
             away = [link.name for link in self._links if link.line.peer_address]
             if away:
@@ -335,7 +328,7 @@ class Fleet(Pool):
         return shares
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Makes every other process read the data; what each found. Raises CannotRunError."""
+        """Make every other process read the data; return the results. Raises CannotRunError."""
         for link in self._links:
             link.prepared = None
             link.send(wire.Prepare(name, data_dir, download))
@@ -351,7 +344,7 @@ class Fleet(Pool):
         return found
 
     def pump(self, timeout_s: float) -> None:
-        """As any pool; shows signs of life, and looks for those of the others."""
+        """Handle events as any pool; send heartbeats, and check those of the others."""
         super().pump(min(timeout_s, wire.SIGN_EVERY_S) if self._links else timeout_s)
         if self._asked_to_end:
             self._end_as_asked()
@@ -361,19 +354,19 @@ class Fleet(Pool):
         seen_s = self._beats.since_last(now)
         for link in self._links:
             link.silent_s += seen_s
-            # A process that imports torch says nothing.
+            # A process that is importing torch sends nothing.
             allowed_s = max(self._deadline_s, LEAST_SILENCE_S) if link.hello else _IMPORT_S
             if not link.lost and link.silent_s > allowed_s:
                 link.lose(f"nothing was heard of it for {allowed_s:g} s")
             link.send(wire.Beat())
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Notes that the launcher ends its processes; `pump` finds out why."""
+        """Record that the launcher ends its processes; `pump` finds out why."""
         self._asked_to_end = True
 
     def _end_as_asked(self) -> None:
-        """A launcher ends all processes when one of them has died: then the world goes on to say
-        which. Raises KeyboardInterrupt where none has.
+        """Wait for the loss that made the launcher end all processes, which the world then reports.
+        Raises KeyboardInterrupt if no process was lost.
         """
         self._asked_to_end = False
         deadline = time.monotonic() + _FAREWELL_S
@@ -383,13 +376,13 @@ class Fleet(Pool):
             super().pump(0.05)
 
     def _on_lost(self, link: Link) -> None:
-        """A process that goes while the others gather leaves no world to report it in."""
+        """Stop watching a lost peer. Raises RankLostError before a world can report it."""
         self.unwatch(link.line)
         if self._is_gathering and link in self._links:
             raise RankLostError(link.lost)
 
     def dismiss(self, exit_code: int, summary: str) -> None:
-        """Makes every other process leave with the verdict's code, and waits for that shortly."""
+        """Make every other process exit with the verdict's code, and wait briefly for that."""
         self._is_gathering = False
         for link in self._links:
             link.send(wire.Over(exit_code, summary))
@@ -398,7 +391,7 @@ class Fleet(Pool):
             super().pump(0.05)
 
     def let_go(self) -> None:
-        """As any pool; closes every connection."""
+        """Request the helper to end as any pool; close every connection."""
         for link in self._links:
             self.unwatch(link.line)
             link.line.close()
@@ -428,7 +421,7 @@ class Fleet(Pool):
             yield server
 
     def _accept_all(self, server: socket.socket) -> None:
-        """Until every rank has a place, or the deadline has passed."""
+        """Accept connections until all ranks have places. Raises CannotRunError at the deadline."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
         greetings = Greetings(server, self._secret)
@@ -477,7 +470,7 @@ class Fleet(Pool):
         return [rank for rank in range(self._launch.world) if rank not in there]
 
     def _check_alike(self, own: Mapping[str, str]) -> None:
-        """Waits for every hello. Raises CannotRunError for the first thing that differs."""
+        """Wait for every hello. Raises CannotRunError for the first version that differs."""
         deadline = time.monotonic() + _IMPORT_S
         while waiting := [x for x in self._links if x.hello is None and not x.lost]:
             self.pump(wire.SIGN_EVERY_S)
@@ -509,14 +502,14 @@ def _about_refused(connections: int) -> str:
 
 
 def helper_of(launch: Launch) -> CleanHelper:
-    """A helper for a launcher's process, with a hash seed by its rank, as in a rerun elsewhere."""
+    """Return a helper for a launched process, whose hash seed depends on its rank as in a rerun."""
     number = Surroundings(("interpreters",)).interpreter_of(launch.rank)
     return CleanHelper(hash_seed=HASH_SEED if number is None else HASH_SEEDS[number])
 
 
 def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> RankStart:
-    """A rank's start with what depends on the process that runs it: its rank on the machine, and
-    the network interface that leads to the others. Which machine it is the launcher has said.
+    """Return a rank's start with the settings of the process that runs it: its local rank, and the
+    network interface that leads to the others. The launcher defines the machine index.
     """
     environment = {
         **{n: value for n, value in start.environment.items() if not n.startswith("GROUP_")},
@@ -531,7 +524,7 @@ def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> Ra
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with an address; empty where none has it."""
+    """Return the name of the network interface with an address here; empty if none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):
             return str(name)
@@ -539,7 +532,9 @@ def interface_of(address: str) -> str:
 
 
 def ask_store(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> str:
-    """Leaves rank 0's address in the launcher's store, or waits for it (an empty `value`)."""
+    """Publish rank 0's address in the launcher's store, or wait for it if `value` is empty; return
+    it. Raises MembershipError if the size of the run has changed.
+    """
     from distcheck.worlds.launch import run_job
 
     host, port = meeting.address_of(launch.meeting)

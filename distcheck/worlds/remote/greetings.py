@@ -1,8 +1,8 @@
-"""The front's door: connections are let in side by side, each when it has shown who it is.
+"""Authenticates incoming connections at the front end, concurrently.
 
-A stranger may say nothing, or something else, for as long as it likes: the others do not wait for
-it, and it is sent away after `GREETING_S`. Of more than `_MOST_WAITING`, one without the secret is
-sent away: the oldest of the address that has the most. So a flood sends away its own.
+An unauthenticated peer may send nothing, or arbitrary bytes, without delaying the others; its
+connection is closed after `GREETING_S`. If more than `_MOST_WAITING` are unauthenticated, the
+oldest one of the address with the most is closed, so that a flood only evicts its own connections.
 """
 
 import select
@@ -16,13 +16,13 @@ import msgspec
 
 from distcheck.worlds.remote import secret, wire
 
-GREETING_S = 5.0  # from a connection to its first words
+GREETING_S = 5.0  # from accepting a connection to its first message
 _MOST_WAITING = 256
 
 
 @dataclass(eq=False)
 class _Greeting:
-    """A connection that has not yet said who it is. `line` is there once it has the secret."""
+    """A connection that has not introduced itself. `line` is set once it has proved the secret."""
 
     connection: socket.socket
     sent: bytes
@@ -37,16 +37,16 @@ class _Greeting:
 
 
 class Greetings:
-    """Everybody at the door. Close it when all have come. `kind`: what they may say."""
+    """All pending connections, until every rank has connected; messages are of `kind`."""
 
     def __init__(self, server: socket.socket, own_secret: bytes, kind: Any = wire.FromHost) -> None:
         self._server, self._secret, self._kind = server, own_secret, kind
         self._waiting: list[_Greeting] = []
-        self.refused = 0  # connections without the secret, though they spoke of one
+        self.refused = 0  # connections with a wrong answer to the challenge
         server.setblocking(False)
 
     def come(self, timeout_s: float) -> list[tuple[wire.Wire, list[Any]]]:
-        """Those that have said who they are: their line, and their words, `Coming` first."""
+        """Return peers that have introduced themselves: connection and messages, `Coming` first."""
         watched = select.poll()
         watched.register(self._server, select.POLLIN)
         for greeting in self._waiting:
@@ -70,15 +70,14 @@ class Greetings:
         return here
 
     def close(self) -> None:
-        """Sends away those that are still waiting."""
         for greeting in list(self._waiting):
             self._send_away(greeting)
 
     def _let_in(self) -> bool:
-        """Takes one connection; False where there is none."""
+        """Accept one connection; return False if there is none."""
         try:
             connection, place = self._server.accept()
-        except OSError:  # or it has left already, or there are too many
+        except OSError:  # it has closed already, or too many descriptors are open
             return False
         greeting = _Greeting(
             connection, secret.challenge(), time.monotonic() + GREETING_S, str(place[:1])
@@ -98,7 +97,7 @@ class Greetings:
         return True
 
     def _goes_on(self, greeting: _Greeting) -> bool:
-        """Takes what has arrived; False where this is a stranger."""
+        """Process received data; return False if the connection must be closed."""
         try:
             if greeting.line is None:
                 return self._checked(greeting)

@@ -1,7 +1,8 @@
-"""A process that lends its ranks to the front elsewhere: forks them, watches, passes on, sends.
+"""Agent process: forks ranks for a front end in another process, supervises them, and forwards
+their events and traces.
 
-It decides nothing. It ends when the front says how (`Over`), when it has heard nothing of it for
-the deadline, or when its connection breaks; its ranks end with it.
+It takes no decisions. It exits when the front end sends the result (`Over`), when no heartbeat
+arrives within the deadline, or when its connection breaks; its ranks end with it.
 """
 
 import contextlib
@@ -34,22 +35,22 @@ from distcheck.worlds.world import World
 _CHUNK_BYTES = 1 << 20
 _ERROR_PATIENCE_S = 15.0
 _ASK_AGAIN_S = 2.0
-_FAREWELL_S = 10.0  # from a launcher's SIGTERM to what the front says of it; torchrun waits 30
+_FAREWELL_S = 10.0  # from a launcher's SIGTERM to the front end's message; torchrun waits 30 s
 _FRONT_ENDED = "rank 0 has ended without a verdict"
-_READ_DEADLINE_S = 600.0  # idle seconds; downloads take their time
+_READ_DEADLINE_S = 600.0  # idle seconds; downloads take time
 
 
 @dataclass(eq=False)
 class HostedChild(Child):
-    """A rank here; whatever it does is passed on."""
+    """A rank here; all of its events are forwarded."""
 
     host: "Host | None" = None
     world: int = 0
     rank: int = 0
-    end_is_known: bool = False  # to the front
+    end_is_known: bool = False  # by the front end
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Notes an event, and passes it on; its end comes once all else has, see `Host`."""
+        """Record an event and forward it; `Host` sends the exit after all other data."""
         super().take(event)
         if isinstance(event, messages.ChildEvent) and not isinstance(event, messages.Exited):
             self.pass_on(event)
@@ -58,7 +59,6 @@ class HostedChild(Child):
         self.pass_on(messages.Printed(data))
 
     def pass_on(self, event: messages.ChildEvent) -> None:
-        """Tells the front."""
         assert self.host is not None
         age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
         self.host.send(messages.Of(self.rank, event, self.world, age_s))
@@ -66,7 +66,7 @@ class HostedChild(Child):
 
 @dataclass(eq=False)
 class HostedShare:
-    """Ranks of one world here, and what stands for the front's descriptors."""
+    """Ranks of one world here, and the local replacements for the front end's descriptors."""
 
     share: LocalShare
     regions: dict[int, tuple[Region, ...]]
@@ -74,17 +74,17 @@ class HostedShare:
 
 
 class HostedJobs(Protocol):
-    """What the front may have done in this process."""
+    """Jobs that the front end may run in this process."""
 
     def check(self, target: str, payload: bytes) -> None:
-        """Raises CannotRunError for a job that a rank here must not do."""
+        """Raise CannotRunError for a job that is not permitted in a rank here."""
 
     def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[Job[Any, bytes], Any]:
-        """The job that reads a data set, and what it is asked."""
+        """Return the job that reads a data set, and its request."""
 
 
 class Host:
-    """One process of a launcher's that is not the front."""
+    """A launched process that is not the front end."""
 
     def __init__(self, pool: Pool, launch: Launch, *, deadline_s: float) -> None:
         self._pool, self._launch = pool, launch
@@ -101,8 +101,8 @@ class Host:
         self._asked_to_end_at: float | None = None
 
     def serve(self, identity: Mapping[str, str], jobs: HostedJobs) -> wire.Over:
-        """Lends ranks until the front ends the run. Only what `jobs` lets through is done here.
-        Raises CannotRunError, or RankLostError.
+        """Run ranks until the front end ends the run; return its result. Only jobs that `jobs`
+        permits are run. Raises CannotRunError, or RankLostError.
         """
         self._jobs = jobs
         self._pool.open()
@@ -126,14 +126,14 @@ class Host:
         return self._over
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Notes that the launcher ends its processes. The front has heard of it too, and says with
-        which code; to leave before it does would look as if this process had been lost.
+        """Record that the launcher ends its processes. The front end receives the same signal and
+        sends the exit code; exiting earlier would look like the loss of this process.
         """
         self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
 
     def decline(self, error: DistcheckError) -> None:
-        """Tells the front why this process cannot take part. Raises CannotRunError if it is not
-        there, as when it has found the same error itself.
+        """Report to the front end why this process cannot take part. Raises CannotRunError if the
+        front end is unreachable, for example because it has the same error.
         """
         self._pool.open()
         self._meet(error=str(error), patience_s=_ERROR_PATIENCE_S)
@@ -150,9 +150,9 @@ class Host:
             self._line.close()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tells the front, unless it has said that it is over. Raises RankLostError."""
+        """Send a message to the front end, unless it has ended the run. Raises RankLostError."""
         assert self._line is not None
-        if self._over is not None:  # it leaves, and what it may still hear changes nothing
+        if self._over is not None:  # this process exits; further messages change nothing
             return
         try:
             self._line.send(message)
@@ -165,7 +165,7 @@ class Host:
             ) from None
 
     def _heard_verdict(self) -> bool:
-        """Whether a front that has closed the connection said first that it is over."""
+        """Return True if a front end that closed the connection had sent the result first."""
         assert self._line is not None
         with contextlib.suppress(EOFError, OSError, msgspec.MsgspecError):
             while self._over is None:
@@ -245,7 +245,7 @@ class Host:
         self._preparing = start_job(self._pool, job, request, fds, deadline_s=_READ_DEADLINE_S)
 
     def _tick_preparing(self) -> None:
-        """Reading files takes its time, in which signs of life must go on."""
+        """Advance the job that reads a data set, and send its result; heartbeats continue."""
         world = self._preparing
         if world is None:
             return
@@ -292,8 +292,8 @@ class Host:
 
     @contextlib.contextmanager
     def _given(self, given: tuple[wire.GivenThere, ...]) -> Iterator[dict[str, int]]:
-        """Descriptors that stand for the front's. Traces of worlds past are freed, unless this
-        one is a rerun that compares with the last.
+        """Yield local replacements for the front end's descriptors. Traces of earlier worlds are
+        freed, unless this world is a rerun that is compared with the last one.
         """
         wanted = {one.key for one in given if one.kind == "trace"}
         for key in set(self._traces) - wanted:
@@ -348,8 +348,8 @@ class Host:
 
 
 class StoreFinder:
-    """Asks the launcher's store for rank 0's address; again after a while, since what it says may
-    be of an earlier start of the run.
+    """Reads rank 0's address from the launcher's store, and again after a while, because the stored
+    address may be that of an earlier start of the run.
     """
 
     def __init__(self, pool: Pool, launch: Launch, patience_s: float) -> None:
@@ -358,7 +358,7 @@ class StoreFinder:
         self._asked_at = 0.0
 
     def __call__(self) -> tuple[str, int] | None:
-        """The address that the store had last."""
+        """Return the address last read from the store."""
         now = time.monotonic()
         if self._found is None or now - self._asked_at > _ASK_AGAIN_S:
             place = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
@@ -367,13 +367,13 @@ class StoreFinder:
 
 
 def written_parts(fd: int, regions: tuple[Region, ...]) -> Iterator[Region]:
-    """(begin, end) of what was written to a sparse file within regions (offset, length)."""
+    """Yield (begin, end) of the written parts of a sparse file within regions (offset, length)."""
     for offset, length in regions:
         at, end = offset, offset + length
         while at < end:
             try:
                 begin = os.lseek(fd, at, os.SEEK_DATA)
-            except OSError:  # nothing but a hole up to the end of the file
+            except OSError:  # only a hole up to the end of the file
                 break
             if begin >= end:
                 break

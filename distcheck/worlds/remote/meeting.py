@@ -1,7 +1,7 @@
-"""How processes that were started together find each other: one listens, the others connect.
+"""Bootstrap of processes that were started together: one listens, the others connect.
 
 The schemes are those of `launchers.Launch.meeting`. Both ends prove that they have the run's secret
-(`secret.py`) before anything else is said; on one machine, both belong to one user.
+(`secret.py`) before any message; on one machine, both must belong to one user.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract s
 
 
 class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Leave rank 0's address under `key` in the TCPStore at host:port, or, where `value` is empty,
-    wait for it. `size_key` holds the number of ranks of the run's first start.
+    """Publish rank 0's address under `key` in the TCPStore at host:port, or wait for it if `value`
+    is empty. `size_key` holds the number of ranks of the run's first start.
     """
 
     host: str
@@ -45,7 +45,7 @@ class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found there."""
+    """The published address, and the number of ranks at the run's first start."""
 
     value: str
     first_size: int
@@ -56,7 +56,9 @@ THROUGH_STORE = Job("distcheck.worlds.remote.meeting:through_store", StoreReques
 
 @THROUGH_STORE.does
 def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Word:
-    """A job: one word through the store of the launcher's, which only torch can speak to."""
+    """Exchange rank 0's address through the launcher's store. It is a job because only torch can
+    access the store. Raises CannotRunError.
+    """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=job.deadline_s)
@@ -68,7 +70,7 @@ def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Wo
         if job.value:
             store.set(job.key, job.value)
         value = store.get(job.key)
-    except RuntimeError as error:  # torch's DistError among them
+    except RuntimeError as error:  # includes torch's DistError
         last = str(error).strip().splitlines()[0]
         raise CannotRunError(
             f"the launcher's store at {job.host}:{job.port} did not answer within "
@@ -78,7 +80,7 @@ def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Wo
 
 
 def address_of(meeting: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT or store://HOST:PORT. Raises CannotRunError."""
+    """Return host and port of tcp://HOST:PORT or store://HOST:PORT. Raises CannotRunError."""
     _, _, place = meeting.partition("://")
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -89,7 +91,7 @@ def address_of(meeting: str) -> tuple[str, int]:
 
 
 def address_in(file: Path) -> tuple[str, int] | None:
-    """Host and port that rank 0 has written to a file; None as long as it has not."""
+    """Return the host and port that rank 0 has written to a file; None until it has."""
     try:
         text = read_bounded(file, _MOST_BYTES).decode()
         return address_of(f"tcp://{text.strip()}")
@@ -98,7 +100,7 @@ def address_in(file: Path) -> tuple[str, int] | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens at an address of this machine, or at the one that `LISTEN` names in its place."""
+    """Listen at an address of this machine, or at that of `LISTEN`. Raises CannotRunError."""
     named, host = host, os.environ.get(LISTEN) or host
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -125,16 +127,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def place_of(server: socket.socket) -> str:
-    """Where a socket listens, as `address_of` reads it; an address of all is the machine's name."""
+    """Return a socket's address for `address_of`; the machine's name for a wildcard."""
     host, port = server.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # as a person has asked
+    if host in ("0.0.0.0", "::"):  # the user asked for all interfaces
         host = socket.gethostname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen_on_own() -> socket.socket:
-    """Listens where no launcher has said at which address: at that of the network interface that
-    ranks are to use, if one is named; at that of the machine's name; or else at loopback.
+    """Listen at an address of this machine if no launcher has defined one: that of the network
+    interface that ranks should use, else that of the machine's name, else loopback.
     """
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
     found = [
@@ -149,7 +151,7 @@ def listen_on_own() -> socket.socket:
 
 
 def listen_on_way_to(host: str, port: int) -> socket.socket:
-    """Listens at an address, or where it is another machine's, at the one that leads to it."""
+    """Listen at an address or, on another machine, at the local end of the route to it."""
     try:
         return listen(host, 0)
     except CannotRunError:
@@ -161,7 +163,7 @@ def listen_on_way_to(host: str, port: int) -> socket.socket:
 
 
 def listen_here(name: str) -> socket.socket:
-    """Listens on an abstract socket of this machine, which leaves no file behind."""
+    """Listen on an abstract socket of this machine, without a file. Raises CannotRunError."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(f"\0{name}")
@@ -174,7 +176,7 @@ def listen_here(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def announced_in(path: str, place: str) -> Iterator[None]:
-    """Makes a file say where rank 0 listens, for as long as it does."""
+    """Publish rank 0's address in a file until the end of the block. Raises CannotRunError."""
     target = Path(path)
     try:
         private.write(target, place)
@@ -188,8 +190,8 @@ def announced_in(path: str, place: str) -> Iterator[None]:
 
 
 def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.socket:
-    """Connects to where `find` says that rank 0 listens (None: not known yet), and proves who this
-    is, again and again until the deadline. Raises CannotRunError.
+    """Connect to the address that `find` returns for rank 0 (None: not known yet) and authenticate,
+    retrying until the deadline. Raises CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
     reason, place = "its place is not known yet", None

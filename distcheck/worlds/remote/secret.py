@@ -1,20 +1,20 @@
-"""The secret that the processes of one run share, and proving to each other that they have it.
+"""Mutual authentication of the processes of one run by a shared secret.
 
-The first of these that there is:
+The secret is the first of these that exists:
 
-    DISTCHECK_SECRET       its value, of at least 16 characters; whatever starts the processes hands
-                           it to all of them
-    DISTCHECK_SECRET_FILE  a file that holds it, which only its owner can read
-    ~/.config/distcheck/secret
-                           made at the first use, with mode 0600; machines that share a home folder
-                           share it
+ DISTCHECK_SECRET       its value, of at least 16 characters; the launcher passes it to all
+                        processes
+ DISTCHECK_SECRET_FILE  a file with the secret, readable only by its owner
+ ~/.config/distcheck/secret
+                        created at the first use, with mode 0600; machines that share a home
+                        folder share it
 
-Where there is no home folder that can be written, a folder of the user's own beside other temporary
-files stands for it: one machine needs no more.
+Without a writable home folder, a private folder of the user in the temporary directory replaces it;
+that is sufficient on one machine.
 
-Either end sends a fresh random challenge and answers the other's with an HMAC over both, so that
-the secret itself is never sent and an answer is of no use a second time. It proves who is there
-when a connection begins. What is said afterwards is neither encrypted nor signed.
+Each end sends a fresh random challenge and answers the other's with an HMAC over both, so the
+secret itself is never sent and an answer cannot be replayed. This authenticates the peers at the
+start of a connection. Later messages are neither encrypted nor signed.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 def shared_secret() -> bytes:
-    """This run's secret. Raises CannotRunError for one that others may know."""
+    """Return this run's secret. Raises CannotRunError for one that other users may know."""
     given = os.environ.get(VARIABLE)
     if given is not None:
         return _long_enough(given, VARIABLE)
@@ -53,7 +53,7 @@ def shared_secret() -> bytes:
         return _long_enough(_read(Path(file)), f"{FILE_VARIABLE} {file}")
     temporary = Path(tempfile.gettempdir())
     folders = [temporary / f"distcheck-{os.getuid()}"]
-    with contextlib.suppress(RuntimeError):  # no home at all
+    with contextlib.suppress(RuntimeError):  # no home folder
         folders.insert(0, Path.home() / ".config" / "distcheck")
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ def shared_secret() -> bytes:
 
 
 def _kept(folder: Path) -> str:
-    """The secret of a folder, made if it is not there; the first of several processes makes it."""
+    """Return the secret in a folder; the first of several processes creates it."""
     place = private.folder(folder, strictly=True) / "secret"
     if not place.exists():
         draft = folder / private.unique(".secret-")
@@ -82,7 +82,7 @@ def _kept(folder: Path) -> str:
 
 def _read(place: Path) -> str:
     try:
-        fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no end
+        fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block
         with open(fd, errors="surrogateescape") as file:
             about = os.fstat(fd)
             if (
@@ -108,29 +108,29 @@ def _long_enough(text: str, name: str) -> bytes:
 
 
 def private_name(name: str, secret: bytes) -> str:
-    """A socket's name that follows from `name`, and that only those who have the secret know."""
+    """Return a socket name derived from `name` that only processes with the secret can compute."""
     return f"{name}-{hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()[:32]}"
 
 
 def challenge() -> bytes:
-    """The front's first words."""
+    """Return the front end's greeting, with a new challenge."""
     return GREETING + secrets.token_bytes(CHALLENGE_BYTES)
 
 
 def answer_is_right(sent: bytes, answer: bytes, secret: bytes) -> bool:
-    """Whether a host that was sent `sent` has the secret."""
+    """Return True if an agent that was sent `sent` has the secret."""
     own, theirs = sent[len(GREETING) :], answer[:CHALLENGE_BYTES]
     return hmac.compare_digest(answer[CHALLENGE_BYTES:], _proof(b"host", own, theirs, secret))
 
 
 def proof_of_front(sent: bytes, answer: bytes, secret: bytes) -> bytes:
-    """What the front sends to a host whose answer was right."""
+    """Return the front end's proof for an agent whose answer was right."""
     return _proof(b"front", sent[len(GREETING) :], answer[:CHALLENGE_BYTES], secret)
 
 
 def prove(connection: socket.socket, secret: bytes) -> None:
-    """A host's part, whose socket has a timeout. Raises ConnectionError where the other end does
-    not have the secret, OSError where it does not speak.
+    """Authenticate as an agent; the socket must have a timeout. Raises ConnectionError if the peer
+    does not have the secret, OSError if it does not answer.
     """
     sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES)
     if not sent.startswith(GREETING):
@@ -158,8 +158,8 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Whether the other end of a connection on this machine belongs to this user. Connections over
-    a network have no owner.
+    """Return True if the peer of a connection on this machine belongs to this user. Network
+    connections have no owner and return True.
     """
     if connection.family != socket.AF_UNIX:
         return True

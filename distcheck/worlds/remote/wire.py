@@ -1,9 +1,9 @@
-"""What the front and the processes on other machines say to each other, over one connection each.
+"""Protocol between the front end and the processes on other machines, over one connection each.
 
-host -> front    Coming, Hello, DataPrepared; of its ranks Of, Written, and Signs of life
-front -> host    Prepare, StartRanks, ToRanks; Beat; Over
+agent -> front end    Coming, Hello, DataPrepared; for its ranks Of, Written, and Signs (heartbeat)
+front end -> agent    Prepare, StartRanks, ToRanks; Beat (heartbeat); Over
 
-Either side that hears nothing for the deadline holds the other for lost.
+Each side declares its peer dead if no heartbeat arrives within the deadline.
 """
 
 import socket
@@ -14,12 +14,12 @@ import msgspec
 from distcheck.worlds.framing import Line
 from distcheck.worlds.messages import Of
 
-PROTOCOL = 6  # counts up with every change of a message below
+PROTOCOL = 6  # incremented by every change of a message below
 SIGN_EVERY_S = 0.25
 
 
 class Coming(msgspec.Struct, tag=True):
-    """First words: who this is, before torch has been imported. `error`: it cannot take part."""
+    """First message: the sender's ranks, before torch is imported; `error` if it cannot run."""
 
     protocol: int
     ranks: tuple[int, ...]
@@ -29,14 +29,14 @@ class Coming(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """Ready to fork. `identity` is what must be the same everywhere, by name: versions, digests."""
+    """Ready to fork. `identity` must be equal in all processes: versions and digests, by name."""
 
     identity: dict[str, str]
     error: str = ""
 
 
 class Written(msgspec.Struct, tag=True):
-    """Part of what a rank that is gone has written into its trace."""
+    """Part of the trace of a rank that is gone."""
 
     world: int
     rank: int
@@ -45,7 +45,7 @@ class Written(msgspec.Struct, tag=True):
 
 
 class Signs(msgspec.Struct, tag=True):
-    """A sign of life, with that of the ranks: busy seconds, which are awake, which stopped."""
+    """Heartbeat with the state of the ranks: busy seconds, and which ranks are awake or stopped."""
 
     world: int
     busy_s: dict[int, float]
@@ -54,14 +54,14 @@ class Signs(msgspec.Struct, tag=True):
 
 
 class DataPrepared(msgspec.Struct, tag=True):
-    """The data set was read, or not."""
+    """The data set was read; `error` is the reason if not."""
 
     description: bytes
     error: str = ""
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Read a data set."""
+    """Request to read a data set."""
 
     name: str
     data_dir: str
@@ -69,7 +69,7 @@ class Prepare(msgspec.Struct, tag=True):
 
 
 class GivenThere(msgspec.Struct, frozen=True):
-    """What a rank is given in place of a descriptor of the front's; see `shares.Shared`."""
+    """Local replacement for a descriptor of the front end; see `shares.Shared`."""
 
     name: str
     kind: str
@@ -87,7 +87,7 @@ class RankToStart(msgspec.Struct, frozen=True):
 
 
 class StartRanks(msgspec.Struct, tag=True):
-    """Start a share of a world. `world` numbers worlds, so that late words of one are known."""
+    """Start a share of a world. `world` numbers worlds, so that late messages can be attributed."""
 
     world: int
     target: str
@@ -96,8 +96,8 @@ class StartRanks(msgspec.Struct, tag=True):
 
 
 class ToRanks(msgspec.Struct, tag=True):
-    """Of a world's ranks there: send a signal to one (`rank`, `number`), have all tell what they
-    are doing, let those that are done leave, or end what is left of them and forget them.
+    """Request about a world's ranks: "signal" sends `number` to `rank`, "ask" makes all report
+    their stacks, "release" lets finished ones exit, "close" ends and forgets all.
     """
 
     world: int
@@ -107,11 +107,11 @@ class ToRanks(msgspec.Struct, tag=True):
 
 
 class Beat(msgspec.Struct, tag=True):
-    """A sign of life of the front's."""
+    """Heartbeat of the front end."""
 
 
 class Over(msgspec.Struct, tag=True):
-    """The verdict: leave with this code."""
+    """Result of the run: exit with this code."""
 
     exit_code: int
     summary: str
@@ -122,7 +122,7 @@ FromFront = Prepare | StartRanks | ToRanks | Beat | Over
 
 
 class Wire(Line):
-    """One end of a connection between machines. Sends block, for at most `patience_s`."""
+    """One end of a connection between machines. Sends block for at most `patience_s`."""
 
     receive_bytes = 1 << 20
 
@@ -133,19 +133,19 @@ class Wire(Line):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def be_patient(self, patience_s: float) -> None:
-        """Changes how long a send, or an arrival of which nothing is there, may take."""
+        """Set the timeout of sends, and of receives if nothing has arrived."""
         self._connection.settimeout(patience_s)
 
     @property
     def own_address(self) -> str:
-        """The address of this end; empty for a socket of this machine's own kind."""
+        """The address of this end; empty for a Unix socket."""
         if self._connection.family == socket.AF_UNIX:
             return ""
         return str(self._connection.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
-        """The address of the other end; empty where it is on this machine."""
+        """The address of the other end; empty if it is on this machine."""
         if self._connection.family == socket.AF_UNIX:
             return ""
         address = str(self._connection.getpeername()[0])

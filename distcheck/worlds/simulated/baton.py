@@ -1,10 +1,9 @@
-"""Threads of which exactly one runs at a time: who has the baton.
+"""Cooperative scheduler for rank threads: exactly one runs at a time.
 
-A rank gives the baton away only where it waits: for other ranks (`block`), for time to pass
-(`sleep`), or where it asks whether something is there yet (`give_way`). The next one is the rank
-that has been ready longest, so a run is the same each time. A `choose` may say otherwise, and may
-have a rank give way after a call (`offer`), so that another order is tried. Time passes only when
-no rank is ready; then it jumps to the next rank that sleeps.
+A rank yields only when it blocks on other ranks (`block`), sleeps (`sleep`) or polls (`give_way`).
+The rank that has been ready longest runs next (FIFO), so a run is deterministic. A policy `choose`
+may select another rank, and may preempt a rank after a call (`offer`), to try another interleaving.
+Simulated time advances only when no rank is ready; it then jumps to the next wake-up time.
 """
 
 import heapq
@@ -14,11 +13,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NoReturn
 
-_ASKING_S = 0.001  # chosen: code that asks in a loop often sleeps for as long between
+_ASKING_S = 0.001  # Heuristic: polling code often sleeps that long between two polls
 
 
 class ThreadState(Enum):
-    """What a rank's thread does."""
+    """State of a rank's thread."""
 
     READY = auto()
     WAITING = auto()
@@ -27,7 +26,7 @@ class ThreadState(Enum):
 
 
 class RankThread:
-    """A rank's thread. `error` is what its wait is to raise when it gets the baton."""
+    """A rank's thread. `error` is raised by its wait when it is scheduled again."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.state = rank, ThreadState.READY
@@ -40,8 +39,8 @@ class RankThread:
 
 class Baton:
     """Runs one function per rank. `switch(before, after)` is called between two ranks, when neither
-    runs; `stuck()` when none can: it wakes one, or never returns. `overslept(rank, seconds)` is
-    called where more than `most_sleep_s` would have to pass at once, and never returns.
+    runs; `stuck()` when none can run: it wakes one, or never returns. `overslept(rank, seconds)` is
+    called if time would advance by more than `most_sleep_s` at once, and never returns.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Baton:
         return getattr(self._own, "rank", None)
 
     def run(self, main: Callable[[int], None]) -> None:
-        """Runs `main(rank)` of every rank, to the end of all."""
+        """Run `main(rank)` for every rank until all have returned."""
         for runner in self.runners:
             name = f"rank {runner.rank}"
             runner.thread = threading.Thread(
@@ -79,7 +78,7 @@ class Baton:
             runner.thread.start()
         first = self._next()
         if first.rank:
-            self._switch(0, first.rank)  # rank 0 holds the process
+            self._switch(0, first.rank)  # the process starts with the state of rank 0
         self.current = first.rank
         first.turn.release()
         self._over.wait()
@@ -88,9 +87,7 @@ class Baton:
             runner.thread.join()
 
     def block(self, waits_for: Any) -> None:
-        """Gives the baton away until `wake` was called for this rank. Raises the error that it was
-        woken with.
-        """
+        """Yield until `wake` is called for this rank. Raises the error passed to `wake`."""
         own = self.runners[self.current]
         own.state, own.waits_for = ThreadState.WAITING, waits_for
         self._pass_on(own)
@@ -100,15 +97,15 @@ class Baton:
             raise error
 
     def wake(self, rank: int, error: BaseException | None = None) -> None:
-        """Makes a rank that waits ready."""
+        """Make a blocked rank ready."""
         runner = self.runners[rank]
         if runner.state is ThreadState.WAITING:
             runner.state, runner.error = ThreadState.READY, error
             self._ready.append(runner)
 
     def give_way(self) -> None:
-        """Lets every rank that is ready run first, unless a schedule has this one go on. To ask
-        takes time, so that ranks that ask again and again come to what another one does later.
+        """Let every ready rank run first, unless the policy continues with this one. Each poll
+        advances the time, so that polling ranks reach events that another one causes later.
         """
         own = self.runners[self.current]
         self.time_s += _ASKING_S
@@ -124,7 +121,7 @@ class Baton:
                 self._pass_on(own, following)
 
     def offer(self) -> None:
-        """Lets the schedule have another rank run, if there is a schedule."""
+        """Let the policy preempt this rank, if there is a policy."""
         if self._choose is None or not self._ready:
             return
         own = self.runners[self.current]
@@ -135,14 +132,14 @@ class Baton:
             self._pass_on(own, chosen)
 
     def sleep(self, seconds: float) -> None:
-        """Gives the baton away until so much time has passed."""
+        """Yield until so many seconds have passed."""
         own = self.runners[self.current]
         own.state = ThreadState.ASLEEP
         heapq.heappush(self._asleep, (self.time_s + max(0.0, seconds), own.rank))
         self._pass_on(own)
 
     def freeze(self) -> NoReturn:
-        """Stops this thread, and with it every rank, until the process is ended."""
+        """Stop this thread, and with it every rank, until the process is ended."""
         threading.Event().wait()
         raise AssertionError("a frozen world went on")
 
@@ -159,7 +156,7 @@ class Baton:
                 self._pass_on(runner)
 
     def _next(self, chosen: int | None = None) -> RankThread:
-        """The runner that goes on: the chosen rank's, or the one that its schedule takes."""
+        """Remove and return the next runner: that of rank `chosen`, or the policy's choice."""
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
             ranks = [runner.rank for runner in self._ready]

@@ -1,4 +1,4 @@
-"""What a rank has called: the operation, its tensors, and the line of the code under test."""
+"""A call of a rank: the operation, its tensors, and the line of the code under test."""
 
 import math
 import os
@@ -20,9 +20,9 @@ _HERE = os.path.dirname(__file__) + os.sep
 class SimulatedCall(Posted):
     """One operation that one rank has posted, with its tensors.
 
-    A list or one tensor may be given for the same kind of operation. `results` [per output] are
-    what it leaves, in memory order, once `complete`; they are written to `outputs` when the rank
-    waits for it. `sizes` are those of its tensors, which it does not keep after that.
+    Calls of one kind may use a list or a single tensor. `results`, one per output, are set once it
+    is `complete`, in memory order; they are written to `outputs` when the rank waits for it.
+    `sizes` are the shapes of its tensors, which are released after that.
     """
 
     inputs: list[torch.Tensor]
@@ -32,11 +32,11 @@ class SimulatedCall(Posted):
     complete: bool = False
     delivered: bool = False
     source: int = -1
-    sender: "SimulatedCall | None" = None  # whose message a receive took
-    work: Callable[[], Any] | None = None  # gives its Work while the code under test keeps it
-    waits: int = 0  # how often its Work was waited for
-    limit_s: float = math.inf  # the code's own, after which a wait for it gives up
-    timed_out: bool = False  # nothing can complete it before its limit
+    sender: "SimulatedCall | None" = None  # the send whose message a receive took
+    work: Callable[[], Any] | None = None  # returns its Work while the code under test keeps it
+    waits: int = 0  # number of waits for its Work
+    limit_s: float = math.inf  # timeout set by the code
+    timed_out: bool = False  # nothing can complete it before its timeout
 
     def __post_init__(self) -> None:
         tensors = self.inputs or self.outputs
@@ -45,7 +45,7 @@ class SimulatedCall(Posted):
 
     @property
     def frames(self) -> list[dict[str, Any]]:
-        """Its `stack` outside of this folder, as torch's flight recorder has it."""
+        """Its `stack` outside this folder, in the format of torch's flight recorder."""
         return [
             {"filename": code.co_filename, "line": _line(code, at), "name": code.co_name}
             for code, at in self.stack
@@ -54,7 +54,7 @@ class SimulatedCall(Posted):
 
     @property
     def where(self) -> str:
-        """The line of the code under test that called it, as " at FILE:LINE"; or nothing."""
+        """The line of the code under test that called it, as " at FILE:LINE"; empty if none."""
         for code, at in self.stack:
             if is_theirs(code.co_filename):
                 return f" at {code.co_filename}:{_line(code, at)}"
@@ -62,8 +62,8 @@ class SimulatedCall(Posted):
 
     @property
     def by_index(self) -> bool:
-        """Whether gloo takes its tensors' elements in the order of their indices: others it takes
-        as they lie in memory, so that ranks with other layouts get another result (measured with
+        """True if gloo reads its tensors in logical index order. It reads other tensors in memory
+        order, so that ranks with different memory layouts get different results (measured with
         torch 2.15).
         """
         return self.kind in ("all_gather", "gather", "all_to_all") or (
@@ -72,7 +72,7 @@ class SimulatedCall(Posted):
 
 
 def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
-    """Whether code under test has made a call itself, and not code of torch's."""
+    """Return True if code under test made a call directly, not through torch's code."""
     for code, _ in stack:
         file = code.co_filename
         if not file.startswith(_HERE) and not file.endswith(ON_THE_WAY) and not is_pythons(file):
@@ -81,8 +81,8 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
 
 
 def is_shown_by_a_library() -> bool:
-    """Whether an installed package asks for a text, as pytest does of a failed test's variables:
-    what comes of it is not the code's.
+    """Return True if an installed package requests a string representation, as pytest does for the
+    variables of a failed test: it is not an access by the code under test.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and not is_theirs(frame.f_code.co_filename):
@@ -91,8 +91,8 @@ def is_shown_by_a_library() -> bool:
 
 
 def calling_stack() -> list[tuple[CodeType, int]]:
-    """The frames of the caller, innermost first, up to that of the code under test: the code of
-    each, and its place in it. What lines these are is found when a person is to see them.
+    """Return the frames of the caller up to the code under test, innermost first: each with its
+    code object and instruction offset. Line numbers are computed only when they are reported.
     """
     found = []
     frame: Any = sys._getframe(1)

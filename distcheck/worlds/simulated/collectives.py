@@ -1,6 +1,4 @@
-"""What each collective leaves on every rank, from what every rank gave. Ranks are places in the
-group here.
-"""
+"""Results of each collective on every rank, from the inputs of all ranks (group ranks)."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,12 +18,12 @@ _COMBINE: dict[str, orders.Combine] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_FEW = 4  # tensors that are written one by one; chosen
+_FEW = 4  # Heuristic: number of tensors that are copied one by one
 REDUCE_OPERATIONS = tuple(_COMBINE)
 
 
 def compute(calls: Sequence[SimulatedCall], order: str) -> None:
-    """Fills `results` of every call of one collective, which are in the order of the group."""
+    """Fill `results` of every call of one collective; `calls` are in group order."""
     if calls[0].kind in _COMPUTE:
         with torch.no_grad():
             _COMPUTE[calls[0].kind](calls, order)
@@ -34,8 +32,8 @@ def compute(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As many elements [n] as a tensor has, as they lie in memory from its first on, which is what
-    gloo takes: of a tensor with gaps that is something else than its elements.
+    """Return as many elements [n] as a tensor has, consecutive in memory from its first one, which
+    is what gloo reads. For a tensor with gaps these differ from its elements.
     """
     tensor = tensor.data.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -46,14 +44,16 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether so many elements lie behind its first: not so where elements share memory."""
+    """Return True if the storage holds that many elements from the first one on; False for some
+    expanded tensors, whose elements share memory.
+    """
     whole = tensor.untyped_storage().nbytes() // tensor.element_size()
     return bool(tensor.storage_offset() + tensor.numel() <= whole)
 
 
 def deliver(call: SimulatedCall) -> None:
-    """Writes the results to the tensors that were given for them. Versions of tensors do not
-    change, as with a backend that writes to their memory.
+    """Write the results to the output tensors without changing their version counters, as a backend
+    does that writes to their memory.
     """
     with torch.no_grad():
         if call.by_index and len(call.outputs) > _FEW:
@@ -103,8 +103,8 @@ def _reduce(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
-    """gloo reduces each tensor of a list to its rank, and one tensor as a whole (measured with
-    torch 2.15, worlds 5 and 7).
+    """Compute reduce_scatter. gloo reduces each tensor of a list to its rank, but a single tensor
+    as a whole (measured with torch 2.15, world sizes 5 and 7).
     """
     if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
         for place, call in enumerate(calls):
@@ -127,7 +127,7 @@ def _broadcast(calls: Sequence[SimulatedCall], order: str) -> None:
 
 def _all_gather(calls: Sequence[SimulatedCall], order: str) -> None:
     given = torch.cat([_whole(call) for call in calls])
-    cut: dict[int, list[torch.Tensor]] = {}  # by their number, which says their sizes, too
+    cut: dict[int, list[torch.Tensor]] = {}  # by the number of outputs, which fixes their sizes
     for call in calls:
         count = len(call.outputs)
         if count not in cut:

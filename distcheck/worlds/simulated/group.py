@@ -24,7 +24,7 @@ TORCH_NAME = "distcheck_simulated"
 
 
 def register() -> str:
-    """Makes torch know these groups as a backend; returns its name."""
+    """Register these groups as a backend of torch; return its name."""
     if not hasattr(dist.Backend, TORCH_NAME.upper()):
         dist.Backend.register_backend(TORCH_NAME, create, extended_api=True, devices=["cpu"])
     return TORCH_NAME
@@ -48,11 +48,11 @@ class SimulatedGroup(PythonGroup):
         self._limit_s = options.timeout.total_seconds()
 
     def set_timeout(self, timeout: Any) -> None:
-        """Sets after how long a call may give up, instead of what the group was made with."""
+        """Set the timeout of calls, which replaces that of the group's creation."""
         self._limit_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """What `destroy_process_group` calls; no call can follow."""
+        """Mark the group as destroyed (by `destroy_process_group`); no call may follow."""
         self._destroyed = True
         if self._made is not None:
             self._made.destroyed = True
@@ -62,26 +62,24 @@ class SimulatedGroup(PythonGroup):
     # -- collectives ----------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """The root's elements to everybody. Code may call it with a tensor and the root."""
+        """Copy the root's elements to all ranks. `opts` may be options or the root."""
         tensors, root = _as_list(tensors), self._ranks[getattr(opts, "rootRank", opts)]
         return self._post(
             opts, "broadcast", "broadcast", tensors, tensors, counts=tensors, root=root
         )
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """A tensor, reduced over the ranks, on every rank. Code may call it with a tensor and the
-        reduce operation.
-        """
+        """Reduce a tensor over the ranks, to all. `opts`: options or the reduce operation."""
         tensors, op = _as_list(tensors), self._operation("all_reduce", opts)
         return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
-        """Several tensors, reduced over the ranks as one."""
+        """Reduce several tensors over the ranks as one call."""
         kind, op = "all_reduce_coalesced", self._operation("all_reduce_coalesced", opts)
         return self._post(opts, kind, kind, tensors, tensors, counts=tensors, op=op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """The same, on the root only; elsewhere the tensor stays as it is."""
+        """Reduce a tensor over the ranks, to the root only; other ranks' tensors are unchanged."""
         root, op = self._ranks[opts.rootRank], self._operation("reduce", opts)
         results = tensors if opts.rootRank == self._rank else []
         return self._post(
@@ -89,7 +87,7 @@ class SimulatedGroup(PythonGroup):
         )
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Every rank's input to every rank, a tensor each."""
+        """Gather every rank's input on every rank, one output tensor each."""
         (output,), (tensor,) = outputs, inputs
         check_list("all_gather", self._size, output, tensor)
         return self._post(opts, "all_gather", "all_gather", inputs, output, counts=inputs)
@@ -97,13 +95,13 @@ class SimulatedGroup(PythonGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Every rank's input to every rank, one after the other in one tensor."""
+        """Gather every rank's input on every rank, concatenated in one tensor."""
         name = "all_gather_into_tensor"
         check_parts(name, self._size, whole=output, part=tensor)
         return self._post(opts, "all_gather", name, [tensor], [output], counts=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Every rank's input to the root, a tensor each."""
+        """Gather every rank's input on the root, one output tensor each."""
         results = outputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             check_list("gather", self._size, results, inputs[0])
@@ -111,7 +109,7 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "gather", "gather", inputs, results, counts=inputs, root=root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
+        """Gather every rank's input on the root, concatenated in one tensor (torch 2.15)."""
         results = []
         if self._rank == opts.rootRank and output is not None:
             check_parts("gather_single", self._size, whole=output, part=tensor)
@@ -122,7 +120,7 @@ class SimulatedGroup(PythonGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """One of the root's tensors to each rank."""
+        """Send one of the root's tensors to each rank."""
         parts = inputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             check_list("scatter", self._size, parts, outputs[0])
@@ -130,7 +128,7 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "scatter", "scatter", parts, outputs, counts=outputs, root=root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Part r of every rank's list, reduced, to rank r. Parts may be of several sizes."""
+        """Reduce part r of every rank's list, to rank r. Parts may have different sizes."""
         (output,), (parts,) = outputs, inputs
         name = "reduce_scatter"
         check_length(name, self._size, parts)
@@ -140,14 +138,14 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, name, name, parts, [output], counts=parts, op=op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """The same, of one tensor cut into equal parts."""
+        """Reduce one tensor and split it into equal parts, part r to rank r."""
         name = "reduce_scatter_tensor"
         check_parts(name, self._size, whole=tensor, part=output)
         op = self._operation(name, opts)
         return self._post(opts, "reduce_scatter", name, [tensor], [output], counts=[tensor], op=op)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Tensor r of every rank's list to rank r; sizes may differ."""
+        """Send tensor r of every rank's list to rank r; sizes may differ."""
         for tensors in (outputs, inputs):
             check_length("all_to_all", self._size, tensors)
         sent, received = (tuple(t.numel() for t in tensors) for tensors in (inputs, outputs))
@@ -163,7 +161,7 @@ class SimulatedGroup(PythonGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """Rows of one tensor to each rank: equally many, or as the splits say."""
+        """Send rows of one tensor to each rank: equally many, or as the splits specify."""
         name = "all_to_all_single"
         self._check_contiguous(name, [output, tensor])
         sent = elements_by_rank(name, self._size, tensor, input_splits or ())
@@ -174,34 +172,34 @@ class SimulatedGroup(PythonGroup):
         )  # fmt: skip
 
     def barrier(self, opts: Any = None) -> Any:
-        """Completes once every rank has called it."""
+        """Complete once every rank has called it."""
         return self._post(opts, "barrier", "barrier", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """The same, within a time. Code may catch the error that it raises after that."""
+        """Complete once every rank has called it, or raise after a timeout."""
         work = self._post(None, "monitored_barrier", "monitored_barrier", [], [])
         work.wait(*((timeout,) if timeout is not None else ()))
 
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        """One tensor to one rank. It is complete when that rank receives it, as with gloo."""
+        """Send one tensor to one rank. It completes when that rank receives it, as with gloo."""
         peer = self._ranks[destination]
         self._check_contiguous("send", tensors)
         return self._post(None, "send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        """One tensor from one rank; the message must fill it."""
+        """Receive one tensor from one rank; the message must fill it."""
         peer = self._ranks[source]
         self._check_contiguous("recv", tensors)
         return self._post(None, "recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """One tensor from whichever rank sends one: the one that has sent first."""
+        """Receive one tensor from any rank: the message that was sent first."""
         self._check_contiguous("recv", tensors)
         return self._post(None, "recv", "recv", [], tensors, counts=tensors, tag=tag)
 
-    # -- how a call is made ---------------------------------------------------------------------
+    # -- posting a call --------------------------------------------------------------------------
 
     def _post(
         self,
@@ -214,8 +212,8 @@ class SimulatedGroup(PythonGroup):
         counts: Sequence[torch.Tensor] = (),
         **about: Any,
     ) -> SimulatedWork:
-        """Posts a call. `counts` are the tensors whose sizes must be alike on all ranks; `about` is
-        what else the call has: `op`, `root`, `peer`, `tag`, `in_splits` and `out_splits`.
+        """Post a call. `counts` are the tensors whose sizes must be equal on all ranks; `about`
+        holds further fields of the call: `op`, `root`, `peer`, `tag`, `in_splits` and `out_splits`.
         """
         rank = self._world.running_rank(f"calls {name}")
         if self._destroyed:
@@ -265,14 +263,14 @@ class SimulatedGroup(PythonGroup):
                 )
 
     def _check_contiguous(self, name: str, tensors: Tensors) -> None:
-        """As gloo does, for calls that it refuses otherwise."""
+        """Raise ValueError for a tensor with gaps, in calls that gloo refuses for such tensors."""
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: tensors must be contiguous")
 
 
 def _counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers of elements that must be alike on all ranks. Equal parts of a reduce_scatter may
-    be a list or one tensor.
+    """Return the numbers of elements that must be equal on all ranks. Equal parts of a
+    reduce_scatter may be a list or one tensor, so they are summed.
     """
     counts = tuple(tensor.numel() for tensor in tensors)
     return (sum(counts),) if kind == "reduce_scatter" and len(set(counts)) == 1 else counts

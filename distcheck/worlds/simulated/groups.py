@@ -1,13 +1,13 @@
-"""The groups that ranks make: whether they make the same ones, and which are never destroyed.
+"""The groups that ranks create: whether ranks agree on them, and which are never destroyed.
 
-torch names groups by counting them, so that ranks which make others, or in another order, have one
+torch names groups by a counter, so ranks that create different groups, or in another order, use one
 name for different groups.
 
 torch keeps each group, with its threads and connections, until it is destroyed or the process ends.
-Several groups of the same ranks that are made at set-up are usual, and so is one for each layer. So
-a group counts as left behind only if its rank has called it, and calls it no more once the same
-line has made the next one of the same ranks: then a step has made it anew. One that its rank never
-calls counts if the next one was made in a later step.
+Several groups of the same ranks created at setup are normal, and so is one per layer. A group is
+therefore reported as leaked only if its rank has called it, and no longer calls it once the same
+line has created the next group of the same ranks: then a step creates it anew. A group that its
+rank never calls is reported if the next one was created in a later step.
 """
 
 from collections import defaultdict
@@ -20,43 +20,43 @@ from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated.calls import calling_stack, is_called_by_theirs
 
 NOT_DESTROYED = "groups-not-destroyed"
-_FEWEST = 3  # made anew after the last one was of use: two could be a rest of setting up; chosen
-_MOST_NAMED = 8  # ranks; chosen
+_FEWEST = 3  # Heuristic: two could be a remainder of setup
+_MOST_NAMED = 8  # Heuristic: ranks that a message lists
 _Line = tuple[
     str, tuple[int, ...]
-]  # of the code under test, and the ranks that it makes a group of
+]  # of the code under test, and the ranks of the group created there
 
 
 @dataclass(eq=False)
 class MadeGroup:
-    """A group that a line of the code under test has made on one rank; `alike` are those that it
-    has made there of the same ranks, in order.
+    """A group that a line of the code under test created on one rank; `alike` are all groups of the
+    same ranks that it created there, in order.
     """
 
     alike: list["MadeGroup"]
     step: int
     called: bool = False
-    called_later: bool = False  # since the next one was made
+    called_later: bool = False  # after the next one was created
     destroyed: bool = False
 
     def call(self) -> None:
-        """Notes that its rank calls something in it."""
+        """Record that its rank calls it."""
         self.called = True
         self.called_later |= self.alike[-1] is not self
 
 
 class GroupsMade:
-    """The groups that each rank has made."""
+    """The groups that each rank has created."""
 
     def __init__(self) -> None:
         self._times: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._by_name: defaultdict[tuple[str, int], dict[int, _Line]] = defaultdict(dict)
         self._by_line: defaultdict[tuple[int, _Line], list[MadeGroup]] = defaultdict(list)
-        self.steps: defaultdict[int, int] = defaultdict(int)  # that each rank is in
+        self.steps: defaultdict[int, int] = defaultdict(int)  # current step of each rank
 
     def made(self, rank: int, name: str, ranks: Sequence[int]) -> MadeGroup | None:
-        """A rank makes a group; one that it makes again is another one. Returns what is noted of
-        it, if code under test makes it itself.
+        """Record that a rank creates a group; the same group created again is a new one. Returns
+        its record if code under test creates it directly, else None.
         """
         self._times[rank, name] += 1
         line = place_of_caller(), tuple(ranks)
@@ -68,7 +68,7 @@ class GroupsMade:
         return alike[-1]
 
     def mismatch(self) -> str:
-        """The first group that not all ranks have made of the same ranks, in a sentence."""
+        """Return a sentence about the first group whose ranks disagree; empty if none."""
         for made in self._by_name.values():
             alike: dict[_Line, list[int]] = {}
             for rank, line in sorted(made.items()):
@@ -83,7 +83,7 @@ class GroupsMade:
         return ""
 
     def not_destroyed(self) -> Iterator[str]:
-        """What was made and never destroyed, a sentence for each line."""
+        """Yield one sentence for each line whose groups are never destroyed."""
         leaks: defaultdict[_Line, dict[int, int]] = defaultdict(dict)
         for (rank, line), groups in self._by_line.items():
             kept = [group for group in groups if not group.destroyed]

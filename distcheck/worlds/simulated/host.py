@@ -1,7 +1,7 @@
-"""The process that holds a simulated world: runs the job of every rank as a thread.
+"""The process that runs a simulated world: every rank's job in a thread.
 
-What a rank says goes to the front with its number. A world that can go no further says so, and
-what every rank was doing; then the front ends this process.
+Events of a rank are sent to the front end with the rank's number. A world that cannot proceed sends
+the reason and every rank's stack; then the front end ends this process.
 """
 
 import importlib
@@ -38,7 +38,7 @@ from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
 _NO_TURN = "waits for its turn, which rank {} does not give away"
 _STOPPED = "was stopped, because of what rank {} did"
-_STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
+_STACK_BYTES = 8 << 20  # of address space: unused stack takes no memory
 
 
 def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
@@ -47,8 +47,8 @@ def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
 
 
 class RankReporter(Reporter):
-    """One rank's line to the front: the process's, with the rank's number on what it says. `begun`
-    is called with the rank and a step that it begins.
+    """One rank's connection to the front end: that of the process, with the rank's number added to
+    each event. `begun` is called with the rank and each step that it begins.
     """
 
     def __init__(self, reporter: Reporter, rank: int, begun: Callable[[int, int], None]) -> None:
@@ -64,7 +64,7 @@ class RankReporter(Reporter):
 
 
 class RankStream(io.TextIOBase):
-    """What a rank prints, line by line."""
+    """A rank's output stream, sent line by line."""
 
     def __init__(self, reporter: RankReporter) -> None:
         self._reporter, self._begun = reporter, ""
@@ -73,7 +73,7 @@ class RankStream(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        """The process's own output, for code that writes to it directly."""
+        """Return the process's own stdout, for code that writes to it directly."""
         return 1
 
     def write(self, text: str) -> int:
@@ -83,7 +83,7 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Sends what has been begun."""
+        """Send an incomplete line."""
         if self._begun:
             self._send(self._begun)
             self._begun = ""
@@ -106,7 +106,7 @@ class SimulatedHost:
     ) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
         module, _, name = asked.target.partition(":")
-        # Before anything is a rank's own: all ranks run the same job.
+        # Import it before any state is per rank: all ranks run the same job.
         self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.starts))
         self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
@@ -126,10 +126,10 @@ class SimulatedHost:
             schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
             keeps_choices=keeps_choices,
         )
-        self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
+        self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # a private mapping in a search
         self._ending = threading.Lock()
         self._refused = False
-        self._done = 0  # ranks whose job has returned
+        self._done = 0  # number of ranks whose job has returned
 
     @property
     def world(self) -> simulated.SimulatedWorld:
@@ -155,7 +155,7 @@ class SimulatedHost:
 
     def _live(self, rank: int) -> None:
         reporter = self._reporters[rank]
-        torch.get_num_threads()  # so that what a rank sets is its thread's, and no other's
+        torch.get_num_threads()  # makes torch's settings of a rank its thread's only
         try:
             result = self._target(self._asked.starts[rank].payload, self._fds_of(rank), reporter)
             self._world.end_of_rank(rank)
@@ -172,7 +172,7 @@ class SimulatedHost:
             self._world.lose(rank)
         except BaseException as error:
             if self._refused and isinstance(error, NotSimulatedError):
-                self._world.baton.freeze()  # a thread's refusal, of which the front knows
+                self._world.baton.freeze()  # refused in a thread; the front end has the reason
             self._flush(rank)
             if place := limits.place_of_cuda(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
@@ -180,7 +180,7 @@ class SimulatedHost:
             self._world.lose(rank)
 
     def _remark(self) -> None:
-        """Says what the world has seen, before the last of its ranks says that it is done."""
+        """Send the world's findings before the last rank reports that it is done."""
         self._done += 1
         if self._done == len(self._reporters):
             left = [(NOT_DESTROYED, text) for text in self._world.groups.not_destroyed()]
@@ -188,7 +188,7 @@ class SimulatedHost:
                 self._reporter.send(messages.Remarked(name, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:
-        """Sends what a rank has begun to print, also where code has put another stream there."""
+        """Send a rank's incomplete line, also if code has replaced the stream."""
         with suppress(Exception):
             sys.stdout.flush()
         self._streams[rank].flush()
@@ -206,7 +206,7 @@ class SimulatedHost:
         return found
 
     def _recorded(self) -> list[dict[str, Any]]:
-        """The last calls of this thread's rank, as torch's flight recorder has them."""
+        """Return the last calls of this thread's rank, in the format of torch's flight recorder."""
         rank = self._world.baton.rank
         return [] if rank is None else self._entries_of(rank)
 
@@ -214,7 +214,7 @@ class SimulatedHost:
         return [_as_entry(call) for call in list(self._world.latest[rank])]
 
     def _ended(self, how: simulated.End, what: str) -> None:
-        """Says how the world ends; once."""
+        """Report how the world ends; once."""
         if not self._ending.acquire(blocking=False):
             self._world.baton.freeze()
         if how == "refused":
@@ -232,13 +232,13 @@ class SimulatedHost:
         self._reporter.send(messages.Proven(how, messages.printable(what)))
 
     def tell_stacks(self) -> None:
-        """Says what every rank is doing, where the world has hung."""
+        """Report every rank's stack after the world has hung."""
         if self._ending.acquire(blocking=False):
             self._tell_ranks(ThreadState.READY, ThreadState.ASLEEP)
 
     def _tell_ranks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
-        """Says of every rank what it does; those in a state that is not their doing did not end
-        by what they do themselves, and `why` says so.
+        """Report every rank's stack. A rank in one of the states `blameless` is not responsible for
+        the end; `why` is added to its stack.
         """
         frames = sys._current_frames()
         for runner in self._world.baton.runners:
@@ -290,7 +290,7 @@ def _as_entry(call: SimulatedCall) -> dict[str, Any]:
 
 
 def _where_left(error: BaseException) -> Any:
-    """The frame in which a rank called os._exit."""
+    """Return the frame in which a rank called os._exit."""
     found = error.__traceback__
     while found is not None and found.tb_next is not None and found.tb_next.tb_next is not None:
         found = found.tb_next

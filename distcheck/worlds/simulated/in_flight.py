@@ -1,11 +1,11 @@
-"""Tensors that a call still reads or writes: which rank may not use them yet, and how.
+"""Race detection: tensors of calls in flight that their rank uses too early.
 
-From the moment a call is posted until its rank has waited for it, the call may read what it sends
-and write what it leaves. Until then the rank may only read the first, and must not touch the
-second. Operations are seen by a dispatch mode, which is there only while a call is in flight, and
-methods that read memory by themselves (`tolist`, `repr`, pickle) where they begin. What does not
-go through torch (NumPy's view of a tensor) is not seen. Calls of torch's own code are not watched:
-DDP, FSDP and the pipeline schedules wait in ways of their own.
+From the moment a call is posted until its rank has waited for it, the call may read its inputs and
+write its outputs. Until then the rank may only read the inputs, and must not touch the outputs.
+Operations are observed by a dispatch mode, which is active only while a call is in flight, and by
+hooks on methods that read memory directly (`tolist`, `repr`, pickle). Accesses outside torch
+(NumPy's view of a tensor) are not observed. Calls made by torch's own code are not checked: DDP,
+FSDP and the pipeline schedules synchronize by other means.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +18,20 @@ from distcheck.machine import compat
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
 
-_SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
-# Operations that take a tensor for its size or its storage, and touch no element.
+_SEEN = "aten"  # operations that touch memory; others are c10d's, or only metadata
+# Operations that use a tensor's size or storage, and touch no element.
 _TOUCH_NOTHING = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
     "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     "is_same_size", "is_pinned", "is_set_to", "set_", "resize_", "resize_as_", "record_stream",
     "result_type",
 }  # fmt: skip
-_MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chosen
+_MOST_BYTES = 1 << 26  # Heuristic: limit for comparing memory with gaps byte by byte
 
 
 @dataclass(eq=False)
 class Held:
-    """A tensor of a call in flight: of the storage at `address` the bytes from `begin` to `end`."""
+    """A tensor of a call in flight: the bytes `begin` to `end` of the storage at `address`."""
 
     call: SimulatedCall
     tensor: torch.Tensor
@@ -43,7 +43,7 @@ class Held:
 
 
 class InFlight(compat.TorchDispatchMode):
-    """The tensors that calls of one rank hold. `accuse(what)` never returns."""
+    """The tensors in use by calls of one rank. `accuse(what)` reports a race and never returns."""
 
     def __init__(self, rank: int, accuse: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,10 +52,10 @@ class InFlight(compat.TorchDispatchMode):
         self._calls: dict[SimulatedCall, list[int]] = {}
 
     def begin(self, call: SimulatedCall) -> None:
-        """Notes a call that is posted now, and checks that its tensors are free for it."""
+        """Record a call that is posted now, and check its tensors against other calls."""
         of_their_code = is_called_by_theirs(call.stack)
         if not of_their_code and not self._held:
-            return  # DDP gathers a tensor of every rank on each: of 1,024 a million
+            return  # DDP gathers a tensor per rank on each: a million for 1,024 ranks
         only_gives = call.kind == "broadcast" and call.rank == call.root
         written = [] if only_gives else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
@@ -83,14 +83,14 @@ class InFlight(compat.TorchDispatchMode):
         return list(self._calls)
 
     def read(self, tensor: torch.Tensor, how: str) -> None:
-        """Checks what a method of a tensor reads, before it does."""
+        """Check an access by a method of a tensor, before it happens."""
         if self._held and (held := hold(None, tensor, False)) is not None:
             self._check(held, how)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Checks what an operation uses, before it does."""
+        """Check the tensors of an operation, before it runs."""
         kwargs = kwargs or {}
         if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
             for tensor, writes in _touched(func, args, kwargs):
@@ -131,7 +131,7 @@ class InFlight(compat.TorchDispatchMode):
     # -- the stack of modes ---------------------------------------------------------------------
 
     def _look_on(self) -> None:
-        """Puts this below all other modes, which are taken off in their own order."""
+        """Push this mode below all other modes, which are popped in their own order."""
         modes = compat.modes()
         if not modes:
             compat.push_mode(self)
@@ -147,7 +147,7 @@ class InFlight(compat.TorchDispatchMode):
 
 
 def unseen() -> Any:
-    """Within it, operations of this thread are not looked at: those of distcheck itself."""
+    """Return a context in which this thread's operations are not observed, for distcheck's own."""
     return compat.without_modes()
 
 
@@ -170,7 +170,7 @@ def _name(func: Any) -> str:
 def _touched(
     func: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The tensors that an operation reads or writes. What it only makes a view of is neither."""
+    """Yield the tensors that an operation reads, or writes (True), without views."""
     for place, argument in enumerate(compat.schema_of(func).arguments):
         given = args[place] if place < len(args) else named.get(argument.name)
         alias = argument.alias_info
@@ -182,7 +182,7 @@ def _touched(
 
 
 def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
-    """Where a tensor lies in memory; None where it has none that can be compared."""
+    """Return the memory range of a tensor; None if it has none that can be compared."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:
@@ -197,7 +197,7 @@ def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie from its first to its last."""
+    """Return the number of elements of memory from its first to its last one."""
     if tensor.is_contiguous():
         return tensor.numel()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -205,20 +205,20 @@ def span_of(tensor: torch.Tensor) -> int:
 
 
 def overlap(one: Held, other: Held) -> bool:
-    """Whether two tensors of one storage share a byte."""
+    """Return True if two tensors of one storage share a byte."""
     begin, end = min(one.begin, other.begin), max(one.end, other.end)
     if one.begin >= other.end or other.begin >= one.end:
         return False
     if one.dense and other.dense:
         return True
     if end - begin > _MOST_BYTES:
-        return False  # not known
+        return False  # unknown, so nothing is reported
     with unseen():
         return bool((_bytes_of(one, begin, end) & _bytes_of(other, begin, end)).any())
 
 
 def _bytes_of(held: Held, begin: int, end: int) -> torch.Tensor:
-    """Which bytes [n] of a stretch of memory a tensor has."""
+    """Return a mask [n] of the bytes of a memory range that belong to a tensor."""
     tensor, found = held.tensor, torch.zeros(end - begin, dtype=torch.bool)
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]

@@ -1,16 +1,16 @@
-"""What the ranks of one process would share, and ranks in processes do not: it is exchanged
-whenever another rank runs.
+"""Per-rank state of a simulated world: state that ranks in one process would share, and separate
+processes do not, is swapped whenever another rank runs.
 
-    random numbers    of torch, Python and numpy
-    environment       `os.environ`; what C code reads of it is the process's
-    settings          of Python and torch, and the groups of torch.distributed: see settings.py
-    patches           what code sets in modules and classes that all ranks share: see patches.py
-    modules           those of the code under test: every rank imports its own, so that a global
-                      variable in one is the rank's. Python's, torch's, distcheck's and what is
-                      installed beside them are shared, and so are modules with compiled code.
-    working directory once a rank has changed it
-    streams           sys.stdout and sys.stderr
-    what a job says   attributes that `owned.py` names
+ RNG state         of torch, Python and NumPy
+ environment       `os.environ`; C code reads the environment of the process
+ settings          of Python and torch, and the groups of torch.distributed: see settings.py
+ patches           attributes that code sets in modules and classes shared by all ranks: patches.py
+ modules           of the code under test: every rank imports its own copy, so that a global
+                   variable in one is per rank. Python's, torch's, distcheck's and installed
+                   modules are shared, and so are modules with compiled code.
+ working directory once a rank has changed it
+ streams           sys.stdout and sys.stderr
+ job state         attributes that `owned.py` lists
 """
 
 import _random
@@ -44,8 +44,8 @@ _Words = ctypes.c_uint32 * 625
 
 @dataclass
 class GeneratorStates:
-    """The states of one rank. Of NumPy's, `numpy` is all of it and `words` its twister; both are
-    None where NumPy is not there.
+    """The RNG states of one rank. `numpy` is NumPy's complete state and `words` the words of its
+    Mersenne Twister; both are None if NumPy is not imported.
     """
 
     torch: torch.Tensor
@@ -56,28 +56,28 @@ class GeneratorStates:
 
 
 class Generators:
-    """Those of this process."""
+    """The RNGs of this process."""
 
     def __init__(self) -> None:
         self._python = _words_of_python()
         self._numpy: memoryview | None = None
         self._source: Any = None
-        self._kept = 1  # whether NumPy now keeps a normal number for the next draw
+        self._kept = 1  # nonzero if NumPy may hold a cached normal number for the next draw
 
     def beginning(self) -> GeneratorStates:
-        """The states as they are now, for a rank to begin with."""
+        """Return the current states, as the initial ones of a rank."""
         found = GeneratorStates(torch.default_generator.get_state(), self._python_now())
         self._take_numpy(found)
         return found
 
     def take(self, own: GeneratorStates) -> None:
-        """Notes the states of the rank that ran."""
+        """Save the states of the rank that ran."""
         own.torch = torch.default_generator.get_state()
         own.python = self._python_now()
         self._take_numpy(own)
 
     def give(self, own: GeneratorStates) -> None:
-        """Sets the states of the rank that runs now. Those of the last one have been taken."""
+        """Restore the states of the rank that runs next. Those of the last one have been saved."""
         torch.default_generator.set_state(own.torch)
         if self._python is None:
             random.setstate(own.python)
@@ -98,7 +98,7 @@ class Generators:
         if self._source is None or source is not self._source:
             self._source, self._numpy = source, _words_of_numpy(numpy, source)
         words = None if self._numpy is None else bytes(self._numpy)
-        # A normal number that is kept for the next draw can go without a trace in the words.
+        # Consuming a cached normal number does not change the words.
         same = words is not None and words == own.words and source is own.source
         if not same or own.numpy["has_gauss"]:
             own.numpy, own.words, own.source = numpy.get_state(legacy=False), words, source
@@ -120,7 +120,7 @@ def _source_of(numpy: Any) -> Any:
 
 
 def _words_of_python() -> memoryview | None:
-    """Where Python's twister lies; None where that is not known."""
+    """Return the memory of Python's Mersenne Twister; None if its place is unknown."""
     if _random.Random.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Words):
         return None
     _, words, _ = random.getstate()
@@ -129,7 +129,7 @@ def _words_of_python() -> memoryview | None:
 
 
 def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
-    """Where NumPy's twister lies; None where that is not known, or it is another generator."""
+    """Return the memory of NumPy's Mersenne Twister; None for another generator."""
     state = numpy.get_state(legacy=False)
     if state["bit_generator"] != "MT19937" or source is None:
         return None
@@ -138,13 +138,13 @@ def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
 
 
 def _view(address: int, words: tuple[int, ...]) -> memoryview | None:
-    """The bytes at an address, if they are these words."""
+    """Return a view of the bytes at an address, if they are these words; None otherwise."""
     if tuple(_Words.from_address(address)) != words:
         return None
     return memoryview((ctypes.c_ubyte * ctypes.sizeof(_Words)).from_address(address)).cast("B")
 
 
-# Names in modules; those that a release of Python or torch does not have are left out.
+# Names in modules; names missing in the running version of Python or torch are skipped.
 _NAMES: Mapping[str, Sequence[str]] = {
     "builtins": ("print", "input", "open", "__import__"),
     "logging": (
@@ -161,7 +161,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
 
 
 class ProcessSettings:
-    """Those of this process. What a rank has of its own is of no meaning elsewhere."""
+    """The settings of this process. Values saved for a rank are meaningless elsewhere."""
 
     def __init__(self) -> None:
         self._modules = []
@@ -179,7 +179,6 @@ class ProcessSettings:
         self._now = self._torch_now()
 
     def beginning(self) -> Any:
-        """The settings as they are now, for a rank to begin with."""
         names = [[_own(module[name]) for name in names] for module, names, _ in self._modules]
         others = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects[1:]]
         return names, [compat.fresh_groups_state(), *others], self._torch_now()
@@ -190,7 +189,7 @@ class ProcessSettings:
         return values, [one.__dict__ for one in self._objects], self._now
 
     def give(self, own: Any) -> None:
-        """Sets those of the rank that runs now. Those of the last one have been taken."""
+        """Restore the settings of the rank that runs next; the last one's are saved."""
         values, objects, of_torch = own
         before = warnings.filters
         for (module, names, _), these in zip(self._modules, values, strict=True):
@@ -198,7 +197,7 @@ class ProcessSettings:
         for one, state in zip(self._objects, objects, strict=True):
             one.__dict__ = state
         if before != warnings.filters and (changed := getattr(warnings, "_filters_mutated", None)):
-            changed()  # without it, what a place has warned of once stays silent
+            changed()  # otherwise a line that has warned once stays silent
         if of_torch != self._now:
             for (_, put), value, is_now in zip(self._of_torch, of_torch, self._now, strict=True):
                 if value is not None and value != is_now:
@@ -207,7 +206,7 @@ class ProcessSettings:
     def _torch_now(self) -> list[Any]:
         try:
             return [get() for get, _ in self._of_torch]
-        except RuntimeError:  # code has set torch's two interfaces for one thing apart
+        except RuntimeError:  # code has set torch's two interfaces to one setting differently
             return [_or_nothing(get) for get, _ in self._of_torch]
 
 
@@ -227,7 +226,7 @@ def _or_nothing(get: Callable[[], Any]) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """A value for one rank: containers are copied."""
+    """Return a value for one rank: containers are copied."""
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
@@ -237,7 +236,7 @@ _NOTHING = Owned()
 
 @dataclass
 class Own:
-    """What one rank has of its own."""
+    """State of one rank."""
 
     numbers: GeneratorStates
     settings: Any
@@ -251,8 +250,8 @@ class Own:
 
 
 class Isolation:
-    """Exchanges what is a rank's own. All ranks begin with what this process has now, and with
-    `environments`, one for each; of what the job has `owned`, with its first values.
+    """Swaps per-rank state. All ranks begin with the current state of this process, with their
+    entry of `environments`, and with the initial values of the attributes that the job has `owned`.
     """
 
     def __init__(
@@ -267,10 +266,10 @@ class Isolation:
         _hear_of_folders()
         _folders.differ = False
         self._shared = _shared_folders()
-        self._known_files: dict[str, bool] = {}  # whether a file's module is a rank's own
+        self._known_files: dict[str, bool] = {}  # True if a file's module is per rank
         self._settings = ProcessSettings()
         self._patches = Patches(self._is_own, _libraries())
-        self._first = frozenset(sys.modules)  # what all ranks share, whatever it is
+        self._first = frozenset(sys.modules)  # shared by all ranks
         self._latest = next(reversed(sys.modules))
         self._own = [
             self._beginning(dict(variables), own, owned.begin())
@@ -282,16 +281,16 @@ class Isolation:
         self._before.module_locks = self._locks._module_locks
 
     def begin(self, rank: int) -> None:
-        """Gives this process to the first rank that runs."""
+        """Give this process the state of the first rank that runs."""
         self._enter(self._own[rank])
 
     def switch(self, before: int, after: int) -> None:
-        """Takes what the one rank has, and gives the other what it had."""
+        """Save the state of one rank, and restore that of the other."""
         self._leave(self._own[before])
         self._enter(self._own[after])
 
     def end(self) -> None:
-        """Gives this process back what it had before its first rank ran, after the last one."""
+        """Restore the state of this process before its first rank; call it after the last."""
         self._take_modules({})
         self._settings.take()
         self._enter(self._before)
@@ -343,8 +342,8 @@ class Isolation:
             os.chdir(own.folder)
 
     def _take_modules(self, known: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-        """Those of the code under test. They come after the latest one that all ranks share; where
-        code has removed that one, all are looked at.
+        """Remove and return the modules of the code under test. They follow the latest shared one
+        in `sys.modules`; if code has removed that one, all are examined.
         """
         names = list(takewhile(lambda name: name != self._latest, reversed(sys.modules)))
         if not names:
@@ -363,14 +362,14 @@ class Isolation:
 
     @staticmethod
     def _shared_parent(name: str, own: Mapping[str, ModuleType]) -> ModuleType | None:
-        """The package of one of the ranks' modules, if all ranks share it: the module must not be
-        found through it.
+        """Return the package of a per-rank module if all ranks share the package: it must not keep
+        the module as an attribute.
         """
         parent = name.rpartition(".")[0]
         return None if not parent or parent in own else sys.modules.get(parent)
 
     def _is_own(self, module: ModuleType | None) -> bool:
-        """Whether a module is of the code under test, and so each rank's own."""
+        """Return True if a module belongs to the code under test, and so is per rank."""
         file = _file_of(module)
         if file is None:
             return self._is_made_by_code(module)
@@ -380,8 +379,8 @@ class Isolation:
         return known
 
     def _is_made_by_code(self, module: ModuleType | None) -> bool:
-        """Whether a module is of no file and of no loader, and not one of a package that all ranks
-        share, which has made it for all of them.
+        """Return True if a module has neither a file nor a loader, and does not belong to a shared
+        package, which would have created it for all ranks.
         """
         if type(module) is not ModuleType or module.__spec__ is not None:
             return False
@@ -396,7 +395,7 @@ def is_of_ranks(file: str) -> bool:
 
 
 def code_under_test() -> list[ModuleType]:
-    """The modules of the code under test that this process has imported."""
+    """Return the modules of the code under test that this process has imported."""
     shared, found = _shared_folders(), []
     for module in list(sys.modules.values()):
         file = _file_of(module)
@@ -406,21 +405,21 @@ def code_under_test() -> list[ModuleType]:
 
 
 def _file_of(module: ModuleType | None) -> str | None:
-    """A module's file, or of a package without one its folder."""
+    """Return a module's file, or the folder of a package without one."""
     file = getattr(module, "__file__", None)
-    if file is None:  # a folder without __init__.py, or built in
+    if file is None:  # a folder without __init__.py, or a builtin module
         file = next(iter(getattr(module, "__path__", ())), None)
     return file if isinstance(file, str) else None
 
 
 def _is_theirs(file: str, shared: tuple[str, ...]) -> bool:
-    if not os.path.isabs(file):  # as of torch.ops
+    if not os.path.isabs(file):  # for example torch.ops
         return False
     return not file.endswith(_COMPILED) and not os.path.normpath(file).startswith(shared)
 
 
 class _Folders:
-    """Whether a rank of the world that runs has changed its working directory."""
+    """Records whether a rank of the running world has changed its working directory."""
 
     differ = False
 
@@ -445,7 +444,7 @@ def _shared_folders() -> tuple[str, ...]:
 
 
 def _libraries() -> tuple[str, ...]:
-    """The folders of distcheck, torch and what they load, whose state is left as it is."""
+    """Return the folders of distcheck, torch and their dependencies, whose state is not swapped."""
     loaded = [sys.modules.get(name) for name in ("numpy", "msgspec")]
     files = [__file__.rpartition("worlds")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
     return tuple(_folder(os.path.dirname(file or "")) for file in files)

@@ -1,8 +1,9 @@
-"""What code under test may not do in a simulated world, and what works otherwise there.
+"""Operations that code under test must not use in a simulated world, and replacements of others.
 
-A rank that forks, or talks by a library of its own, would leave the world: the run ends with one
-sentence. A command (subprocess, os.system) is run while the rank keeps its turn. `time.sleep` takes
-no time, but lets other ranks run: see `baton.py`. `os._exit` ends the rank, as it ends a process.
+A rank that forks, or communicates through another library, would leave the world: the run ends with
+one sentence. A command (subprocess, os.system) runs while its rank stays scheduled. `time.sleep`
+takes no time, but lets other ranks run: see `baton.py`. `os._exit` ends the rank, as it ends a
+process.
 """
 
 import copy
@@ -37,11 +38,11 @@ _LIBRARY = tuple(
     os.path.join(os.path.dirname(torch.__file__), name) for name in ("library.py", "_library")
 )
 _MARK = "_distcheck_uses_cuda"
-_COPY = copy.copy.__code__  # which shares the memory, and reads none of it
+_COPY = copy.copy.__code__  # shares the memory without reading it
 
 
 class RankLeftError(BaseException):
-    """A rank has called os._exit."""
+    """Raised when a rank calls os._exit."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -50,7 +51,7 @@ class RankLeftError(BaseException):
 
 @cache
 def install() -> None:
-    """Puts them in place in this process, for good, and for every world that it runs."""
+    """Install the limits in this process, permanently, for every world that it runs."""
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 
     def sleep_or_give_way(seconds: float, /) -> None:
@@ -92,8 +93,8 @@ def install() -> None:
 
 
 def _join_groups_of_gloo() -> None:
-    """Makes groups that code asks gloo for simulated ones, which torch calls gloo's. Refuses a new
-    default group: its ranks would meet at a store of their own.
+    """Replace groups that code requests from gloo by simulated ones, which torch still reports as
+    gloo. Refuses a new default group: its ranks would meet at a store of their own.
     """
     c10d: Any = dist.distributed_c10d
     meet = c10d.rendezvous
@@ -132,8 +133,8 @@ def _join_groups_of_gloo() -> None:
 
 
 def _refuse_operators() -> None:
-    """Refuses operators that code under test defines: a process has one of each name, whose code is
-    that of the rank that came first or last.
+    """Refuse operators that code under test defines: a process has one registry of operators, so
+    all ranks would use the code of one of them.
     """
     library: Any = torch.library.Library
     begin = library.__init__
@@ -161,7 +162,7 @@ def _refuse_cuda() -> None:
             try:
                 init()
             except Exception as error:
-                setattr(error, _MARK, True)  # code may catch it, and go on without CUDA
+                setattr(error, _MARK, True)  # code may catch it and continue without CUDA
                 raise
 
         return init_cuda
@@ -170,8 +171,8 @@ def _refuse_cuda() -> None:
 
 
 def _watch_reads() -> None:
-    """Of tensors, methods that read memory without an operation that torch dispatches: a rank that
-    reads in this way what a call still writes is accused, as of any operation.
+    """Hook tensor methods that read memory without a dispatched operation: they must not read
+    memory that a call still writes, as for any operation.
     """
     shown = lambda: not is_shown_by_a_library()  # noqa: E731
     kept = lambda: sys._getframe(2).f_code is not _COPY  # noqa: E731
@@ -203,7 +204,7 @@ def _hear(event: str, given: tuple[Any, ...]) -> None:
 
 
 def place_of_cuda(error: BaseException | None) -> str:
-    """Where code asked for CUDA, as " at FILE:LINE", if that is why it raised; or nothing."""
+    """Return the line that requested CUDA, as " at FILE:LINE", if that failed; else empty."""
     while error is not None:
         if getattr(error, _MARK, False):
             frames = traceback.extract_tb(error.__traceback__)

@@ -1,10 +1,10 @@
-"""Calls that gloo takes and that are rarely meant. What comes of them may be right all the same, so
-each is a remark, which fails nothing; the numbers decide.
+"""Calls that gloo accepts and that are rarely intended. Their results may still be correct, so each
+is a warning that fails nothing; the numbers decide.
 
-NAME of a remark       what is odd
-other-shapes           ranks give as many elements in other shapes, or in another order in memory
-tensor-with-gaps       gloo takes what lies in memory from the first element on, gaps included
-overlapping-outputs    outputs of one call share memory: the one that is written last is there
+NAME of a warning      finding
+other-shapes           ranks pass equally many elements in different shapes or memory layouts
+tensor-with-gaps       gloo reads contiguous memory from the first element on, gaps included
+overlapping-outputs    outputs of one call share memory: the one written last remains
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ from distcheck.records import posted_calls
 from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
 from distcheck.worlds.simulated.in_flight import hold, overlap, span_of
 
-_MOST_SAID = 4  # remarks of one name; chosen
-_MANY = 64  # outputs that are looked at on rank 0 alone: of 1,024 ranks they are a million
+_MOST_SAID = 4  # Heuristic: warnings of one name
+_MANY = 64  # outputs; more are checked on rank 0 only: 1,024 ranks have a million
 
 
 class OddCalls:
-    """Looks at the calls of a world."""
+    """Checks the calls of a world."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[str, str], str] = {}  # by the name and the line
 
     def in_words(self) -> Iterator[tuple[str, str]]:
-        """The remarks: the name of each, and a sentence."""
+        """Yield the name and the sentence of each warning."""
         counts: dict[str, int] = {}
         for (name, _), text in self._said.items():
             counts[name] = counts.get(name, 0) + 1
@@ -40,7 +40,7 @@ class OddCalls:
             self._look_for_overlaps(call)
 
     def met(self, calls: Sequence[SimulatedCall]) -> None:
-        """Looks at calls that complete each other: of a collective, or a send and its receive."""
+        """Check calls that complete each other: of a collective, or a send and its receive."""
         first = calls[0]
         if first.is_message:
             sent, received = calls
@@ -112,11 +112,13 @@ def _of_one(call: SimulatedCall) -> str:
 
 
 def _shapes(call: SimulatedCall) -> tuple[tuple[int, ...], ...]:
-    """Those that must be alike on all ranks: only the root of a scatter gives something."""
+    """Return the shapes that must be equal on all ranks: for a scatter those of the outputs,
+    because only the root has inputs.
+    """
     return tuple(tuple(t.shape) for t in call.outputs) if call.kind == "scatter" else call.sizes
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of the dimensions that have any."""
+    """Return the strides of the dimensions longer than 1."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(stride for size, stride in pairs if size > 1)

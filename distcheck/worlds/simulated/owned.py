@@ -1,6 +1,5 @@
-"""What a job has of its own on every rank, beside what `isolation.py` exchanges for all jobs.
-
-A job says so by `of_each_rank`, on the function that does it. No torch.
+"""Further per-rank state of a job, in addition to that of `isolation.py`. A job declares it by
+`of_each_rank` on the function that runs it. No torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ _NAME = "distcheck_of_each_rank"
 
 
 class Absent:
-    """Stands for an attribute that is not there."""
+    """Type of the marker for a missing attribute."""
 
 
 ABSENT = Absent()
@@ -20,7 +19,7 @@ ABSENT = Absent()
 
 @dataclass(frozen=True)
 class Owned:
-    """Attributes as (object, name), and a function that makes one rank's first values of them."""
+    """Attributes as (object, name), and a function for one rank's initial values."""
 
     places: Sequence[tuple[Any, str]] = ()
     begin: Callable[[], Sequence[Any]] = tuple
@@ -37,7 +36,7 @@ class Owned:
 
 
 def of_each_rank(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
-    """Declares what a job's ranks own, which `find` looks for just before they begin."""
+    """Declare a job's per-rank state; `find` is called just before its ranks begin."""
 
     def declare(function: _Function) -> _Function:
         setattr(function, _NAME, find)

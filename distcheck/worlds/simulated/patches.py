@@ -1,12 +1,13 @@
-"""What code sets in modules and classes that all ranks share: each rank has its own value there.
+"""Attributes that code sets in modules and classes shared by all ranks: each rank has its own
+value.
 
-Code under test may set `torch.distributed.all_reduce`, or `nn.Linear.forward`, or an attribute of
-its own on a module of torch. Its files say so, and are read before they run: assignments to
-attributes, `setattr`, `mock.patch`. What is set in another way (an object that a variable holds, a
-name that is computed and not there yet) is not found.
+Code under test may set `torch.distributed.all_reduce`, `nn.Linear.forward`, or a new attribute of a
+torch module. Its files are parsed before they run for assignments to attributes, `setattr` and
+`mock.patch`. Attributes set in another way (through an object in a variable, or by a computed name
+that does not exist yet) are not found.
 
-Functions of an installed package that code under test imports may assign its global variables, as
-those do that keep groups of ranks. Their bytecode says which.
+Functions of an installed package that code under test imports may assign its global variables, such
+as those that hold groups of ranks. Their bytecode is searched for such assignments.
 """
 
 import ast
@@ -28,7 +29,7 @@ _STORES = dis.opmap["STORE_GLOBAL"]
 
 @dataclass(frozen=True)
 class PatchedName:
-    """A name in a module or class, and what it was before any rank had set it."""
+    """A name in a module or class, and its value before any rank set it."""
 
     owner: Any
     name: str
@@ -47,14 +48,14 @@ class PatchedName:
 
 
 class Patches:
-    """The places that code of this process sets. `is_own(module)` is whether a module is of the
-    code under test, and so each rank's own.
+    """The attributes that code of this process sets. `is_own(module)` returns True if a module
+    belongs to the code under test, and so is per rank.
     """
 
     def __init__(self, is_own: Callable[[ModuleType], bool], libraries: Sequence[str]) -> None:
         self._is_own, self._libraries = is_own, tuple(libraries)
-        self._files: set[str] = set()  # those that have been looked at
-        self._shared: set[str] = set()  # of these, those of modules that all ranks share
+        self._files: set[str] = set()  # files that have been examined
+        self._shared: set[str] = set()  # those of them whose modules all ranks share
         self._known: set[tuple[int, str]] = set()
         self._places: list[PatchedName] = []
         for module, name in _watching.of_packages:
@@ -66,12 +67,12 @@ class Patches:
         return [place.value() for place in self._places]
 
     def give(self, own: Sequence[Any]) -> None:
-        """Sets those of the rank that runs now."""
+        """Set the values of the rank that runs next."""
         for number, place in enumerate(self._places):
             place.put(own[number] if number < len(own) else place.original)
 
     def end(self) -> None:
-        """Puts everything back, after the last rank."""
+        """Restore the original values, after the last rank."""
         self.give([])
         _watching.patches = None
 
@@ -98,7 +99,7 @@ class Patches:
                     self._add(module, name)
 
     def _add(self, owner: Any, name: str) -> None:
-        """Notes a place, if all ranks share it and it is not a property."""
+        """Add an attribute if all ranks share it and it is not a property."""
         module = owner if isinstance(owner, ModuleType) else sys.modules.get(owner.__module__)
         if module is None or self._is_own(module) or (id(owner), name) in self._known:
             return
@@ -109,7 +110,7 @@ class Patches:
         self._places.append(PatchedName(owner, name, found))
 
     def _of_code_under_test(self) -> bool:
-        """Whether code under test imports what is imported now, and not a library."""
+        """Return True if code under test, not a library, runs the current import."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -122,8 +123,8 @@ class Patches:
 
 
 class _Watching:
-    """Whose modules are watched; and what packages assign that a world before this one imported in
-    this process.
+    """The patches of the running world, and the assignments found in packages that an earlier world
+    of this process imported.
     """
 
     def __init__(self) -> None:
@@ -151,7 +152,7 @@ def _watch_imports() -> None:
 
 
 def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
-    """The modules and classes that a file sets something in, and the names that it sets."""
+    """Yield the modules and classes in which a file sets attributes, and the attributes' names."""
     nodes = list(ast.walk(tree))
     aliases = dict(_imported(nodes))
     for node in nodes:
@@ -168,7 +169,7 @@ def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
-    """What the names stand for that a file imports."""
+    """Yield each name that a file imports, and its full name."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for one in node.names:
@@ -179,7 +180,7 @@ def _imported(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _words(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
-    """The full name of what an expression like `a.b.c` stands for; nothing for any other."""
+    """Return the parts of the full name of an expression such as `a.b.c`; empty for any other."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.insert(0, node.attr)
@@ -190,8 +191,8 @@ def _words(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
-    """The full name that `setattr(a.b, "c", ...)` or `patch("a.b.c", ...)` sets. Its last word is
-    empty for a name that is computed, which may be any that is there.
+    """Return the parts of the full name that `setattr(a.b, "c", ...)` or `patch("a.b.c", ...)`
+    sets. The last part is empty for a computed name, which may be any existing one.
     """
     function, given = node.func, node.args
     name = getattr(function, "attr", getattr(function, "id", ""))
@@ -206,7 +207,7 @@ def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _found(words: Sequence[str]) -> Any:
-    """The module or class of a full name; None where there is none yet."""
+    """Return the module or class of a full name; None if it does not exist yet."""
     for count in range(len(words), 0, -1):
         found: Any = sys.modules.get(".".join(words[:count]))
         if found is not None:
@@ -217,7 +218,7 @@ def _found(words: Sequence[str]) -> Any:
 
 
 def _assigned(code: CodeType | None) -> Iterator[str]:
-    """The global variables that functions of a module assign."""
+    """Yield the global variables that functions of a module assign."""
     for inner in () if code is None else code.co_consts:
         if isinstance(inner, CodeType):
             if _STORES in inner.co_code[::2]:

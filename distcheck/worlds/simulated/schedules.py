@@ -1,10 +1,11 @@
-"""Schedules: which rank runs next, where more than one could; and which schedules a search tries.
+"""Schedules: the choice of the next rank if several are ready, and the schedules that a search
+tries.
 
 round-robin  after every call, or every few, the next rank by number
-random       half of the choices are the usual ones, the others any rank's with the same chance
-PCT          ranks have priorities in an order that is drawn, and the highest that can run does; at
-             three choices, drawn too, the one that would run gets the lowest (Burckhardt and
-             others, A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010)
+random       half of the choices are the default ones, the others any rank with equal probability
+PCT          ranks have random priorities, and the ready rank with the highest runs; at three
+   random choices, that rank gets the lowest priority (Burckhardt et al.,
+   A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010)
 """
 
 import random
@@ -23,16 +24,16 @@ from distcheck.records.schedules import (
 )
 
 TURNS = 400  # of one run that are kept
-NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which accuses no one
-_FIRST_ROUND, _LAST_ROUND = 4 * len(KINDS), 32 * len(KINDS)  # schedules; chosen
-_CHANGES, _AMONG = 3, 128  # of PCT: changes of priority, among so many choices; chosen
-_ASKS_EARLY = 0.5  # of the times that a rank asks whether something is there; chosen
-_MOST_QUANTUM = 4  # calls between two turns of round-robin; chosen
+NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which proves nothing
+_FIRST_ROUND, _LAST_ROUND = 4 * len(KINDS), 32 * len(KINDS)  # Heuristic: schedules
+_CHANGES, _AMONG = 3, 128  # Heuristic: PCT's priority changes, among so many choices
+_ASKS_EARLY = 0.5  # Heuristic: share of polls that return before others run
+_MOST_QUANTUM = 4  # Heuristic: calls between two preemptions of round-robin
 
 
 class Chooser:
-    """Makes the choices of one run; `switches` are those that were not the usual ones. The first
-    `keeps` are noted in `choices`; `cut` says that there were more.
+    """Makes the choices of one run; `switches` records those that differ from the default. The
+    first `keeps` are recorded in `choices`; `cut` is True if there were more.
     """
 
     def __init__(self, schedule: Schedule, size: int, *, keeps: int = 0) -> None:
@@ -50,10 +51,10 @@ class Chooser:
         self.switches: list[tuple[int, int]] = []
 
     def choose(self, usual: int, ranks: Sequence[int], asking: int | None = None) -> int:
-        """The rank that runs next, of `ranks`, which are those that can; `usual` is one of them.
-        A rank that was `asking` whether something is there is the last of them. In half of the
-        cases it goes on, as if it had asked before the others ran; otherwise it gets the lowest
-        priority, since it may ask again until another one has run.
+        """Return the next rank, one of `ranks`, which are ready; `usual` is the default choice. A
+        polling rank (`asking`) is the last of them. In half of the cases it continues, as if it had
+        polled before the others ran; otherwise it gets the lowest priority, because it may poll
+        again until another one has run.
         """
         if len(ranks) < 2:
             return usual
@@ -92,7 +93,7 @@ class Chooser:
 
 
 def drawn(schedules: int) -> Iterator[list[Schedule]]:
-    """Those of seeds, few at first: what most schedules show is found soon."""
+    """Yield rounds of seeded schedules, small ones first: most differences are found early."""
     first, size = 1, _FIRST_ROUND
     while first <= schedules:
         seeds = range(first, min(first + size, schedules + 1))
@@ -101,25 +102,22 @@ def drawn(schedules: int) -> Iterator[list[Schedule]]:
 
 
 class Tree:
-    """Every schedule with at most `most` switches, those with the fewest first. A switch is a
-    choice that is not the usual one, as a delay is of delay-bounded scheduling (Emmi, Qadeer and
-    Rakamaric, 2011); that few of them find most bugs is what CHESS showed of preemptions (Musuvathi
-    and Qadeer, Iterative Context Bounding, 2007). Where there are sends, each schedule is run with
-    buffered ones, too.
+    """Every schedule with at most `most` preemptions, those with the fewest first. A preemption is
+    any choice other than the default, as in delay-bounded scheduling (Emmi, Qadeer and Rakamaric,
+    2011). CHESS showed that few preemptions find most bugs (Musuvathi and Qadeer, Iterative Context
+    Bounding, 2007). If there are sends, each schedule also runs with buffered sends.
     """
 
     def __init__(self, usual: ScheduleRun, most: int) -> None:
         sends = any(turn.call.startswith("send") for turn in usual.turns)
-        self._buffers = sends or len(usual.turns) >= TURNS  # no more are known
+        self._buffers = sends or len(usual.turns) >= TURNS  # later turns are not recorded
         self._most, self._level = most, 0
-        self._runs: list[ScheduleRun] = []  # of this level, less what the next one does not need
+        self._runs: list[ScheduleRun] = []  # of this level, without fields unused by the next
         self.covered = Covered(most=most, switches=-1, buffered=self._buffers)
         self.enter([usual])
 
     def rounds(self, limit: int) -> Iterator[list[Schedule]]:
-        """At most `limit` schedules, in rounds; the runs of each go to `enter` before the next one
-        is asked for.
-        """
+        """Yield at most `limit` schedules, in rounds; pass each round's runs to `enter`."""
         if self._buffers:
             if limit < 1:
                 return
@@ -133,7 +131,7 @@ class Tree:
             while batch := list(islice(following, min(size, limit))):
                 yield batch
                 ran, limit, size = ran + len(batch), limit - len(batch), min(2 * size, _LAST_ROUND)
-            # A run with more choices than are known has schedules below it that are not known.
+            # A run with more choices than recorded has unknown schedules below it.
             known = not any(run.cut or run.end in NOT_SEEN for run in parents)
             if not known or next(following, None) is not None:
                 self.covered = msgspec.structs.replace(self.covered, further=ran)
@@ -143,13 +141,13 @@ class Tree:
                 return
 
     def enter(self, runs: Sequence[ScheduleRun]) -> None:
-        """Notes runs, whose choices the next level needs."""
+        """Add runs, whose choices the next level needs."""
         if self._level < self._most:
             self._runs += [msgspec.structs.replace(run, results=(), turns=()) for run in runs]
 
     @staticmethod
     def _children(parents: Sequence[ScheduleRun]) -> Iterator[Schedule]:
-        """With one switch more, at a later choice than the last: so each comes once."""
+        """Yield schedules with one more preemption after the last, so that each occurs once."""
         for parent in parents:
             begun = read_schedule(parent.schedule)
             last = max((place for place, _ in begun.switches), default=0)

@@ -1,9 +1,9 @@
-"""The process that tries schedules: in forks of itself, each of which runs one simulated world, or
-several, one after the other.
+"""The process that tries schedules, in forks of itself; each fork runs one simulated world or
+several in sequence.
 
-What a world begins with is the same each time, so that two runs of one schedule differ only by what
-no schedule controls. A schedule that comes to something else than the usual one is shrunk to the
-fewest switches, by leaving out ever smaller parts of them.
+All worlds begin in the same state, so that two runs of one schedule differ only by influences that
+no schedule controls. A schedule whose result differs from the default's is shrunk to the fewest
+preemptions by removing ever smaller subsets of them.
 """
 
 import gc
@@ -37,20 +37,21 @@ from distcheck.worlds.simulated.host import SimulatedHost
 from distcheck.worlds.simulated.schedules import NOT_SEEN, TURNS, Tree, drawn
 from distcheck.worlds.simulated.share import SEARCH, SearchRequest
 
-_leave = os._exit  # which a world replaces
-_REPEATS = 2  # of both schedules, once they differ; chosen
-_MOST_SHRINKING = 80  # runs; chosen
-_SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
-_STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
+_leave = os._exit  # a world replaces os._exit
+_REPEATS = 2  # Heuristic: of both schedules, once they differ
+_MOST_SHRINKING = 80  # Heuristic: runs
+_SHARED = ("torch", "distcheck", "numpy")  # packages whose import runs no code under test
+_STUCK = ("deadlock", "mismatch", "unmatched")  # ends that a missing buffer may have caused
 _NO_WORD = "its process ended without a word"
-_CHOICES = 4096  # of one run that are kept, where its schedules are enumerated
+_CHOICES = 4096  # recorded choices of one run, if its schedules are enumerated
 _WORDS = 4000
-_MOST_TOGETHER = 32  # schedules that one process runs; chosen
+_MOST_TOGETHER = 32  # Heuristic: schedules that one process runs
 
 
 class RunAll(Protocol):
-    """Runs worlds: what each schedule comes to, in order. Each in a process of its own; where the
-    `usual` run is given, several in one, and the list ends with the first that differs from it.
+    """Runs worlds and returns the result of each schedule, in order. Each runs in its own process;
+    if the `usual` run is given, several share one, and the list ends with the first that differs
+    from it.
     """
 
     def __call__(
@@ -64,7 +65,7 @@ def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
 
 
 def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
-    """What the schedules come to: drawn ones, or with `switches` those with at most so many."""
+    """Return the results of random schedules, or of those with at most `switches` preemptions."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
@@ -82,7 +83,7 @@ def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
         if found is not None:
             smallest, tried = shrunk(found, usual, run_all)
             for one in run_all([Schedule()] * _REPEATS):
-                if _differs(one, usual):  # by chance, as the other one may
+                if _differs(one, usual):  # nondeterministic, so the other result may be as well
                     return Searched(usual, one)
             repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
             return Searched(
@@ -102,13 +103,13 @@ def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
 
 
 def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
-    """Whether two runs came to different ends by their own doing."""
+    """Return True if two runs ended differently because of the code."""
     return one.came_to != other.came_to and one.end not in NOT_SEEN
 
 
 def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[ScheduleRun, int]:
-    """The run with the fewest switches that still comes to something else than the usual one, and
-    how many runs that took (ddmin: Zeller and Hildebrandt, 2002).
+    """Return the run with the fewest preemptions that still differs from the default one, and the
+    number of runs needed (ddmin: Zeller and Hildebrandt, 2002).
     """
     buffered = read_schedule(found.schedule).buffered
     tried = 0
@@ -151,17 +152,17 @@ class ScheduleForks:
     def run_all(
         self, schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
     ) -> list[ScheduleRun]:
-        """What each comes to, in order: see `RunAll`.
+        """Return the result of each schedule, in order: see `RunAll`.
 
-        A process that runs several ends with the usual schedule. Where that comes to something
-        else, code under test has left something behind, and each gets a process of its own.
+        A process that runs several schedules ends with the default one. If its result differs, code
+        under test has left state behind, and each schedule gets its own process.
         """
         if usual is None:
             runs = [run for (run,) in self._in_forks([[schedule] for schedule in schedules])]
             if not self._warm:
                 self._warm = True
                 _import_once([name for run in runs for name in run.imported])
-                gc.freeze()  # a fork that looks for garbage would copy all that lies here
+                gc.freeze()  # garbage collection in a fork would copy all of it
             return runs
         count = -(-len(schedules) // cores())
         size = min(count, _MOST_TOGETHER) if self._together else 1
@@ -180,7 +181,7 @@ class ScheduleForks:
         return found
 
     def _in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
-        """What the schedules of each part come to, which one process runs."""
+        """Return the results of the schedules of each part, which one process runs."""
         waiting = list(enumerate(parts))
         found: dict[int, list[ScheduleRun]] = {}
         running: dict[int, _Fork] = {}
@@ -229,15 +230,13 @@ class ScheduleForks:
                     collected.tell("raised", f"{type(error).__name__}: {error}")
                     break
                 if not collected.finish() or threading.active_count() > 1:
-                    break  # what this world has left is not what the next one must begin with
+                    break  # the next world must not begin with this one's leftovers
         finally:
             _leave(0)
 
 
 class _Fork:
-    """A fork that runs some schedules, one after the other; `runs` are those that it has run, and
-    in the end all.
-    """
+    """A fork that runs schedules in sequence; `runs` are those that have finished."""
 
     def __init__(
         self, place: int, schedules: Sequence[Schedule], begun: tuple[int, int], deadline_s: float
@@ -248,7 +247,7 @@ class _Fork:
         self.runs: list[ScheduleRun] = []
 
     def over(self, *, ready: bool) -> bool:
-        """Whether it has ended; one that takes too long is ended."""
+        """Return True if it has ended; a fork that exceeds the deadline is killed."""
         late = False
         if not ready:
             late = time.monotonic() >= self._until
@@ -270,7 +269,7 @@ class _Fork:
 
 
 class _Collected(Reporter):
-    """Takes what the ranks of one world say, and writes what it comes to."""
+    """Collects the messages of one world's ranks, and writes its result."""
 
     def __init__(self, schedule: Schedule, fd: int, *, tells_imports: bool) -> None:
         super().__init__(fd)
@@ -281,7 +280,7 @@ class _Collected(Reporter):
         self.host: SimulatedHost | None = None
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Notes what matters of an event; with a world that cannot go on, this process ends."""
+        """Record the relevant part of an event; if the world cannot proceed, end this process."""
         if isinstance(event, messages.Proven):
             if self._raised is None or event.how != "refused":
                 self._raised = (event.how, event.what)
@@ -300,12 +299,12 @@ class _Collected(Reporter):
             self._raised = ("left", f"rank {event.key} called os._exit({own.code})")
 
     def finish(self) -> bool:
-        """Writes what has been noted; returns whether all ranks have finished."""
+        """Write the result; return True if all ranks have finished."""
         self.tell(*(self._raised or ("finished", "")))
         return self._raised is None
 
     def _imported(self) -> tuple[str, ...]:
-        """The shared modules that this run has imported, as every run would."""
+        """Return the shared modules that this run has imported; every run would import them."""
         if self._known is None:
             return ()
         new = (name for name in sys.modules if name not in self._known)
@@ -334,7 +333,7 @@ class _Collected(Reporter):
 
 
 def _import_once(names: Sequence[str]) -> None:
-    """Imports here what every fork would import for itself."""
+    """Import here the modules that every fork would otherwise import itself."""
     for name in names:
         with suppress(Exception):
             importlib.import_module(name)
@@ -350,7 +349,7 @@ def _turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
 
 
 def _taken_by(call: Any) -> str:
-    """Whose message a receive from any rank took, in words."""
+    """Describe the send whose message a receive from any rank took; empty for other calls."""
     sent = call.sender
     if call.peer is not None or sent is None:
         return ""

@@ -1,8 +1,8 @@
-"""The ranks of a simulated world, as the front sees them: one process stands for all.
+"""The ranks of a simulated world, as the front end sees them: one process runs all of them.
 
-Each rank has a child of its own, as ranks that are processes have, so that what watches, ends and
-judges a world needs to know nothing of it. What the process says of a rank is noted in the rank's
-child; how the process ends is how every rank ends that had not ended before.
+Each rank has its own child object, like a rank that is a process, so that the code that supervises,
+ends and judges a world needs no special case. Events of a rank are recorded in its child; the end
+of the process is the end of every rank that had not ended before.
 """
 
 import contextlib
@@ -23,16 +23,15 @@ from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.shares import RankStart, Share
 
-TURN, TURN_FD = struct.Struct("<I"), "turn"  # where the process notes which rank runs
+TURN, TURN_FD = struct.Struct("<I"), "turn"  # memory in which the process records the running rank
 _TARGET = "distcheck.worlds.simulated.host:run"
 _LOOK_EVERY_S = 0.05
 _NO_WORD = "the process of the simulated world ended while another rank ran"
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `target` for each rank, started as one of `starts` says.
-
-    Descriptors are every rank's, or, where their name begins with `RANK/`, that rank's alone.
+    """Run `target` for each rank with its entry of `starts`. Descriptors are shared by all ranks,
+    except names that begin with `RANK/`, which belong to that rank.
     """
 
     target: str
@@ -43,8 +42,8 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run a world under the usual schedule twice, and under those of seeds 1 to `schedules`; or,
-    with `switches`, under those with at most so many switches, at most `schedules` of them.
+    """Run a world under the default schedule twice, and under seeds 1 to `schedules`; or, with
+    `switches`, under schedules with at most that many preemptions, at most `schedules` of them.
     """
 
     host: HostRequest
@@ -65,12 +64,12 @@ class RankOfHost(Child):
 
     @property
     def starting(self) -> bool:
-        """Whether its process is still to be forked."""
+        """True if its process is not forked yet."""
         return self._host.starting and not self.gone
 
     @property
     def busy_seconds(self) -> float:
-        """Its process's: exactly one rank runs at a time."""
+        """Busy seconds of the process: exactly one rank runs at a time."""
         return self._host.busy_now
 
     @property
@@ -83,19 +82,19 @@ class RankOfHost(Child):
 
     @property
     def low_level_stacks(self) -> str:
-        """What faulthandler wrote of the thread that ran; it does not know of ranks."""
+        """faulthandler's output for the running thread; it does not know ranks."""
         blocks = self._host.low_level_stacks.split("\n\n")
         return "\n\n".join(b for b in blocks if not b.startswith("Thread "))
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Notes an event; a thread that raised is gone."""
+        """Record an event; a thread that raised is gone."""
         super().take(event)
         if isinstance(event, messages.Raised):
             super().take(messages.Exited(1))
 
 
 class HostProcess(Child):
-    """The process itself."""
+    """The process of a simulated world."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class HostProcess(Child):
         return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Notes an event, or hands it to the rank that it is of."""
+        """Record an event, or pass it to the rank that it belongs to."""
         if isinstance(event, messages.Of):
             if 0 <= event.key < len(self.ranks):
                 self.ranks[event.key].take(event.event)
@@ -127,19 +126,19 @@ class HostProcess(Child):
             super().take(event)
 
     def take_output(self, data: bytes) -> None:
-        """What C code printed, taken as of the rank that runs."""
+        """Attribute output of C code to the running rank."""
         with contextlib.suppress(IndexError):
             self.ranks[self.runs].take_output(data)
 
     def look(self) -> None:
-        """Refreshes what is read from /proc, for all ranks at once."""
+        """Refresh the data from /proc, for all ranks at once."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             self.busy_now, self.awake_now = self.busy_seconds, self.is_awake
 
     def end_ranks(self) -> None:
-        """Notes that the process is gone, in the ranks that had not ended."""
+        """Record the end of the process in all ranks that had not ended."""
         ran = self.runs
         for rank in self.ranks:
             if rank.gone:
@@ -192,21 +191,18 @@ class SimulatedShare(Share):
         self.children: dict[int, Child] = dict(enumerate(self._host.ranks))
 
     def look(self) -> None:
-        """Takes note of how the process is."""
         self._host.look()
         if self._host.gone:
             self._host.end_ranks()
 
     def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to the process: it can only end as a whole."""
+        """Send a signal to the process, which can only end as a whole."""
         self._share.signal(self._host, number)
 
     def ask(self) -> None:
-        """Makes every rank tell what it is doing."""
         self._share.ask()
 
     def release(self) -> None:
-        """Lets the process leave."""
         self._share.release()
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""The store at which the ranks of a simulated world meet: a dictionary, in which ranks give way
-while they wait.
-"""
+"""The rendezvous store of a simulated world: a dictionary; ranks yield while they wait for keys."""
 
 import math
 import sys
@@ -17,19 +15,19 @@ _USUAL_LIMIT: timedelta = Store().timeout  # type: ignore[attr-defined]
 
 
 class SimulatedStore(Store):
-    """One rank's view of what the ranks have stored."""
+    """One rank's view of the stored values."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
         self._world = world
-        world.stores.append(self)  # torch keeps its half in C++ alone, which then finds no method
+        world.stores.append(self)  # torch itself keeps only the C++ half alive
 
     def set(self, key: str, value: Any) -> None:
         self._world.stored[key] = _as_bytes(value)
         self._world.wake_store()
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value, once it is set."""
         limit: timedelta = self.timeout  # type: ignore[attr-defined]
         self._world.wait_for_store(
             [key], limit.total_seconds() if limit < _USUAL_LIMIT else math.inf
@@ -40,7 +38,7 @@ class SimulatedStore(Store):
         self.set(key, self._world.stored.get(key, b"") + _as_bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all are there."""
+        """Return the values of several keys, once all are set."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
@@ -48,7 +46,7 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which begins at 0; returns the sum. Adding 0 asks for it."""
+        """Add to a number, initially 0, and return the sum. Adding 0 polls it."""
         if not amount:
             self._world.baton.give_way()
         total = int(self._world.stored.get(key, b"0")) + amount
@@ -56,8 +54,8 @@ class SimulatedStore(Store):
         return total
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Stores `desired` where the value is `expected`, or nothing is expected and there; returns
-        what is stored then.
+        """Store `desired` if the current value is `expected`, or if there is none and `expected` is
+        empty; return the value stored afterwards.
         """
         known = self._world.stored.get(key)
         expected = _as_bytes(expected)
@@ -69,33 +67,33 @@ class SimulatedStore(Store):
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there; other ranks run first."""
+        """Return True if all keys are set; other ranks run first."""
         if not all(key in self._world.stored for key in keys):
             self._world.baton.give_way()
         return all(key in self._world.stored for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Gives way until all keys are there. torch's own code waits again after its limits."""
+        """Yield until all keys are set. torch's own code waits again after its timeouts."""
         limit_s = math.inf
         if timeout is not None and is_theirs(sys._getframe(1).f_code.co_filename):
             limit_s = timeout.total_seconds()
         self._world.wait_for_store(keys, limit_s)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a value; returns whether it was there."""
+        """Remove a value; return True if it was set."""
         return self._world.stored.pop(key, None) is not None
 
     deleteKey = delete_key  # noqa: N815 (what torch's other stores call)
 
     def num_keys(self) -> int:
-        """The number of values; other ranks run first."""
+        """Return the number of values; other ranks run first."""
         self._world.baton.give_way()
         return len(self._world.stored)
 
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are implemented."""
         return True
 
 

@@ -18,8 +18,8 @@ _NO_LIMIT = timedelta(0)
 
 
 class SimulatedWork(PythonWork):
-    """One call or several, which are waited for as one. Results are there once it was waited for,
-    and not before: code that reads them too soon reads what it had given.
+    """One call, or several with one wait. Results are written when it is waited for, not before:
+    code that reads them too early reads the input.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SimulatedWork(PythonWork):
             call.work = weakref.ref(self)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Gives way to other ranks until all is complete."""
+        """Yield to other ranks until all calls are complete."""
         for call in self._calls:
             if timeout:
                 call.limit_s = timeout.total_seconds()
@@ -47,19 +47,18 @@ class SimulatedWork(PythonWork):
         return True
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
         self._finish()
 
     def is_completed(self) -> bool:
-        """Whether all is complete; other ranks run first."""
+        """Return True if all calls are complete; other ranks run first."""
         return all(self._world.look(call) for call in self._calls)
 
     def is_success(self) -> bool:
-        """The same: a call that cannot match ends the world."""
+        """Return `is_completed()`: a call that cannot match ends the world."""
         return self.is_completed()
 
     def exception(self) -> Any:
-        """None: see `is_success`."""
+        """Return None: see `is_success`."""
         return None
 
     def result(self) -> Any:
@@ -67,17 +66,17 @@ class SimulatedWork(PythonWork):
         return self._results
 
     def source_rank(self) -> int:
-        """The group's rank that a received message came from."""
+        """Return the group rank of the sender of a received message."""
         return self._calls[0].source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of the result. It is complete once code waits for it or asks for it.
+        """Return a future of the result, which completes once code waits for it or polls it.
 
-        Where torch waits for it in C++, no rank can give way. So it is complete before torch does:
-        within backward by a callback at its end, which comes before DDP's own, and at once within
-        such a callback and in the rest of DDP.
+        When torch waits for it in C++, no rank can yield, so it must complete before that: within
+        backward by a callback at its end, which precedes DDP's own, and immediately within such a
+        callback and in the rest of DDP.
         """
         if self._future is None:
             self._future = WaitingFuture([self], self._results)
@@ -96,50 +95,50 @@ def _torch_may_wait() -> bool:
 
 
 class WaitingFuture(torch.futures.Future[Any]):
-    """A future whose `wait` lets the other ranks run. It is complete when all of `works` are."""
+    """A future whose `wait` lets the other ranks run. It completes with all of `works`."""
 
     def __init__(self, works: Sequence[SimulatedWork], value: Any = None) -> None:
         super().__init__()
         self._works, self._value, self._settled = works, value, False
 
     def settle(self) -> None:
-        """Sets its value, once."""
+        """Set its value, once."""
         if not self._settled:
             self._settled = True
             self.set_result(self._value)
 
     def finish(self) -> None:
-        """Waits for its works, which settle it."""
+        """Wait for its works, which set its value."""
         for work in self._works:
             work._finish()
 
     def wait(self) -> Any:
-        """Its value, or the error that a callback raised."""
+        """Return its value, or raise the error of a callback."""
         self.finish()
         return super().wait()
 
     def done(self) -> bool:
-        """Whether it is complete; other ranks run first."""
+        """Return True if it is complete; other ranks run first."""
         if not super().done() and all(work.is_completed() for work in self._works):
             self.finish()
         return super().done()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """A future of what `callback` returns when it is called with this one."""
+        """Return a future of the result of `callback`, which is called with this one."""
         chained = WaitingFuture(self._works)
         chained._follow(self, lambda: callback(self))
         return chained
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Has `callback` called with this one. Code may wait for that by other means than this
-        future, so it is complete at once, except within backward.
+        """Register `callback`, which is called with this future. Code may wait for the callback by
+        other means, so the future completes at once, except within backward.
         """
         super().add_done_callback(callback)
         if not compat.is_in_backward():
             self.finish()
 
     def _follow(self, future: Any, value: Callable[[], Any]) -> None:
-        """Takes its value, or the error that this raises, when the future is complete."""
+        """When `future` completes, take the result of `value()`, or the error that it raises."""
 
         def run(_: Any) -> None:
             try:
@@ -155,7 +154,7 @@ class WaitingFuture(torch.futures.Future[Any]):
 
 @cache
 def finish_before_torch_waits() -> None:
-    """Makes what waits for several futures in C++ let the other ranks run, for good."""
+    """Let other ranks run when C++ code waits for several futures; permanently."""
 
     def with_collect(collect: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
         def collect_all(futures: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
-"""The ranks of this process: who runs, what each has called, and how their world ends.
+"""The ranks of this process: their scheduling, their calls, and the end of their world.
 
-A world that can go no further ends: by a mismatch, which was seen when the second call was posted;
-by ranks that have ended while others wait for them, which then lose their peer, as in a world of
-processes; or by a deadlock, where every rank that is left waits.
+A world that cannot proceed ends: by a mismatch, found when the second call is posted; by ranks that
+have ended while others wait for them, which then lose their peer, as in a world of processes; or by
+a deadlock, when every remaining rank is blocked.
 """
 
 import math
@@ -30,7 +30,7 @@ from distcheck.worlds.simulated.schedules import Chooser
 
 @dataclass(eq=False)
 class Meeting:
-    """The calls of a group that have one number."""
+    """The calls of a group with the same number."""
 
     calls: dict[int, SimulatedCall] = field(default_factory=dict)
     apart: bool = False
@@ -45,21 +45,21 @@ class Channel:
         self.meetings: dict[int, Meeting] = {}
         self._posted: defaultdict[int, int] = defaultdict(int)
         self._messages: defaultdict[int, int] = defaultdict(int)
-        # Those that nothing has met, by the rank that receives and the tag, as they were posted.
+        # Unmatched messages, by receiving rank and tag, in the order of posting.
         self._sends: defaultdict[tuple[int, int], deque[SimulatedCall]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int], deque[SimulatedCall]] = defaultdict(deque)
         self.misfits: list[
             tuple[SimulatedCall, SimulatedCall]
-        ] = []  # messages that do not fit each other
+        ] = []  # pairs of messages that do not match
 
     def number_for(self, rank: int, *, is_message: bool) -> int:
-        """The number of a rank's next call, from 1."""
+        """Return the number of a rank's next call, from 1."""
         counts = self._messages if is_message else self._posted
         counts[rank] += 1
         return counts[rank]
 
     def post(self, call: SimulatedCall) -> list[SimulatedCall]:
-        """Takes a collective; returns the calls that it completes. A mismatch completes none."""
+        """Post a collective; return the calls that it completes. A mismatch completes none."""
         meeting = self.meetings.setdefault(call.number, Meeting())
         first = next(iter(meeting.calls.values()), None)
         meeting.calls[call.rank] = call
@@ -75,7 +75,7 @@ class Channel:
         return calls
 
     def post_message(self, call: SimulatedCall) -> list[SimulatedCall]:
-        """Takes a send or a receive; returns both where another one fits it."""
+        """Post a send or a receive; return both if a posted one matches it."""
         is_send = call.kind == "send"
         receiver = call.peer if is_send else call.rank
         assert receiver is not None
@@ -107,7 +107,7 @@ class Channel:
         return [] if meeting is None else [r for r in self.ranks if r not in meeting.calls]
 
     def mismatch(self) -> str:
-        """What does not match, in a sentence; empty where everything may still match."""
+        """Describe the first mismatch; empty if all calls may still match."""
         for number, meeting in sorted(self.meetings.items()):
             if meeting.apart:
                 missing = [rank for rank in self.ranks if rank not in meeting.calls]
@@ -122,13 +122,13 @@ End = Literal[
     "mismatch", "deadlock", "asleep", "refused", "buffer-in-flight", "work-not-waited",
     "work-waited-twice", "unmatched",
 ]  # fmt: skip
-_KEPT = 64  # of each rank's calls, as of torch's flight recorder
-_MOST_TURNS = 4096  # calls that are noted of a run under a schedule
+_KEPT = 64  # of each rank's calls, as in torch's flight recorder
+_MOST_TURNS = 4096  # recorded calls of a run under a schedule
 
 
 @dataclass(eq=False)
 class Keys:
-    """Keys of the store that a rank waits for, with a limit as of a `Call`."""
+    """Keys of the store that a rank waits for, with a timeout as of a call."""
 
     names: Sequence[str]
     limit_s: float
@@ -139,10 +139,10 @@ class Keys:
 
 
 class SimulatedWorld:
-    """A world of `size` ranks whose collectives add in `order`, and who may sleep for `deadline_s`
-    at once; with a `schedule`, they run in its order, and the first `keeps_choices` of its choices
-    are noted. `switch` is called between two ranks; `ended(how, what)` when the world can go no
-    further, and no rank goes on after it.
+    """A world of `size` ranks whose collectives reduce in `order`, and whose simulated time may
+    advance by at most `deadline_s` at once. With a `schedule`, they run in its order, and its first
+    `keeps_choices` choices are recorded. `switch` is called between two ranks; `ended(how, what)`
+    when the world cannot proceed, after which no rank runs.
     """
 
     def __init__(
@@ -159,9 +159,7 @@ class SimulatedWorld:
         self.size, self.order = size, order
         self.chooser = None if schedule is None else Chooser(schedule, size, keeps=keeps_choices)
         self._buffered = schedule is not None and schedule.buffered
-        self.turns: list[
-            tuple[SimulatedCall, int]
-        ] = []  # where there is a schedule: calls as posted
+        self.turns: list[tuple[SimulatedCall, int]] = []  # posted calls, if there is a schedule
         self.baton = Baton(
             size,
             switch=switch,
@@ -171,7 +169,7 @@ class SimulatedWorld:
             choose=None if self.chooser is None else self.chooser.choose,
         )
         self._deadline_s = deadline_s
-        self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
+        self.usual_limit_s = 0.0  # a group's shorter timeout was set by the code
         self.stored: dict[str, bytes] = {}
         self.stores: list[object] = []
         self.latest: list[deque[SimulatedCall]] = [deque(maxlen=_KEPT) for _ in range(size)]
@@ -184,8 +182,8 @@ class SimulatedWorld:
         self._in_flight = [InFlight(rank, accuse_of_buffer) for rank in range(size)]
 
     def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
-        """The rank that runs makes a group: its calls, which its ranks share, and what is noted of
-        it, if code under test makes it itself.
+        """Register a group that the running rank creates. Return its channel, which its ranks
+        share, and its record if code under test creates it directly.
         """
         rank = self.baton.rank
         made = None if rank is None else self.groups.made(rank, name, ranks)
@@ -195,7 +193,7 @@ class SimulatedWorld:
         return found, made
 
     def post(self, channel: Channel, call: SimulatedCall) -> None:
-        """Notes a call of the rank that runs, and completes what it completes."""
+        """Post a call of the running rank, and wake the ranks whose calls it completes."""
         self.latest[call.rank].append(call)
         step_calls.hear(call.rank, call.kind, (call.inputs, call.outputs), 0)
         self._in_flight[call.rank].begin(call)
@@ -217,7 +215,7 @@ class SimulatedWorld:
             self.baton.offer()
 
     def wait(self, call: SimulatedCall) -> None:
-        """Gives way until a call is complete, and writes its results."""
+        """Yield until a call is complete, and write its results."""
         self.running_rank("waits for a collective")
         while not call.complete:
             self.baton.block(call)
@@ -229,9 +227,7 @@ class SimulatedWorld:
                 collectives.deliver(call)
 
     def look(self, call: SimulatedCall) -> bool:
-        """Whether a call is complete; others run first, so that code that asks again and again
-        comes to an end.
-        """
+        """Return True if a call is complete; others run first, so that polling code terminates."""
         self.running_rank("asks for a collective")
         if not call.complete:
             self.baton.give_way()
@@ -240,8 +236,8 @@ class SimulatedWorld:
         return call.complete
 
     def wait_again(self, call: SimulatedCall) -> None:
-        """The code under test has called `wait` of a Work once more than before. Over gloo the
-        second wait for a message never ends (measured with torch 2.15).
+        """Record a wait by the code under test for a Work. Over gloo the second wait for a message
+        never returns (measured with torch 2.15), so it ends the world.
         """
         call.waits += 1
         if call.waits > 1 and call.is_message:
@@ -250,7 +246,7 @@ class SimulatedWorld:
             self.accuse("work-waited-twice", f"{what}{call.where}, which it has waited for before")
 
     def end_of_rank(self, rank: int) -> None:
-        """A rank's job is over: what it has posted it must have waited for."""
+        """Check at the end of a rank's job that it has waited for all of its calls."""
         for call in self._in_flight[rank].not_waited_for():
             received = "" if call.complete or not call.is_message else (
                 ", and which no call of another rank has met"
@@ -262,16 +258,16 @@ class SimulatedWorld:
             )
 
     def accuse(self, how: End, what: str) -> NoReturn:
-        """Ends the world, because of what the rank that runs has done."""
+        """End the world because of an error of the running rank."""
         self._ended(how, what)
         self.baton.freeze()
 
     def read(self, rank: int, tensor: Any, how: str) -> None:
-        """A method of a tensor reads its memory by itself."""
+        """Check a tensor method that reads memory directly."""
         self._in_flight[rank].read(tensor, how)
 
     def wait_for_store(self, keys: Sequence[str], limit_s: float = math.inf) -> None:
-        """Gives way until all keys are there. `limit_s` is the code's own, as of a call."""
+        """Yield until all keys are set. `limit_s` is a timeout set by the code."""
         wanted = Keys(keys, limit_s)
         while not all(key in self.stored for key in keys):
             self.baton.block(wanted)
@@ -279,27 +275,26 @@ class SimulatedWorld:
                 self.refuse(f"the time limit of {limit_s:g} s passes for {wanted}")
 
     def wake_store(self) -> None:
-        """Makes ranks that wait for the store look again."""
+        """Make ranks that wait for the store check it again."""
         for runner in self.baton.runners:
             if isinstance(runner.waits_for, Keys):
                 self.baton.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
-        """The rank of this thread. Refuses a thread that the code under test has started."""
+        """Return the rank of this thread. Ends the world for a thread started by user code."""
         rank = self.baton.rank
         if rank is None:
             self.refuse(f"a thread that is not a rank's {does}")
         return rank
 
     def refuse(self, what: str) -> NoReturn:
-        """Ends the world, because of something that cannot be simulated."""
         self._ended("refused", what)
         if self.baton.rank is not None:
             self.baton.freeze()
         raise NotSimulatedError(what)
 
     def lose(self, rank: int) -> None:
-        """A rank has raised or left: those that wait for it will lose their peer."""
+        """Record that a rank has raised or left, so that ranks blocked on it lose their peer."""
         self._lost.add(rank)
 
     def _stuck(self) -> None:
@@ -317,8 +312,8 @@ class SimulatedWorld:
         self.baton.freeze()
 
     def _time_out(self) -> bool:
-        """Wakes the rank that would give up first, where one has a time limit of its own: after
-        that it may go on, so that no deadlock is proven. No clock runs here to tell who would.
+        """Wake the blocked rank with the shortest timeout of its own: it may continue after that,
+        so no deadlock is proven. Without a clock it is unknown which one would give up first.
         """
         waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
         first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
@@ -338,7 +333,7 @@ class SimulatedWorld:
         self.baton.freeze()
 
     def _lose_peers(self) -> None:
-        """Ranks that wait for one that has ended lose it; where none does, all that wait do."""
+        """Make ranks blocked on an ended rank lose their peer; if none is, all blocked ranks."""
         waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:
@@ -376,7 +371,7 @@ def enter(world: SimulatedWorld) -> None:
 
 
 def here() -> SimulatedWorld:
-    """The world of this process. Raises NotSimulatedError where there is none."""
+    """Return the world of this process. Raises NotSimulatedError if there is none."""
     if _here is None:
         raise NotSimulatedError(
             "backend simulated works in ranks that distcheck has started for it only"

@@ -1,13 +1,13 @@
-"""The table of forms: how people write code that synchronises, and how each is called.
+"""The table of forms: how user code that synchronizes gradients is written, and how each is called.
 
-A row says when the code is called, and with what it works on; `../called.py` does that. A row that
-says neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
+A row states when the code is called, and its subject; `../called.py` executes it. A row with
+neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
 
-    fits(target) -> bool   whether this code has the form, from its signature and its source
-    adapt(target, scene) -> LoadedStrategy
+ fits(target) -> bool   whether this code has the form, from its signature and its source
+ adapt(target, scene) -> LoadedStrategy
 
-Code has the first form that fits, in the order of the rows. No torch here, so that a slip in `--as`
-is answered at once.
+Code has the first form that fits, in the order of the rows. No torch here, so that a misspelled
+`--as` fails before torch is imported.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from distcheck.training.adapters.source import Source, unwrapped
 from distcheck.training.adapters.target import Target
 
 Moment = Literal[
-    "once before training",  # a module that it returns is trained
-    "around backward",  # returns a context manager
-    "after backward",  # changes gradients in place, or returns them
-    "for the optimizer's step",  # which it takes
+    "once before training",  # a returned module is trained
+    "around backward",  # it returns a context manager
+    "after backward",  # it changes gradients in place, or returns them
+    "for the optimizer's step",  # in place of the loop's step
     "after the optimizer's step",
 ]
 Subject = Literal["model", "parameters", "gradients", "each gradient"]
@@ -34,49 +34,48 @@ Subject = Literal["model", "parameters", "gradients", "each gradient"]
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way in which people write code; `name` is its `--as`.
+    """One form of user code; `name` is its `--as`.
 
-    `lacks` ends the sentence for code that cannot be called so, and `note` what a report says.
-    `trains` is the workload that is trained with it, where the code is what is trained.
+    `lacks` ends the error message for code that cannot be called in this form, and `note` is added
+    to the report. `trains` is the workload for code that is itself trained.
     """
 
     name: str
     example: str
     fits_row: Callable[[Target], bool] | None = None
     called: Moment | None = None
-    handed: Subject = "model"  # or what else its first parameter asks for
-    divides: bool = False  # by the number of ranks, what it leaves in a gradient
+    handed: Subject = "model"  # unless its first parameter means something else
+    divides: bool = False  # divides each gradient by the world size afterwards
     lacks: str = ""
     note: str = ""
-    # Whether it needs a forward or backward pass, or a piece of the parameters, on every rank.
+    # True if it needs a forward or backward pass, or a shard of the parameters, on every rank.
     computes: bool = False
-    takes_methods: bool = False  # whether --finish and --reset apply
+    takes_methods: bool = False  # True if --finish and --reset apply
     trains: str = ""
 
     @property
     def own(self) -> Any:
-        """The file of a form that does something of its own."""
+        """The file of a form with its own behavior."""
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}")
 
     def fits(self, target: Target) -> bool:
-        """Whether the code has this form."""
         fits: Callable[[Target], bool] = self.fits_row or self.own.fits
         return fits(target)
 
 
 def is_context_function(value: Any) -> bool:
-    """Whether calling it gives a context manager, by `contextlib.contextmanager`."""
+    """Return True if calling it returns a context manager, by `contextlib.contextmanager`."""
     inner = getattr(unwrapped(value), "__wrapped__", None)
     return inspect.isgeneratorfunction(inner)
 
 
 def _is_context(target: Target) -> bool:
-    """Whether contextlib has made it one, or it is a class with __enter__ and __exit__ that is
-    nothing else besides: no module, and without a method to call after backward.
+    """Return True for a function decorated by contextlib, or a class with __enter__ and __exit__
+    that is neither a module nor has a method to call after backward.
     """
     if not target.is_class:
         return is_context_function(target.value) and not target.is_unbound
-    from torch import nn  # what is imported with the table must not import torch
+    from torch import nn  # importing the table must not import torch
 
     has_both = all(hasattr(target.value, name) for name in ("__enter__", "__exit__"))
     others = (*names.FINISH, "forward", "__call__", "wrap", "step")
@@ -91,7 +90,7 @@ def _registers_hooks(target: Target) -> bool:
 
 
 def _calls_step(target: Target) -> bool:
-    """Whether it takes an optimizer and calls its step, or has another of its module do so."""
+    """Return True if it takes an optimizer and calls its step, directly or in its module."""
     if not target.is_function:
         return False
     if target.maker is not None and target.source.steps_its_optimizer:
@@ -111,7 +110,7 @@ _COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce", 
 
 
 def _exchanges_values(target: Target) -> bool:
-    """Whether it exchanges what a model's parameters hold, and reads no gradient."""
+    """Return True if it communicates the values of a model's parameters, and reads no gradient."""
     if not target.is_function or target.is_unbound or target.kind_of_first != "model":
         return False
     if target.module is None:
@@ -255,7 +254,7 @@ FORMS = (
     Form(
         name="tensor-sum",
         example="the same, which leaves the sum; distcheck divides it by the number of ranks",
-        # Only if asked for: nothing tells a sum that the caller divides from a forgotten division.
+        # Only on request: a sum that the caller divides looks the same as a forgotten division.
         fits_row=lambda target: False,
         called="after backward",
         handed="each gradient",
@@ -281,12 +280,12 @@ FORMS = (
 
 @cache
 def form_names() -> list[str]:
-    """What `--as` takes."""
+    """Return the names that `--as` accepts."""
     return sorted(form.name for form in FORMS)
 
 
 def form_of(name: str) -> Form:
-    """A form by its name. Raises UsageError for one that does not exist."""
+    """Return a form by its name. Raises UsageError for an unknown one."""
     for form in FORMS:
         if form.name == name:
             return form
@@ -294,10 +293,10 @@ def form_of(name: str) -> Form:
 
 
 def trained_with(form: str | None) -> str:
-    """The workload that code of a form is trained with; empty where any will do."""
+    """Return the workload that code of a form requires; empty if any workload is possible."""
     return form_of(form).trains if form else ""
 
 
 def choose_form(target: Target) -> Form | None:
-    """The form that the code has; None where none fits."""
+    """Return the form that the code has; None if none fits."""
     return next((form for form in FORMS if form.fits(target)), None)

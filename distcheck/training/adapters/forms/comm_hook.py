@@ -15,12 +15,12 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
-    """A function or bound method that takes a bucket."""
+    """Return True for a function or bound method that takes a bucket."""
     return target.is_function and bool(_bucket_of(target))
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """DDP around the model, with the hook registered."""
+    """Return DDP around the model, with the hook registered. Raises UsageError."""
     bucket = _bucket_of(target)
     if not bucket:
         raise refusal(target, f"strategy {target.spec!r} takes no bucket: {target.signature}")
@@ -38,7 +38,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     @wraps(target.value if inspect.isroutine(target.value) else target.value.__call__)
     def hook(state: Any, bucket: Any) -> Any:
         future = filling.call(*([state, bucket] if state_name else [bucket]))
-        if not isinstance(future, BaseFuture):  # torch would end the process, without a traceback
+        if not isinstance(future, BaseFuture):  # torch would abort the process without a traceback
             raise TypeError(
                 f"the hook returned {type(future).__name__}; DDP expects a torch.futures.Future, "
                 "such as dist.all_reduce(..., async_op=True).get_future()"
@@ -46,8 +46,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         return future
 
     del hook.__wrapped__  # type: ignore[attr-defined]
-    hook.__annotations__ = {}  # DDP reads them, and would look them up in the wrong module
-    hook.__name__ = "hook"  # DDP takes torch's bfloat16 hooks with NCCL only, by their names
+    hook.__annotations__ = {}  # DDP would resolve them in the wrong module
+    hook.__name__ = "hook"  # DDP restricts torch's bfloat16 hooks to NCCL by their names
 
     def wrap(model: nn.Module) -> nn.Module:
         wrapped = DistributedDataParallel(model)
@@ -60,8 +60,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _bucket_of(target: Target) -> str:
-    """The name of the parameter that is the bucket: by annotation or by name, within the first two
-    (for an explicit --as, the last of them).
+    """Return the name of the bucket parameter: by annotation or name, among the first two (for an
+    explicit --as, the last of them); empty if there is none.
     """
     first_two = target.parameters[:2]
     for parameter in first_two:

@@ -1,10 +1,9 @@
-"""A function of model and optimizer that returns an engine: DeepSpeed, accelerate, Fabric, ...
+"""A function of model and optimizer that returns an engine: DeepSpeed, Accelerate, Fabric, ...
 
-The loop trains a module and steps an optimizer, so an engine is given to it as both. Where an
-engine keeps parameters, gradients or state elsewhere than in the model, they are asked of it: by
-`full_parameters()`, `full_gradients()` and `full_state()`, or by DeepSpeed's own functions. What
-such a function does not return, or returns None for, is not recorded, and what is not recorded
-makes no pass.
+The loop trains a module and steps an optimizer, so the engine is presented as both. An engine that
+keeps parameters, gradients or state outside the model provides them through `full_parameters()`,
+`full_gradients()` and `full_state()`, or DeepSpeed's own functions. A missing or None value is not
+recorded, and an unrecorded value cannot pass.
 """
 
 import contextlib
@@ -30,23 +29,23 @@ _NEEDED = ("backward", "step")
 Tensors = Mapping[str, torch.Tensor | None]
 
 
-# Variables by which libraries are asked not to reach for the network.
+# Variables that keep libraries off the network.
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def fits(target: Target) -> bool:
-    """A function called `initialize` that takes a model and an optimizer."""
+    """Return True for a function `initialize` that takes a model and an optimizer."""
     return not target.is_class and target.name == "initialize" and len(_taken(target)) == 2
 
 
 def _taken(target: Target) -> list[str]:
-    """Its parameters for the model and for the optimizer, where it has both."""
+    """Return the names of its parameters for the model and the optimizer, if it has them."""
     by_meaning = {meaning_of(p.name): p.name for p in target.parameters}
     return [by_meaning[m] for m in ("model", "optimizer") if m in by_meaning]
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Called once, before the first step; the engine trains in place of model and optimizer."""
+    """Return a strategy that calls it once, before the first step. Raises UsageError."""
     taken = _taken(target)
     if len(taken) != 2 or not callable(target.value):
         raise refusal(
@@ -92,7 +91,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 class Engine:
-    """One engine, with the model that it was given and the optimizer that the workload built."""
+    """One engine, with its model and the optimizer that the workload built."""
 
     def __init__(
         self, made: Any, model: nn.Module, built: torch.optim.Optimizer, what: str
@@ -110,12 +109,12 @@ class Engine:
 
     @property
     def optimizer(self) -> Any:
-        """The engine's own, if it shows one; else the one that it was given."""
+        """The engine's own optimizer, if exposed; else the one passed to it."""
         shown = getattr(self.engine, "optimizer", None)
         return self.built if shown is None else shown
 
     def clip(self, max_norm: float) -> None:
-        """By the engine's own `clip(max_norm)`, if it has one."""
+        """Clip by the engine's own `clip(max_norm)`, or by torch's clip_grad_norm_."""
         clip = getattr(self.engine, "clip", None)
         if callable(clip):
             clip(max_norm)
@@ -123,19 +122,19 @@ class Engine:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def zero_grad(self) -> None:
-        """By the engine's own, if it has one."""
+        """Clear gradients by the engine's own method, if it has one."""
         zero_grad = getattr(self.engine, "zero_grad", None) or self.optimizer.zero_grad
         zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The engine's own, if it has one: a context in which backward exchanges nothing."""
+        """Enter the engine's own context without gradient synchronization, if it has one."""
         no_sync = getattr(self.engine, "no_sync", None)
         with no_sync() if callable(no_sync) else contextlib.nullcontext():
             yield
 
     def full(self, accessor: str) -> Tensors | None:
-        """What an accessor gives, see `recorder.Full`. A collective on every rank."""
+        """Return the tensors of an accessor, see `recorder.Full`. A collective on every rank."""
         read = getattr(self.engine, accessor, None)
         if not callable(read):
             if not type(self.engine).__module__.startswith("deepspeed."):
@@ -154,29 +153,28 @@ class Engine:
 
 
 class EngineModule(nn.Module):
-    """The module that the loop trains: forward is the engine's."""
+    """The module that the loop trains: its forward calls the engine."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.carried = model
-        self._engine: list[Engine] = []  # not a module of this one
+        self._engine: list[Engine] = []  # a list, so that it does not become a submodule
 
     def take(self, engine: Engine) -> None:
-        """The engine, once it is made."""
+        """Set the engine, once it is created."""
         self._engine[:] = [engine]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The engine's; the model's own before there is one."""
+        """Run the engine's forward; the model's before there is an engine."""
         called = self._engine[0].engine if self._engine else self.carried
         return called(*inputs, **named)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """The engine's."""
         return self._engine[0].no_sync()
 
 
 class EngineOptimizer(StandIn):
-    """The optimizer that the loop steps: its step is the engine's."""
+    """The optimizer that the loop steps: its methods call the engine."""
 
     def __init__(self, engine: Engine) -> None:
         inner = innermost(engine.optimizer)
@@ -185,18 +183,16 @@ class EngineOptimizer(StandIn):
         self._engine = engine
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's."""
         self._engine.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """The engine's."""
         self._engine.engine.step()
 
 
 def _of_deepspeed(
     accessor: str, engine: Any, model: nn.Module, built: torch.optim.Optimizer
 ) -> Callable[[], Tensors]:
-    """DeepSpeed's functions for what its ZeRO optimizers hold in pieces."""
+    """Return DeepSpeed's accessor for the tensors that its ZeRO optimizers shard."""
     from deepspeed.utils import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -204,7 +200,7 @@ def _of_deepspeed(
     )
 
     named = dict(model.named_parameters())
-    in_pieces = engine.zero_optimization_stage() > 0  # else each rank has all by itself
+    in_pieces = engine.zero_optimization_stage() > 0  # otherwise every rank holds all of them
 
     def parameters() -> Tensors:
         if not in_pieces:
@@ -229,7 +225,7 @@ def _of_deepspeed(
 
 
 def _shaped(whole: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
-    """In the shape of the whole parameter, which ZeRO-3 has taken away from it."""
+    """Return a tensor in the shape of the full parameter, which ZeRO-3 has resized."""
     if whole is None:
         return None
     return whole.detach().view(getattr(parameter, "ds_shape", parameter.shape))

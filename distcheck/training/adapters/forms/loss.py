@@ -1,12 +1,13 @@
-"""A loss that exchanges by itself: features in, one number out, with the ranks' samples in it.
+"""A loss that communicates itself: it takes features and returns one number over all ranks'
+samples.
 
-Such code gathers features, labels or sums over the ranks, so that a step is that of one process
-with all samples. It is trained over a table of features (`workloads/features.py`), and distcheck
+Such code gathers features, labels or sums over the ranks, so that a step equals that of one process
+with all samples. It is trained on a table of features (`workloads/features.py`), and distcheck
 averages gradients as DistributedDataParallel does: of the features, and of the loss's own weights.
-The reference gives the same loss all samples, in a group of one rank.
+The reference passes all samples to the same loss, in a group of one rank.
 
-What the loss is given follows from its parameters: labels by their name, and one view of the
-samples for each other parameter without a default.
+The loss's arguments follow from its parameters: labels by their name, and one view of the samples
+for each other parameter without a default.
 """
 
 import copy
@@ -29,12 +30,12 @@ _LABELS = {"labels", "label", "target", "targets", "y", "y_true", "classes", "id
 
 
 def fits(target: Target) -> bool:
-    """Only if asked for: a function of two tensors may be many things."""
+    """Return False: a function of two tensors can be anything, so the form must be requested."""
     return False
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Every gradient is averaged over the ranks after backward."""
+    """Return a strategy that averages every gradient over the ranks after backward."""
 
     def sync(model: nn.Module, step: Step) -> None:
         scene.calls += 1
@@ -46,18 +47,18 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def workload(target: Target, scene: Scene) -> Workload:
-    """The table, trained under this loss."""
+    """Return the table of features, trained under this loss."""
     made = Made(target, scene, "forward")
     return Workload(made.make, made.given)
 
 
 def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
-    """The same, judged by the whole batch alone: no rank's gradient is a part of the mean."""
+    """Return the strategy judged by the full batch only: no rank's gradient is a term."""
     return loaded.promising(parallel=(("data", -1),), sync="out-of-sight")
 
 
 def _average(model: nn.Module) -> None:
-    """The mean of every gradient over the ranks; zero counts where a rank has none."""
+    """Average every gradient over the ranks; a rank without one contributes zero."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
@@ -72,10 +73,10 @@ def _average(model: nn.Module) -> None:
 
 
 class Made:
-    """The code's object, and what its `method` is given: "labels", or "features" of one view more.
+    """The code's object, and the arguments of its `method`: "labels", or "features" for a view.
 
-    `make` gives a new object of a class, of a function that is called with nothing, or a copy of an
-    object; a function of samples is the object itself. Raises UsageError.
+    `make` returns a new object of a class or of a function without arguments, a copy of an object,
+    or a function of samples itself. Raises UsageError.
     """
 
     def __init__(self, target: Target, scene: Scene, method: str) -> None:
@@ -97,7 +98,7 @@ class Made:
 
 
 def _handed(function: Any, target: Target) -> list[str]:
-    """Parameters without a default, and labels with one, that no --arg sets."""
+    """Return the parameters without a default, and labels with one, that no --arg sets."""
     free = [p for p in named_parameters(function) if p.name not in target.arguments]
     needed = {p.name for p in required(free)}
     return [p.name for p in free if p.name in needed or p.name in _LABELS]

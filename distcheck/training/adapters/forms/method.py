@@ -1,4 +1,4 @@
-"""A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
+"""A method of an agent or a model: called on a stand-in with the attributes that it reads."""
 
 import contextlib
 import dataclasses
@@ -22,12 +22,14 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
-    """A method that was reached through its class."""
+    """Return True for a method that was reached through its class."""
     return target.is_unbound
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Called after every backward on an object whose constructor never ran."""
+    """Return a strategy that calls it after every backward, on an object whose constructor did not
+    run or, if necessary, on a constructed one. Raises UsageError.
+    """
     if target.owner is None or not target.is_unbound:
         raise refusal(target, f"strategy {target.spec!r} is not a method of a class")
     required = {p.name for p in target.required}
@@ -50,7 +52,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     def sync(model: nn.Module, step: Step) -> None:
         nonlocal stand_in
-        if stand_in is None and making is not None:  # when model and optimizer are there
+        if stand_in is None and making is not None:  # once model and optimizer exist
             stand_in = making.call()
         if isinstance(stand_in, nn.Module) and "model" not in dict(stand_in.named_children()):
             stand_in.model = scene.live_model
@@ -64,7 +66,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
-    """A method that is called with gradients, as the function that it is but for its object."""
+    """Return a method that takes gradients as the function form, bound to its object."""
     uses = _Uses(target, scene)
     making = uses.making(of_a_module=True)
     stand_in = None if making is not None else uses.stand_in()
@@ -74,14 +76,14 @@ def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 class _Uses:
-    """What a method, and those that it calls on itself, ask of `self`. Raises UsageError for two
-    models.
+    """The attributes that a method, and the methods it calls on itself, read from `self`. Raises
+    UsageError for two models.
     """
 
     def __init__(self, target: Target, scene: Scene) -> None:
         assert target.owner is not None
         self._owner, self._scene = target.owner, scene
-        self._attributes = {  # what --arg says of self
+        self._attributes = {  # set by --arg
             name.removeprefix("self."): text
             for name, text in target.arguments.items()
             if name.startswith("self.")
@@ -92,7 +94,7 @@ class _Uses:
         wanted = set[str]().union(*(source.attributes_of("self") for source in sources))
         wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in self._attributes}
         self._unknown = {n for n in wanted if not meaning_of(n)}
-        self._why_not = ""  # the object cannot be made
+        self._why_not = ""  # why the object cannot be constructed
         self.meanings = {meaning_of(n) for n in wanted}
         models = sorted(n for n in wanted if meaning_of(n) == "model")
         if len(models) > 1:
@@ -103,9 +105,9 @@ class _Uses:
             )
 
     def making(self, *, of_a_module: bool) -> Filling | None:
-        """How to make the object, where its constructor sets what is unknown and asks for nothing
-        but what is known when it is called first. A constructor that need not run is left alone: it
-        may read data; so is that of a module which may be the model.
+        """Return the constructor call, if the constructor sets the unknown attributes and needs
+        only known arguments; None otherwise. An unnecessary constructor is not called, because it
+        may read data; nor is that of a module which may be the model.
         """
         owner = self._owner
         constructor = vars(owner).get("__init__")
@@ -122,8 +124,8 @@ class _Uses:
             return None
 
     def stand_in(self) -> Any:
-        """An object of a class derived from the owner, never initialised, that finds names by
-        meaning; what is unknown fails when it is used.
+        """Return an uninitialized object of a subclass of the owner that resolves attributes by
+        their meaning; an unknown attribute raises when it is used.
         """
         owner, find = self._owner, self._find
 
@@ -134,7 +136,7 @@ class _Uses:
             return find(name)
 
         derived: Any = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
-        derived.__abstractmethods__ = frozenset()  # it has what the method asks for, and no more
+        derived.__abstractmethods__ = frozenset()  # it has what the method reads
         made: Any = object.__new__(derived)
         if issubclass(owner, nn.Module):
             nn.Module.__init__(made)
@@ -144,7 +146,7 @@ class _Uses:
         if name in self._attributes:
             return self._scene.keep(f"self.{name}", self._attributes[name])
         meaning = meaning_of(name)
-        if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
+        if meaning in ("parameters", "named_parameters"):  # an attribute is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
             give = f"give {unknown.options('--arg', [f'self.{name}'], self._owner)}"

@@ -1,8 +1,8 @@
-"""A metric that exchanges by itself: an object with `update` and `compute`.
+"""A metric that communicates itself: an object with `update` and `compute`.
 
-Each rank updates it with its own samples, in stretches of unlike sizes, and computes. What every
-rank gets must be what one process computes of all samples. A metric is cleared by its `reset`
-before each step where it has one, and made anew where it has none.
+Each rank updates it with its own samples, in chunks of different sizes, and computes. Every rank's
+result must equal that of one process with all samples. A metric is cleared by its `reset` before
+each step if it has one, and recreated otherwise.
 """
 
 from torch import nn
@@ -17,12 +17,12 @@ from distcheck.workloads.features import Measuring
 
 
 def fits(target: Target) -> bool:
-    """Only if asked for."""
+    """Return False: the form must be requested."""
     return False
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Nothing is done after backward: the metric has exchanged already."""
+    """Return a strategy without work after backward: the metric has communicated already."""
     taken = ", ".join(_made(target, scene).given)
 
     def sync(model: nn.Module, step: Step) -> None:
@@ -33,7 +33,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def workload(target: Target, scene: Scene) -> Measuring:
-    """The table, measured by this metric."""
+    """Return the table of features, measured by this metric."""
     made = _made(target, scene)
     given = made.given
     if len(given) == 1:

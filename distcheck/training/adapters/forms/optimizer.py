@@ -1,4 +1,4 @@
-"""A class (or function) around the optimizer, which synchronises inside its step()."""
+"""A class (or function) around the optimizer, which synchronizes inside its step()."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ from distcheck.training.optimizers import StandIn
 
 
 def fits(target: Target) -> bool:
-    """A class that is or takes an optimizer, or a function that makes one of an optimizer, as
-    `DistributedOptimizer(optimizer, ...)` is in many libraries.
+    """Return True for a class that is or takes an optimizer, or a function that wraps one, such as
+    `DistributedOptimizer(optimizer, ...)` in many libraries.
     """
     first = next(iter(target.required), None)
     if target.is_function and any(_changes_step(target, p.name) for p in target.parameters):
@@ -35,8 +35,8 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Made from the workload's optimizer. Its step is begun where the gradients are final: where
-    the optimizer inside, or torch's class that it is derived from, begins its own.
+    """Return a strategy that wraps the workload's optimizer. Gradients are final where the inner
+    optimizer, or the torch class that it is derived from, begins its step. Raises UsageError.
     """
     supplied = optimizer_name(target)
     if not supplied:
@@ -53,7 +53,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         made = made if callable(getattr(made, "step", None)) else inner
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
             return Watched(made, base, scene, updates=True)
-        # It may have given the optimizer another step, or hooks before its own.
+        # It may have replaced the inner optimizer's step, or added hooks to it.
         is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
         if is_as_it_was:
             raise UsageError(
@@ -76,15 +76,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _changes_step(target: Target, name: str) -> bool:
-    """Whether a parameter is an optimizer that is given another step, or hooks before its own."""
+    """Return True if a parameter is an optimizer whose step is replaced or gets pre-hooks."""
     assigned = target.source.attributes_of(name, assigned=True)
     hooked = "register_step_pre_hook" in target.source.attributes_of(name)
     return hooked or ("step" in assigned and meaning_of(name) in ("optimizer", ""))
 
 
 def optimizer_name(target: Target) -> list[str]:
-    """The parameter that takes the optimizer: by its name or annotation, else the first of a class
-    or function that has one that must be given and whose name says nothing.
+    """Return the parameter that takes the optimizer: by its name or annotation, else the first
+    required one of unknown meaning; empty if there is none.
     """
     taken = named_parameters(target.value)
     changed = [p for p in taken if _changes_step(target, p.name)]
@@ -97,7 +97,7 @@ def _takes_optimizer(parameter: inspect.Parameter) -> bool:
 
 
 class _OfBoth(dict[str, Any]):
-    """A group of settings that are set in another group as well."""
+    """A parameter group whose settings are also written to another group."""
 
     def __init__(self, inner: dict[str, Any], made: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -117,12 +117,12 @@ class Around(StandIn):
     ) -> None:
         super().__init__(inner)
         self._made, self.optim, self._scene = made, inner, scene
-        self._has_groups = has_groups  # whether a schedule is given the groups of what was made
+        self._has_groups = has_groups  # True if a scheduler changes the wrapper's groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those that a schedule is given: without groups of what was made torch's own, whose
-        settings are those of the same group there as well, which may be copied in a step.
+        """Parameter groups for a scheduler: the wrapper's, or torch's own, whose settings are then
+        also written to the wrapper's groups, which may copy them in a step.
         """
         inner: list[dict[str, Any]] = self.optim.param_groups
         made: list[dict[str, Any]] = getattr(self._made, "param_groups", inner)
@@ -131,7 +131,6 @@ class Around(StandIn):
         return [_OfBoth(*pair) for pair in zip(inner, made, strict=True)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapper's where it has one."""
         method: Callable[..., Any] | None = getattr(self._made, "zero_grad", None)
         if method is None:
             super().zero_grad(set_to_none=set_to_none)
@@ -139,5 +138,5 @@ class Around(StandIn):
             method()
 
     def step(self) -> None:
-        """The wrapper's, with what it asks for by name."""
+        """Call the wrapper's step, with the arguments that it requests by name."""
         Filling(self._scene, self._made.step, what="its step()").call()

@@ -1,15 +1,17 @@
-"""An optimizer's class whose step() synchronises gradients, and then updates by itself.
+"""An optimizer class whose step() synchronizes gradients, and then updates by itself.
 
-Where it is derived from one of torch's optimizers, and its step() ends in that one's, gradients are
-final where that one's step begins. If the workload trains with that very class, its step is the
-update. Otherwise the step ends there: the workload's own optimizer updates with those gradients.
-Where the optimizer's state is divided, each rank has the gradients of its own parameters alone, and
-step() sends on what becomes of them: the workload's optimizer steps within, in that step's place.
-If its step() never calls that one's, as a copy of it does not, the gradients are those that it
-leaves, and what it made of the parameters is its update, or is undone in the same way.
+If it is derived from one of torch's optimizers and its step() ends in that one's, gradients are
+final where the base step begins. If the workload trains with that base class, its step is the
+update. Otherwise the step ends there, and the workload's own optimizer updates with those
+gradients. If the optimizer state is sharded, each rank has the gradients of its own parameters
+only, and step() distributes the updated ones: the workload's optimizer then steps inside, in place
+of the base step.
 
-Where it has an update of its own, that is plain SGD or nothing is known of it: gradients are then
-taken from what it writes into parameters of zero, as in `steps_inside`.
+If its step() never calls the base step, as a copy of it, the gradients are those that remain after
+it, and its change of the parameters is the update, or is undone in the same way.
+
+An update of its own must be plain SGD: gradients are then derived from the values that it writes
+into zero parameters, as in `steps_inside`.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from distcheck.training.optimizers import StandIn
 
 
 def fits(target: Target) -> bool:
-    """An optimizer's class that takes parameters, and has a step() of its own."""
+    """Return True for an optimizer class that takes parameters, and has its own step()."""
     if not target.is_class or not issubclass(target.value, torch.optim.Optimizer):
         return False
     return not target.value.__module__.startswith("torch.optim") and bool(
@@ -41,7 +43,9 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedStrategy:
-    """Made of the workload's parameters; its step() is called where the optimizer's would be."""
+    """Return a strategy that constructs it from the workload's parameters and calls its step() in
+    place of the optimizer's. Raises UsageError.
+    """
     if not fits(target):
         raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
     base = _torchs_own(target.value)
@@ -51,13 +55,13 @@ def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedSt
 
 
 def parameters_name(kind: type) -> str:
-    """The parameter of its constructor that takes parameters; empty where none does."""
+    """Return the constructor parameter for the model's parameters; empty if there is none."""
     taken = [p.name for p in named_parameters(kind)]
     return next((n for n in taken if n in names.PARAMETERS or n.startswith("param")), "")
 
 
 def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
-    """The optimizer of torch's that it is derived from; None where that is only the base class."""
+    """Return the torch optimizer that it derives from; None if only the abstract base class."""
     for each in made.__mro__[1:]:
         if each is torch.optim.Optimizer:
             return None
@@ -67,35 +71,34 @@ def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
 
 
 class Watched(StandIn):
-    """What the loop sees in place of an optimizer: its groups and state, and where the step of
-    torch's class begins, in whose place `instead` steps, if there is one.
+    """Stand-in that the loop sees for an optimizer: its groups and state, and the start of the step
+    of torch's class, which `instead` replaces if given.
     """
 
     def __init__(
         self, made: Any, base: type, scene: Scene, *, updates: bool, instead: Any = None
     ) -> None:
         super().__init__(instead or made)
-        self.optim = instead or made  # whose state is compared
+        self.optim = instead or made  # its state is compared
         self._made, self._base, self._scene = made, base, scene
         self._updates, self._instead = updates, instead
         self._is_copy = "step" in vars(type(made)) and not Source(type(made).step).words & {"super"}
         self._begun: list[Callable[..., Any]] = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Its own."""
         self._made.zero_grad()
 
     def before_update(self, begins: Callable[..., Any]) -> Any:
-        """Makes `begins` called where gradients are final; returns a handle with `remove()`."""
+        """Register `begins`, called once gradients are final; return a handle with `remove()`."""
         self._begun = [begins]
         return self
 
     def remove(self) -> None:
-        """Calls nothing any more."""
+        """Remove the registered function."""
         self._begun = []
 
     def step(self) -> None:
-        """Its own, with the step of torch's class watched."""
+        """Run the optimizer's step, observing the step of torch's class."""
         is_undone = not (self._updates or self._instead)
         held = [] if not is_undone else [p.detach().clone() for p in self._scene.parameters()]
         with self._watching() as began:
@@ -138,9 +141,9 @@ def _by_its_base(
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
-        scene.optimizer = inner  # whose learning rate may be asked for
+        scene.optimizer = inner  # its learning rate may be requested
         is_same = type(inner) is base
-        # With all that its groups have: a schedule may read more than settings (initial_lr).
+        # Copy all entries of the groups: a scheduler may read more than settings (initial_lr).
         groups = [
             dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
         ]

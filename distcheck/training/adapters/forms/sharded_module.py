@@ -1,4 +1,4 @@
-"""A class around the module that holds its parameters in pieces: FSDP, written by hand."""
+"""A wrapper class that shards the parameters of the module: hand-written FSDP."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
-    """A wrapper that mentions shards, in a module that gathers."""
+    """Return True for a wrapper that mentions shards, in a module that gathers."""
     made = target.owner if target.is_unbound else target.value
     if made is None or not wrapper.fits(target):
         return False
@@ -27,8 +27,9 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Trained in the module's place. The model that is recorded is another, which is not trained:
-    parameters, gradients and optimizer state are written into it, put together.
+    """Return a strategy that trains it in place of the module. The recorded model is a separate
+    copy, into which unsharded parameters, gradients and optimizer state are written. Raises
+    UsageError.
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
     kept: list[Pieces] = []
@@ -58,7 +59,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         base.sync(model, step)
         kept[0].write_gradients()
 
-    # The loop would clip pieces by their own norm, which is the loop's mistake and not the code's.
+    # Clipping by the loop would use the norm of a shard, which is not the code's error.
     promising = base.promising(
         sync="out-of-sight",
         optimizer_state="cut",
@@ -70,8 +71,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 class _Followed:
-    """What a workload does to its model before a step, done to the model that is trained as well:
-    modes, and attributes that are plain values. What the strategy itself set there stays.
+    """Repeats a workload's changes of its model before a step on the trained model: modes, and
+    attributes with plain values. Values that the strategy itself set there are kept.
     """
 
     def __init__(self, whole: nn.Module, worked_on: nn.Module) -> None:
@@ -79,7 +80,7 @@ class _Followed:
         self._seen = dict(_plain_values(whole))
 
     def follow(self) -> None:
-        """Takes over what has changed since the last call."""
+        """Copy the changes since the last call."""
         theirs = dict(self._worked_on.named_modules())
         for (name, key), value in _plain_values(self._whole):
             if self._seen.get((name, key)) != value and name in theirs:

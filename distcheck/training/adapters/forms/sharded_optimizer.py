@@ -1,5 +1,5 @@
-"""A class that divides the optimizer's state (ZeRO 1): of parameters and an optimizer's class, or
-around an optimizer, or derived from torch's. Those two exchange the gradients themselves.
+"""A class that shards the optimizer state (ZeRO-1): it takes parameters and an optimizer class,
+wraps an optimizer, or is derived from torch's. The latter two synchronize gradients themselves.
 """
 
 from collections.abc import Iterable
@@ -29,20 +29,21 @@ _CLASSES = ("optimizer_cls", "optimizer_class", "optim_cls", "optim_class", "opt
 
 
 def fits(target: Target) -> bool:
-    """A class whose constructor takes the class of an optimizer."""
+    """Return True for a class whose constructor takes an optimizer class."""
     return target.is_class and bool(_class_name(target))
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Made with the workload's kind of optimizer and its settings; gradients are averaged by an
-    all_reduce of distcheck's own before its step, because such code leaves that to others.
+    """Return a strategy that constructs it with the workload's optimizer class and settings. If the
+    class leaves averaging to its caller, distcheck all-reduces the gradients before its step.
+    Raises UsageError.
     """
     name = _class_name(target) if target.is_class else ""
     is_around = not name and not own_optimizer.fits(target) and target.is_class
     if target.adaptation.finish or target.adaptation.reset:
         if not is_around:
             raise UsageError("--finish and --reset are for a class around an optimizer")
-        # By a method of its own it leaves gradients to their owners.
+        # With a method for it, only the owner of a parameter has its gradient.
         return _divided(adapt_optimizer(target, scene), gradients="owner")
     if not name and own_optimizer.fits(target):
         return _divided(own_optimizer.adapt(target, scene, is_divided=True), gradients="owner")
@@ -59,7 +60,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
         inner = build(listed)
-        # Of an optimizer's defaults some are no arguments (AdamW's decoupled_weight_decay).
+        # Some defaults of an optimizer are not arguments (AdamW's decoupled_weight_decay).
         taken = {p.name for p in named_parameters(type(inner))}
         taken = taken if takes_any_name(target.value) else taken & known
         settings = {key: value for key, value in inner.defaults.items() if key in taken}
@@ -87,13 +88,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
-    """The same, with each part of the state on one rank, and what is promised besides."""
+    """Return the strategy with each part of the state on one rank, and further properties."""
     note = f"{loaded.note}, its state divided among the ranks"
     return loaded.promising(note=note, optimizer_state="sharded", **promised)
 
 
 def _class_name(target: Target) -> str:
-    """The parameter that takes the class of an optimizer."""
+    """Return the parameter that takes an optimizer class; empty if there is none."""
     for p in named_parameters(target.value):
         text = annotation(p)
         if p.name in _CLASSES or ("ype[" in text and "Optimizer" in text):

@@ -1,18 +1,18 @@
-"""A function that writes its own plain SGD step into the parameters after it has synchronised.
+"""A function that writes its own plain SGD step into the parameters after it has synchronized.
 
-Its gradients are taken from what it writes: (before - after) / lr. That subtraction loses most of
-a gradient's digits beside parameters of ordinary size: after is rounded to u |after|, which is
-u |after| / lr in the gradient. So the code is given parameters of zero, and a learning rate of a
-power of two: what it then leaves is -lr times its gradient, and dividing that by lr is exact (a
-product with 32 neither rounds nor falls below the smallest number; it overflows only where the
-gradient is within a factor of 32 of the largest). Nothing is widened, every layer judges as usual.
+Gradients are derived from its update: (before - after) / lr. With parameters of ordinary size, the
+subtraction loses most of a gradient's digits: `after` is rounded to u |after|, which is u |after| /
+lr in the gradient. The code is therefore called with zero parameters and a power of two as the
+learning rate: it then writes -lr times its gradient, and dividing that by lr is exact (a product
+with 32 neither rounds nor underflows; it overflows only if the gradient is within a factor of 32 of
+the largest value). No bound is widened; all checks apply as usual.
 
-Code that calls optimizer.step() on one rank for all, as a server does that sends parameters, is
-given an optimizer of plain SGD with that rate in the same way (`--as steps-inside`).
+Code that calls optimizer.step() on one rank for all, such as a server that sends parameters,
+receives a plain SGD optimizer with that rate (`--as steps-inside`).
 
-That holds for updates that add a multiple of this step's gradient to a parameter, whatever the
-parameter is. After the last step the code is called once more, with the parameters as they are and
-gradients of zero: code that moves them then decays them, or keeps momentum, and is refused.
+The method is valid for updates that add a multiple of this step's gradient to a parameter, whatever
+its value. After the last step the code is called once more with the current parameters and zero
+gradients: code that then moves them uses weight decay or momentum, and is refused.
 """
 
 import contextlib
@@ -35,17 +35,19 @@ RATE = 32.0
 
 
 class ZeroGradientError(ArithmeticError):
-    """Code that divides zero by zero where a gradient is zero."""
+    """Raised for code that divides zero by zero if a gradient is zero."""
 
 
 def fits(target: Target) -> bool:
-    """A function that subtracts from parameters' data, and whose learning rate can be given."""
+    """Return True for a function that subtracts from parameters' data at a settable rate."""
     is_function = target.is_function and not target.is_unbound
     return is_function and target.source.descends and bool(_rates(target))
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Called after backward on parameters of zero; the optimizer's step is the workload's own."""
+    """Return a strategy that calls it after backward on zero parameters; the optimizer step is the
+    workload's own. Raises UsageError.
+    """
     if target.is_class or target.is_unbound or not target.first:
         raise refusal(
             target, f"strategy {target.spec!r} is not a function of a model or of parameters"
@@ -80,7 +82,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 def take_gradients(
     target: Target, scene: Scene, call: Callable[[], None], rate: float
 ) -> tuple[Callable[[nn.Module, Step], None], Callable[[], None]]:
-    """A strategy's `sync` and `close` around a call that takes the step of plain SGD."""
+    """Return `sync` and `close` of a strategy whose call takes a plain SGD step."""
 
     def sync(model: nn.Module, step: Step) -> None:
         parameters = scene.parameters()
@@ -108,7 +110,7 @@ def take_gradients(
 
 @contextlib.contextmanager
 def _plain_sgd(scene: Scene) -> Iterator[None]:
-    """Makes the code find plain SGD where it asks for the optimizer."""
+    """Provide a plain SGD optimizer to code that requests the optimizer."""
     kept = scene.optimizer
     scene.optimizer = torch.optim.SGD(scene.parameters(), lr=scene.rate or RATE)
     try:
@@ -118,16 +120,14 @@ def _plain_sgd(scene: Scene) -> Iterator[None]:
 
 
 def _rates(target: Target) -> list[str]:
-    """The names by which the code takes its learning rate."""
+    """Return the names by which the code takes its learning rate."""
     variables = [name for name, _ in target.adaptation.variables]
     taken = [p.name for p in target.parameters]
     return [name for name in [*taken, *variables] if meaning_of(name.lower()) == "rate"]
 
 
 def _rate_of(target: Target) -> float:
-    """The rate that an option gives, or else `RATE`. Raises UsageError for anything but a power of
-    two.
-    """
+    """Return the rate set by an option, or `RATE`. Raises UsageError unless a power of two."""
     values = target.arguments | dict(target.adaptation.variables)
     text = next((values[name] for name in _rates(target) if name in values), str(RATE))
     try:
@@ -143,9 +143,10 @@ def _rate_of(target: Target) -> float:
 
 
 def _refuse_more_than_a_step(target: Target, call: Callable[[], None], scene: Scene) -> None:
-    """Raises UsageError where gradients of zero move parameters by more than an average over the
-    ranks, which a parameter server may take of equal numbers, can round: W additions, a division;
-    ZeroGradientError where they become no numbers, which is a defect of the code and no other form.
+    """Raise UsageError if zero gradients move parameters by more than the rounding of an average
+    over the ranks, which a parameter server may compute of equal values: W additions and a
+    division. Raises ZeroGradientError if parameters become NaN or infinite, which is a defect of
+    the code.
     """
     parameters = scene.parameters()
     before = [p.detach().clone() for p in parameters]
@@ -154,7 +155,7 @@ def _refuse_more_than_a_step(target: Target, call: Callable[[], None], scene: Sc
     call()
     roundings = scene.value("world_size") + 1
     for parameter, kept in zip(parameters, before, strict=True):
-        if not bool(kept.isfinite().all()):  # the training has failed by then, and says so
+        if not bool(kept.isfinite().all()):  # the training has failed already and reports that
             continue
         if not bool(parameter.isfinite().all()):
             raise ZeroGradientError(

@@ -22,13 +22,13 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 
 def fits(target: Target) -> bool:
-    """An object that has its methods, or a class that needs no arguments and has."""
+    """Return True for an object with distcheck's methods, or a class of such objects."""
     return _has_methods(target) and not (target.is_class and target.required)
 
 
 def _has_methods(target: Target) -> bool:
-    """Whether it is an object (or a class of such) with wrap, sync, backward or scale_loss, or with
-    `optimizer(build, parameters)` alone, whose optimizer exchanges; and no module.
+    """Return True for an object (or a class of such) with wrap, sync, backward or scale_loss, or
+    with only `optimizer(build, parameters)`, whose optimizer then synchronizes; False for a module.
     """
     value = target.value
     if inspect.isroutine(value) or isinstance(value, nn.Module):
@@ -44,13 +44,13 @@ def _has_methods(target: Target) -> bool:
 
 
 def _takes_what_builds(method: Any) -> bool:
-    """Whether its parameters, after self, are what builds an optimizer and for what."""
+    """Return True if its parameters, after self, are an optimizer factory and the parameters."""
     places = [p for p in inspect.signature(method).parameters.values() if p.kind in _BY_PLACE]
     return len(places) == 3 and all(p.default is p.empty for p in places)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Its methods as they are."""
+    """Return the object's methods; supported signatures of scale_loss and sync are adapted."""
     if not _has_methods(target):
         raise refusal(
             target, f"strategy {target.spec!r} has none of wrap, backward, sync and scale_loss"
@@ -74,8 +74,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
-    """Accepts scale_loss(loss, step), and scale_loss(loss) as wrappers have it. Raises UsageError
-    for anything else, and where it returns no tensor, on which backward could be called.
+    """Accept scale_loss(loss, step), and a wrapper's scale_loss(loss). Raises UsageError for any
+    other signature, and for a result that is not a tensor.
     """
     try:
         signature = inspect.signature(scale)
@@ -105,7 +105,7 @@ def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
 
 
 def _takes(signature: inspect.Signature, count: int) -> bool:
-    """Whether a call with so many arguments fits."""
+    """Return True if a call with so many arguments fits."""
     try:
         signature.bind(*range(count))
     except TypeError:
@@ -114,9 +114,8 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 
 def _adapt_sync(spec: str, sync: Callable[..., Any]) -> Callable[[nn.Module, Step], None]:
-    """Accepts f(model), f(model, step), and f(model, step: int), which gets the step's index.
-
-    Raises UsageError for anything else.
+    """Accept f(model), f(model, step), and f(model, step: int), which receives the step's index.
+    Raises UsageError for any other signature.
     """
     try:
         parameters = inspect.signature(sync).parameters.values()

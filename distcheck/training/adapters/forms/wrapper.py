@@ -1,4 +1,4 @@
-"""A class (or function) that takes the module, and is trained in its place or beside it."""
+"""A class (or function) that takes the module, and is trained in its place or next to it."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _BY_HOOKS = "made once before training: it registers hooks; nothing is called af
 
 
 def fits(target: Target) -> bool:
-    """A class whose constructor takes a module or its parameters, or a method of such a class."""
+    """Return True for a class whose constructor takes a module or parameters, or its method."""
     made = target.owner if target.is_unbound else target.value if target.is_class else None
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
@@ -39,27 +39,27 @@ def fits(target: Target) -> bool:
     meanings = [meaning_of(p.name) for p in parameters]
     agents = meanings.count("model") > 1 or not all(map(_is_there, parameters, meanings))
     if target.is_unbound and agents:
-        return False  # a trainer or an agent, of which one method is meant
+        return False  # a method of a trainer or an agent is meant
     if "model" in meanings or any("Module" in str(p.annotation) for p in parameters):
         return True
     return any(meaning.endswith("parameters") for meaning in meanings)
 
 
 def _is_there(parameter: inspect.Parameter, meaning: str) -> bool:
-    """Whether it is known before training, when a wrapper is made."""
+    """Return True if a constructor argument is known before training."""
     later = ("optimizer", "step", "index", "rate", "samples", "gradients", "arguments")
     is_module = "Module" in str(parameter.annotation)
     return is_module or (bool(meaning) and meaning not in later)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Made in place of DDP's constructor, with the methods called that a loop would call."""
+    """Return a strategy that constructs it in place of DDP and calls its methods."""
     return adapt_wrapper(target, scene, in_pieces=False)
 
 
 def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStrategy:
-    """The same; what is made may hold other parameters than the module's if they are `in_pieces`.
-    It may be made several times: methods are called on the last.
+    """Return the strategy of `adapt`. With `in_pieces`, the wrapper may hold other parameters than
+    the module's. Several objects may be constructed: methods are called on the last.
     """
     build: Callable[..., Any] = target.owner if target.is_unbound else target.value  # type: ignore[assignment]
     supplied = _module_name(build)
@@ -124,7 +124,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 
 
 def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
-    """What else is called, in words."""
+    """Describe the further calls."""
     also = {
         f", reset {reset}() before every step": reset,
         ", its scale_loss() before backward": scales,
@@ -135,7 +135,7 @@ def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) 
 
 
 def _takes_loss(build: Any) -> bool:
-    """Whether its objects run backward, from the loss that they are given."""
+    """Return True if its objects run backward, given a loss."""
     if (
         not inspect.isclass(build)
         or "backward" not in own_names(build)
@@ -146,7 +146,7 @@ def _takes_loss(build: Any) -> bool:
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
-    """The parameter that takes the module: by its name or annotation, else the first."""
+    """Return the parameter that takes the module: by its name or annotation, else the first."""
     taken = named_parameters(build)
     for p in taken:
         if meaning_of(p.name) == "model" or "Module" in str(p.annotation):
@@ -155,7 +155,7 @@ def _module_name(build: Callable[..., Any]) -> list[str]:
 
 
 def _is_trained(build: Callable[..., Any]) -> bool:
-    """Whether what is made takes the module's place. What a function returns will be seen."""
+    """Return True if the constructed object replaces the module; unknown for functions."""
     if not inspect.isclass(build) or issubclass(build, nn.Module):
         return True
     members = {name for base in build.__mro__ if base is not object for name in vars(base)}
@@ -170,9 +170,9 @@ def _own_methods(build: Callable[..., Any]) -> str:
 
 
 def first_phases(target: Target) -> tuple[str, str]:
-    """The methods to call after backward and before every step: those that options name, or else
-    those with usual names, or after backward the only one of an object that is not trained itself;
-    empty where there is none.
+    """Return the methods to call after backward and before every step: those set by options, else
+    those with common names; after backward also the only method of an object that is not trained
+    itself. Empty if there is none.
     """
     said = target.adaptation
     build: Any = target.owner if target.is_unbound else target.value
@@ -185,7 +185,7 @@ def first_phases(target: Target) -> tuple[str, str]:
 
 
 def _usual_method(build: Any, usual: Sequence[str]) -> str:
-    """The first method with one of these names whose arguments are known."""
+    """Return the first method with one of these names whose arguments are known."""
     methods = own_names(build) if inspect.isclass(build) else []
     return next((n for n in usual if n in methods and is_known(getattr(build, n))), "")
 
@@ -193,7 +193,7 @@ def _usual_method(build: Any, usual: Sequence[str]) -> str:
 def _check_method(
     target: Target, build: Callable[..., Any], name: str, option: str, scene: Scene
 ) -> None:
-    """Raises UsageError for a method that a class does not have, or that cannot be called."""
+    """Raise UsageError for a method that a class does not have, or that cannot be called."""
     if not name or not inspect.isclass(build):
         return
     if not callable(getattr(build, name, None)):
@@ -204,13 +204,13 @@ def _check_method(
 
 
 def is_known(method: Callable[..., Any]) -> bool:
-    """Whether all that it asks for besides its object can be filled in."""
+    """Return True if all required arguments other than its object can be filled in."""
     return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
 
 
 def _only_method(build: Callable[..., Any]) -> str:
-    """The method of an object beside the model that has no other one, if it can be called; none of
-    one that registers hooks.
+    """Return the only method of an object that does not replace the model, if it can be called;
+    empty for objects that register hooks.
     """
     if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
         return ""
@@ -220,7 +220,7 @@ def _only_method(build: Callable[..., Any]) -> str:
 
 
 def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
-    """What was made, as a module. Raises UsageError."""
+    """Return the constructed object as a module. Raises UsageError."""
     if not isinstance(made, nn.Module):
         forward = getattr(made, "forward", None) or made
         if not callable(forward):
@@ -231,8 +231,8 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
 
 
 def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Module) -> None:
-    """Raises UsageError where it trains other parameters than the model's, or pieces of them."""
-    # Its own parameters() may give nothing.
+    """Raise UsageError if it trains other parameters than the model's, or shards of them."""
+    # Its own parameters() may return nothing.
     parameters = list(trained.parameters()) or [p for _, p in nn.Module.named_parameters(trained)]
     after = {id(p): p.shape for p in parameters}
     if any(after.get(key) != shape for key, shape in before.items()):
@@ -244,21 +244,20 @@ def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Mo
 
 
 class Carrier(nn.Module):
-    """Carries a wrapper that is not a module: its forward, its parameters or the model's."""
+    """Module around a wrapper that is not one: its forward, and its or the model's parameters."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], made: Any) -> None:
         super().__init__()
         self.carried = model
         self._forward, self._made = forward, made
-        for name in ("no_sync", "set_requires_gradient_sync"):  # which the loop asks for
+        for name in ("no_sync", "set_requires_gradient_sync"):  # the loop looks for these
             if callable(method := getattr(made, name, None)):
                 setattr(self, name, method)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The wrapper's own, where it has such a method."""
+        """Return the wrapper's parameters, if it has such a method."""
         of_wrapper = getattr(self._made, "parameters", None)
         return iter(of_wrapper()) if callable(of_wrapper) else super().parameters(recurse)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The wrapper's."""
         return self._forward(*inputs, **named)
