@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.records.causes import causes, shared
-from tests.sources import ROOT, text_of
+from tests.sources import PACKAGE, ROOT, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
 _MOST_OPENINGS = 0.02  # of docstrings
@@ -23,22 +23,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # A page leaves this set when it is rewritten; no page enters it.
 TO_REWRITE = {"docs/whats-here.md"}
 # Packages with docstrings in the language of this test; "." stands for the modules of distcheck/.
-PACKAGES = [
-    ".",
-    "backend_probe",
-    "backends",
-    "engines",
-    "errors",
-    "explore",
-    "machine",
-    "plan",
-    "selftest",
-    "store",
-    "testing",
-    "training",
-    "workloads",
-    "worlds",
-]
+PACKAGES = [".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))]
 OPENS_A_DOCSTRING_VAGUELY = re.compile(r"(?:What|Whether|Which|Where|Of|Those|As|By)\b")
 BANNED_IN_DOCSTRINGS = re.compile(
     r"\b(?:beside|alike|unlike|apart|mend(?:s|ed|ing)?|slip(?:s|ped)?|told|owed|whoever)\b",

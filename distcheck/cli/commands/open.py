@@ -11,7 +11,7 @@ from distcheck.cli.options import RUNS
 def command(run: str | None) -> int:
     """Show the HTML report of a kept run, the last by default, in a browser.
 
-    It is made from the run's JSON, and stays beside it as report.html. Where no browser can be
+    It is made from the run's JSON, and is kept next to it as report.html. If no browser can be
     started, its address is printed.
     """  # fmt: skip
     from distcheck.cli.kept_runs import open_command

@@ -58,7 +58,7 @@ from distcheck.plan.settings import with_adaptation
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
     """Judge a strategy in simulated worlds of several sizes and orders of addition, and print the
-    largest error beside its bound.
+    largest error next to its bound.
 
     \b
     distcheck scale --strategy my_sync.py:sync --world 2,8,64,256,1024
