@@ -127,8 +127,11 @@ class Host:
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Notes that the launcher ends its processes. The front has heard of it too, and says with
-        which code; to leave before it does would look as if this process had been lost.
+        which code; to leave before it does would look as if this process had been lost. While
+        there is no front yet, nobody would say so.
         """
+        if self._line is None:
+            raise KeyboardInterrupt
         self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
 
     def decline(self, error: DistcheckError) -> None:
