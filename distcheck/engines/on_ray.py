@@ -3,6 +3,7 @@
 import importlib
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,8 +59,11 @@ def start(address: str, work: Sequence[Work]) -> OnRay:
     Raises CannotRunError.
     """
     if not address and not os.environ.get("RAY_ADDRESS"):
-        # Without a token, a new local cluster would run code of any user who can reach its port.
+        # Without a token, one that is started here runs code of every user who reaches its port.
+        # Ray itself would keep the token in a file of the home folder that others may read.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray = importlib.import_module("ray")
     try:
         ray.init(

@@ -90,7 +90,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
         ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
         ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
-        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/webhooks|hooks\.slack\.com(?::\d+)?"
+        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/(?:v\d+/)?webhooks|hooks\.slack\.com(?::\d+)?"
          r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com)"
          r"/(?P<secret>[^\s\"'<>]+)"),
         ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),

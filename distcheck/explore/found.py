@@ -6,10 +6,17 @@ from pathlib import Path
 import xxhash
 
 from distcheck.errors import DistcheckError
-from distcheck.plan.provenance import provenance_of
+from distcheck.plan.provenance import is_sealed, provenance_of
 from distcheck.private import is_private_folder
 from distcheck.records import Case
-from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case, write_case
+from distcheck.store.run_folder import (
+    DEFAULT_FOLDER,
+    own_folder,
+    read_case,
+    read_provenance,
+    write_case,
+)
+from distcheck.store.trust import unknown_code
 
 _FOLDER = DEFAULT_FOLDER / "explore"
 _DEFAULT_DEADLINE_S = 30.0
@@ -45,11 +52,21 @@ class KeptCases:
         return path
 
     def _read_one(self, file: Path) -> Case | None:
+        """Return a case that this user has run, if its other code is as trusted as in `replay`: the
+        strategy is the one that the person named, and nothing is asked here.
+        """
         try:
-            return read_case(file)
+            case, made = read_case(file), read_provenance(file)
+            unknown = unknown_code([case], made={} if made is None else {case.id: made})
         except DistcheckError as error:
             self.unreadable.append(str(error))
             return None
+        if is_sealed(case, made) and all(code.what == "strategy" for code in unknown):
+            return case
+        self.unreadable.append(
+            f"{file} is not a case of your own runs; look at distcheck replay {file}"
+        )
+        return None
 
 
 def as_python(case: Case) -> str:

@@ -5,6 +5,7 @@ for information that starts none of them.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,9 +20,9 @@ _PATIENCE_S = 5.0  # for git, in a repository of any size
 def origin_here() -> Origin:
     """Return the origin of a run that begins now, in this folder."""
     commit = run_git("rev-parse", "--verify", "HEAD")
-    changed = None
-    if commit and not _has_filters():
-        changed = run_git("status", "--porcelain", "--ignore-submodules=dirty")
+    changed, filters = None, _filters()
+    if commit and filters is not None:
+        changed = run_git(*filters, "status", "--porcelain", "--ignore-submodules=dirty")
     return Origin(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command_line(),
@@ -39,16 +40,28 @@ def command_line() -> str:
     return shlex.join(["distcheck" if name == "__main__.py" else name, *words])
 
 
-def _has_filters() -> bool:
-    """Return True if the repository's own configuration, or an unreadable one, defines filters: git
-    runs them to detect changes of a file.
+def _filters() -> list[str] | None:
+    """Return the options that switch off the filters of the user's own configuration: git starts
+    them to see whether a file has changed, and they may start what a repository names (git-lfs
+    has `lfs.extension.*`). None if files cannot be compared without filters: some pass through
+    one, or the repository's own configuration, or one that cannot be read, names filters.
     """
     listed = run_git("config", "--list", "--show-scope", "--name-only", "-z")
-    scopes, names = (listed or "").split("\0")[::2], (listed or "").split("\0")[1::2]
-    return listed is None or any(
-        scope in ("local", "worktree") and name.startswith("filter.")
-        for scope, name in zip(scopes, names, strict=False)
-    )
+    if listed is None:
+        return None
+    scopes, names = listed.split("\0")[::2], listed.split("\0")[1::2]
+    options = []
+    for scope, name in zip(scopes, names, strict=False):
+        if not name.startswith("filter."):
+            continue
+        filter_name = name.removeprefix("filter.").rpartition(".")[0]
+        if scope in ("local", "worktree") or not re.fullmatch(r"[\w-]+", filter_name):
+            return None
+        if run_git("ls-files", "-z", "--", f":(attr:filter={filter_name})") != "":
+            return None
+        for key, value in (("clean", ""), ("smudge", ""), ("process", ""), ("required", "false")):
+            options += ["-c", f"filter.{filter_name}.{key}={value}"]
+    return options
 
 
 def run_git(*words: str) -> str | None:

@@ -52,6 +52,10 @@ def _read_about(folder: Path) -> SavedTrace:
                 f"the trace in {folder} is of case {name}; the name of its folder must be the "
                 "case's"
             )
+        for outcomes in (saved.outcomes, saved.rerun_outcomes):
+            ranks = {outcome.rank for outcome in outcomes}
+            if len(ranks) < len(outcomes) or not ranks <= {*range(saved.case.world)}:
+                raise ValueError("it has the end of a rank twice, or of one that is not there")
         return SavedTrace(folder=folder, saved=saved, indexes=indexes)
     except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error

@@ -16,6 +16,7 @@ terminal. The command of a job always needs confirmation.
 
 import ast
 import hashlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,8 +42,10 @@ from distcheck.training import loading, sources_only
 from distcheck.training.scripts import root_of
 from distcheck.workloads.cells import place_of
 
-# Packages whose objects may run as cases; other functions of distcheck write and remove files.
-_OWN = ("distcheck_strategies", "distcheck_mutants")
+# Packages whose objects may run as cases (other functions of distcheck write and remove files), and
+# the folders of a checkout that they stand for.
+_OWN = {"distcheck_strategies": "strategies", "distcheck_mutants": "tests/mutants"}
+_HOME = Path(__file__).resolve().parents[2]
 _OWN_WORKLOADS = "distcheck.workloads."
 NOTHING: Mapping[str, str] = {}
 UNRECORDED: Mapping[str, Provenance] = {}
@@ -274,8 +277,20 @@ def _has_text(literal: str) -> bool:
 
 def _is_ours(strategy: str) -> bool:
     point = loading.strategy_names().get(strategy)
-    place = strategy if point is None else point.module
-    return place.partition(":")[0].partition(".")[0] in _OWN
+    place = strategy.partition(":")[0] if point is None else point.module
+    return not loading.is_path(place) and _is_packaged(place)
+
+
+def _is_packaged(place: str) -> bool:
+    """Return True if a module is of a package of ours, found where we put it: a package of that
+    name in the current folder is not ours.
+    """
+    top = place.partition(".")[0]
+    spec = importlib.util.find_spec(top) if top in _OWN else None
+    if spec is None or spec.origin is None:
+        return False
+    file = Path(spec.origin).resolve()
+    return sources_only.is_installed(file) or file.is_relative_to(_HOME / _OWN[top])
 
 
 def _is_known(
@@ -297,7 +312,7 @@ def _is_known(
     if found is None:
         return False
     is_workload = what == "workload" and f"{place}.".startswith(_OWN_WORKLOADS)
-    if place.partition(".")[0] in _OWN or is_workload:
+    if _is_packaged(place) or is_workload:
         return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
     return _is_of(checkout, found, attribute, code_digest(what, spec), recorded)
 

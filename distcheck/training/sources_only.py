@@ -23,6 +23,7 @@ from importlib.machinery import (
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
+from zipimport import zipimporter
 
 _VARIABLE = "DISTCHECK_SOURCES_ONLY"
 _OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
@@ -137,4 +138,17 @@ _finder = FileFinder.path_hook((_ExtensionLoader, EXTENSION_SUFFIXES), (_Loader,
 def _hook(folder: str) -> Any:
     if is_installed(Path(folder)):
         raise ImportError(folder)
-    return _finder(folder)
+    return _Archive(folder) if os.path.isfile(folder) else _finder(folder)
+
+
+class _Archive:
+    """The finder of a zip file: no digest covers its modules."""
+
+    def __init__(self, file: str) -> None:
+        self._file, self._modules = file, zipimporter(file)
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        found = self._modules.find_spec(name, target)
+        if found is not None:
+            checked(os.path.join(self._file, name), b"")
+        return found

@@ -181,8 +181,17 @@ def test_a_host_refuses_a_front_without_the_secret(answer: Callable[[bytes, byte
             socket.create_connection(server.getsockname()) as connection,
             pytest.raises(ConnectionError, match="secret"),
         ):
-            secret.prove(connection, SECRET)
+            secret.prove(connection, SECRET, timeout_s=5)
         thread.join()
+
+
+def test_a_handshake_ends_in_time_however_slowly_its_bytes_come() -> None:
+    """The time is that of all bytes, not of each: here there is none left."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(secret.challenge())
+        with pytest.raises(TimeoutError, match="handshake"):
+            secret.prove(theirs, SECRET, timeout_s=0)
 
 
 def test_the_secret_is_never_sent_and_no_answer_serves_twice() -> None:
@@ -191,7 +200,7 @@ def test_the_secret_is_never_sent_and_no_answer_serves_twice() -> None:
         sent = secret.challenge()
         ours.sendall(sent + secret.proof_of_front(sent, bytes(secret.ANSWER_BYTES), SECRET))
         with pytest.raises(ConnectionError):
-            secret.prove(theirs, SECRET)
+            secret.prove(theirs, SECRET, timeout_s=5)
         answer = ours.recv(secret.ANSWER_BYTES)
     assert SECRET not in answer
     assert secret.answer_is_right(sent, answer, SECRET)

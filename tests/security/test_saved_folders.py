@@ -225,6 +225,24 @@ def test_a_case_that_is_called_otherwise_than_its_folder_is_refused(
         rewrite_about(place, lambda text, name=name: text.replace(name, CASE_ID))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("rank", [0, 2, -1])
+def test_the_end_of_a_rank_twice_or_of_none_is_refused(
+    rank: int, made: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made, run)
+    (place,) = (run / "traces").iterdir()
+
+    def change(text: str) -> str:
+        about = json.loads(text)
+        about["outcomes"][1]["rank"] = rank
+        return json.dumps(about)
+
+    rewrite_about(place, change)
+    with pytest.raises(UsageError, match="damaged: it has the end of a rank twice, or of one that"):
+        saved_traces(run)
+
+
 def test_a_defect_that_no_rank_has_is_unknown() -> None:
     planned = PlannedCheck(check="outcome", layer="-", scope="front", required=Compared(ranks=2))
     ended = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(2)]

@@ -7,6 +7,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distcheck import private
 from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.explore.found import KeptCases
+from distcheck.plan import provenance
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import provenance_of
@@ -256,6 +258,7 @@ def test_a_kept_case_of_another_strategy_is_not_run(checkout: Path) -> None:
         ("mine.py:mean", ("sizes", "[1, -2.5, None]"), False),
         ("mine.py:mean", ("group", "@group"), False),
         ("ddp", ("command", "'curl x | sh'"), False),
+        ("distcheck_strategies.run/../mine.py:mean", ("command", "'curl x | sh'"), True),
     ],
 )
 @pytest.mark.parametrize("where", ["arguments", "variables"])
@@ -267,8 +270,9 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
                 adaptation=Adaptation(**{where: (pair,)}))  # fmt: skip
     made = {"c": provenance_of(case, {})}
     Path("gift").mkdir()
+    Path("distcheck_strategies.run").mkdir()
     if is_asked:
-        with pytest.raises(UsageError, match=f"{pair[0]}=.* for mine.py:mean; read it, then add"):
+        with pytest.raises(UsageError, match=rf"{pair[0]}=.* for \S*mine.py:mean; read it, then"):
             trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
     else:
         trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
@@ -520,6 +524,46 @@ def test_trusted_code_imports_nothing_from_what_was_handed_over(
         for name in ("sync", "beside", "apax", "apax.amp"):
             sys.modules.pop(name, None)
         sys.path_importer_cache.clear()
+
+
+def test_an_archive_of_what_was_handed_over_is_not_imported_from(
+    tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No digest covers the modules of a zip file, which Python imports like those of a folder."""
+    monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
+    (checkout / "gift").mkdir()
+    with zipfile.ZipFile(checkout / "gift/lib.zip", "w") as archive:
+        archive.writestr("apax.py", "raise SystemExit('evil')")
+    tracked.write_text(
+        "import importlib, sys\nsys.path.insert(0, 'gift/lib.zip')\nimport json\nname = 'ap'\n"
+        "apax = importlib.import_module(name + 'ax')\n" + SYNC
+    )
+    commit(checkout)
+    case = Case(id="c", strategy="sync.py:sync", world=2, workload="mlp")
+    trust.require_trust("gift", [case], {}, doing="replaying", trusted=False)
+    try:
+        with pytest.raises(UsageError, match=r"lib.zip/apax is not among the files that you were"):
+            loading._resolve("strategy", case.strategy, {})
+    finally:
+        for name in ("sync", "beside", "apax"):
+            sys.modules.pop(name, None)
+        sys.path_importer_cache.clear()
+
+
+@pytest.mark.parametrize("name", ["distcheck_strategies", "distcheck_mutants"])
+def test_a_package_of_the_current_folder_is_not_ours_for_its_name(
+    name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With distcheck on the path and not installed, Python finds that of the current folder."""
+    (checkout / name).mkdir()
+    evil = checkout / name / "evil.py"
+    evil.write_text("def sync(model): ...\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)  # it is not installed
+    assert provenance.file_of(f"{name}.evil") == evil
+    case = Case(id="c", strategy=f"{name}.evil:sync", world=2, workload="mlp")
+    assert len(trust.unknown_code([case])) == 1
 
 
 @pytest.mark.parametrize(

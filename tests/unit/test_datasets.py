@@ -140,6 +140,17 @@ def test_a_batch_that_holds_code_does_not_run_it(cifar: Path, tmp_path: Path, fd
 
 
 @needs_torchvision
+def test_a_batch_that_is_a_pipe_is_damaged(cifar: Path, tmp_path: Path, fd: int) -> None:
+    """It has no end, and nobody may ever write into it."""
+    shutil.copytree(cifar / "cifar-10-batches-py", tmp_path / "data")
+    batch = tmp_path / "data/data_batch_2"
+    batch.unlink()
+    os.mkfifo(batch)
+    with pytest.raises(CannotRunError, match=r"damaged|incomplete"):
+        prepare("cifar10", str(tmp_path / "data"), download=False, fd=fd)
+
+
+@needs_torchvision
 @pytest.mark.parametrize("name", ["cifar10", "mnist"])
 def test_what_unpacks_to_too_much_is_refused(
     cifar: Path, tmp_path: Path, fd: int, name: str, monkeypatch: pytest.MonkeyPatch

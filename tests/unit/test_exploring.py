@@ -38,6 +38,7 @@ from distcheck.records.generated_words import (
     parse,
     trains,
 )
+from distcheck.store.run_folder import write_case
 from distcheck.training.building import describe_model, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import shard_sizes
@@ -503,8 +504,12 @@ def test_found_cases_are_kept_apart_and_read_again(
     path = kept.keep(case)
     assert path is not None
     (kept.folder / "older.json").write_text("{}")
+    foreign = msgspec.structs.replace(case, id="came-with-a-folder")
+    write_case(kept.folder / "foreign.json", foreign)
     assert kept.read() == [case]
-    assert len(kept.unreadable) == 1
+    unreadable, not_own = sorted(kept.unreadable, key=lambda text: "own runs" in text)
+    assert "older.json is not a case file" in unreadable
+    assert "foreign.json is not a case of your own runs" in not_own
     assert KeptCases("ddp").read() == []
 
 

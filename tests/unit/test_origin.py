@@ -54,6 +54,29 @@ def test_a_repository_from_elsewhere_runs_no_filter(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_filter_of_the_user_starts_nothing_that_a_repository_names(
+    is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git-lfs, which most people have in their own configuration, starts programs that are named
+    in the repository's.
+    """
+    repository(tmp_path, monkeypatch)
+    own = tmp_path / "gitconfig"
+    own.write_text(
+        f'[filter "lfs"]\n\tclean = touch {tmp_path}/ran; cat\n\trequired = true\n'
+        "[user]\n\tname = a\n\temail = a@b\n"
+    )
+    if is_used:
+        Path(".gitattributes").write_text("*.py filter=lfs\n")
+        git("add", ".gitattributes")
+        git("commit", "-qm", "attributes")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(own))
+    os.utime("sync.py", (0, 0))
+    assert origin_here().clean is (None if is_used else True)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_repository_from_elsewhere_runs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

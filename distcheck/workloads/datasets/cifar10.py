@@ -1,5 +1,6 @@
 """CIFAR-10 from a local folder or archive: 50,000 + 10,000 images, 3x32x32, ten classes."""
 
+import io
 import pickle
 import warnings
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distcheck.records.decoding import read_bounded
 from distcheck.workloads.datasets.files import Split, md5_matches, unpack
 
 _ARCHIVE = "cifar-10-python.tar.gz"
@@ -87,9 +89,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_batch(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        # latin1: Python 2 wrote the published files.
-        found: dict[str, Any] = _PlainUnpickler(file, encoding="latin1").load()
+    file = io.BytesIO(read_bounded(path))
+    # latin1: Python 2 wrote the published files.
+    found: dict[str, Any] = _PlainUnpickler(file, encoding="latin1").load()
     return found
 
 

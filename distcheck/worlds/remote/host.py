@@ -127,8 +127,11 @@ class Host:
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Record that the launcher ends its processes. The front end receives the same signal and
-        sends the exit code; exiting earlier would look like the loss of this process.
+        sends the exit code; exiting earlier would look like the loss of this process. Before a
+        front end is connected, exit at once.
         """
+        if self._line is None:
+            raise KeyboardInterrupt
         self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
 
     def decline(self, error: DistcheckError) -> None:

@@ -226,7 +226,8 @@ def _connect_once(
             connection.connect(f"\0{place}")
         if not secret.is_own_peer(connection):
             raise ConnectionError("another user's process listens there")
-        secret.prove(connection, own_secret)
+        secret.prove(connection, own_secret, timeout_s=timeout_s)
+        connection.settimeout(timeout_s)
     except OSError:
         connection.close()
         raise

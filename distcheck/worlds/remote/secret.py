@@ -26,6 +26,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 from distcheck import private
@@ -128,17 +129,18 @@ def proof_of_front(sent: bytes, answer: bytes, secret: bytes) -> bytes:
     return _proof(b"front", sent[len(GREETING) :], answer[:CHALLENGE_BYTES], secret)
 
 
-def prove(connection: socket.socket, secret: bytes) -> None:
-    """Authenticate as an agent; the socket must have a timeout. Raises ConnectionError if the peer
-    does not have the secret, OSError if it does not answer.
+def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> None:
+    """Authenticate as an agent. Raises ConnectionError if the peer does not have the secret, OSError
+    if it has not sent its part within `timeout_s` seconds.
     """
-    sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES)
+    until = time.monotonic() + timeout_s
+    sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
     if not sent.startswith(GREETING):
         raise ConnectionError("what answers there is not this version of distcheck")
     own = secrets.token_bytes(CHALLENGE_BYTES)
     theirs = sent[len(GREETING) :]
     connection.sendall(own + _proof(b"host", theirs, own, secret))
-    proof = _exactly(connection, PROOF_BYTES)
+    proof = _exactly(connection, PROOF_BYTES, until)
     if not hmac.compare_digest(proof, _proof(b"front", theirs, own, secret)):
         raise ConnectionError(f"what answers there does not have this run's secret: {ADVICE}")
 
@@ -147,9 +149,13 @@ def _proof(role: bytes, of_front: bytes, of_host: bytes, secret: bytes) -> bytes
     return hmac.new(secret, role + of_front + of_host, hashlib.sha256).digest()
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
     data = b""
     while len(data) < count:
+        left = until - time.monotonic()  # of the whole handshake: its bytes may come one by one
+        if left <= 0:
+            raise TimeoutError("it did not complete the handshake")
+        connection.settimeout(left)
         piece = connection.recv(count - len(data))
         if not piece:
             raise ConnectionError(f"it closed the connection, as for another secret: {ADVICE}")
