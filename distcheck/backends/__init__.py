@@ -13,6 +13,8 @@ torch. It may offer
     variables(ranks) -> dict[str, str]
                              what so many ranks on one machine need in their environment
     register() -> str        makes torch know it, in a rank; returns the name that torch knows it by
+    note_calls(name)         records this process's calls, if torch, which knows the backend by
+                             `name`, has no record of them
 """
 
 import importlib
@@ -22,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from distcheck import registry
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 
@@ -32,13 +35,16 @@ if TYPE_CHECKING:
 def backend_names() -> list[str]:
     """The backends that distcheck can make a world of."""
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in found if not name.startswith("_"))
+    added = filter(registry.is_installed, registry.BACKENDS)
+    return sorted({*added, *(name for name in found if not name.startswith("_"))})
 
 
 def check_name(backend: str) -> None:
     """Raises UsageError for a name that no backend has; it says which can run here."""
     known = backend_names()
     name, colon, order = backend.partition(":")
+    if name in registry.BACKENDS and name not in known:
+        registry.load(name)  # raises: it is not installed
     if name in known and not colon:
         return
     if name in known and (orders := _orders(name)):
@@ -134,5 +140,16 @@ def register(backend: str) -> str:
     return do() if do is not None else backend
 
 
+def note_calls(backend: str, registered: str) -> None:
+    """Record calls of a backend that torch knows as `registered`, if torch has no record of them."""
+    if not is_known(backend):
+        return
+    note: Callable[[str], None] | None = getattr(_module(name_of(backend)), "note_calls", None)
+    if note is not None:
+        note(registered)
+
+
 def _module(backend: str) -> ModuleType:
+    if backend in registry.BACKENDS:
+        return registry.load(backend)
     return importlib.import_module(f"{__name__}.{backend}")

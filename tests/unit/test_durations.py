@@ -4,7 +4,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from distcheck.cli.commands import job, scale
+from distcheck.backends.simulated import scale_command as scale
+from distcheck.cli.commands import job
 from distcheck.cli.options import SECONDS
 from distcheck.errors import UsageError
 
@@ -34,7 +35,7 @@ def test_a_time_must_be_above_zero() -> None:
 def test_worlds_of_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        "distcheck.plan.scale.plan_scale",
+        "distcheck.backends.simulated.scale.plan_scale",
         lambda request, worlds, orders: seen.append(worlds) or 1 / 0,
     )
     CliRunner().invoke(scale.command, ["--strategy", "allreduce", "--world", "2,4"])
