@@ -111,6 +111,8 @@ def missing(backend: str) -> str:
     """Why a backend cannot run on this machine, in a sentence that says what to install; empty
     where it can, as far as can be known without torch.
     """
+    if name_of(backend) in registry.BACKENDS and not registry.is_installed(name_of(backend)):
+        return f"backend {backend} needs the add-on {name_of(backend)!r}, which is not installed"
     ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
 
@@ -141,7 +143,7 @@ def register(backend: str) -> str:
 
 
 def note_calls(backend: str, registered: str) -> None:
-    """Record calls of a backend that torch knows as `registered`, if torch has no record of them."""
+    """Record calls of a backend that torch knows as `registered`, if torch records none."""
     if not is_known(backend):
         return
     note: Callable[[str], None] | None = getattr(_module(name_of(backend)), "note_calls", None)
