@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import distcheck
+from distcheck import registry
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.guard import records as guard
 from distcheck.plan.configuration import read_configuration
