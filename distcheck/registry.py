@@ -51,8 +51,8 @@ def load(name: str) -> ModuleType:
     package, features = ADDONS[name]
     if not is_installed(name):
         raise UsageError(
-            f"the add-on {name!r} is not installed, and {features} needs it; install a complete "
-            "distcheck: pip install --force-reinstall distcheck"
+            f"the add-on {name!r} ({features}) is not installed; reinstall distcheck: pip install "
+            "--force-reinstall distcheck"
         )
     return importlib.import_module(package)
 

@@ -112,7 +112,7 @@ def missing(backend: str) -> str:
     where it can, as far as can be known without torch.
     """
     if name_of(backend) in registry.BACKENDS and not registry.is_installed(name_of(backend)):
-        return f"backend {backend} needs the add-on {name_of(backend)!r}, which is not installed"
+        return f"the add-on {name_of(backend)!r} is not installed; reinstall distcheck"
     ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
 

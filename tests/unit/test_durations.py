@@ -4,10 +4,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from distcheck.backends.simulated import scale_command as scale
 from distcheck.cli.commands import job
 from distcheck.cli.options import SECONDS
 from distcheck.errors import UsageError
+from tests.optional import needs
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,10 @@ def test_a_time_must_be_above_zero() -> None:
     assert str(error) == "--deadline must be above 0, and at most 1000000"
 
 
+@needs("simulated")
 def test_worlds_of_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distcheck.backends.simulated import scale_command as scale
+
     seen = []
     monkeypatch.setattr(
         "distcheck.backends.simulated.scale.plan_scale",
