@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from distcheck import registry
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 
@@ -32,13 +33,16 @@ if TYPE_CHECKING:
 def backend_names() -> list[str]:
     """Return the backends with which distcheck can create a world."""
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in found if not name.startswith("_"))
+    added = filter(registry.is_installed, registry.BACKENDS)
+    return sorted({*added, *(name for name in found if not name.startswith("_"))})
 
 
 def check_name(backend: str) -> None:
     """Raise UsageError for an unknown backend; the message lists those that can run here."""
     known = backend_names()
     name, colon, order = backend.partition(":")
+    if name in registry.BACKENDS and name not in known:
+        registry.load(name)  # raises: it is not installed
     if name in known and not colon:
         return
     if name in known and (orders := _orders(name)):
@@ -105,6 +109,8 @@ def missing(backend: str) -> str:
     """Return why a backend cannot run on this machine, with the package to install; empty if it
     can, as far as is known without torch.
     """
+    if name_of(backend) in registry.BACKENDS and not registry.is_installed(name_of(backend)):
+        return f"the add-on {name_of(backend)!r} is not installed; reinstall distcheck"
     ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
 
@@ -134,5 +140,16 @@ def register(backend: str) -> str:
     return do() if do is not None else backend
 
 
+def note_calls(backend: str, registered: str) -> None:
+    """Record calls of a backend that torch knows as `registered`, if torch records none."""
+    if not is_known(backend):
+        return
+    note: Callable[[str], None] | None = getattr(_module(name_of(backend)), "note_calls", None)
+    if note is not None:
+        note(registered)
+
+
 def _module(backend: str) -> ModuleType:
+    if backend in registry.BACKENDS:
+        return registry.load(backend)
     return importlib.import_module(f"{__name__}.{backend}")

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from distcheck import __version__, private
+from distcheck import __version__, private, registry
 from distcheck.cli import streams
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError
@@ -50,10 +50,13 @@ def main() -> NoReturn:
 
 
 class _Commands(click.Group):
-    """A group that imports a command's file when the command is named."""
+    """A command's file is imported when the command is named; commands of add-ons are listed if
+    their add-on is installed.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        of = registry.COMMANDS
+        return [name for name in COMMANDS if name not in of or registry.is_installed(of[name])]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -88,7 +91,12 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        found = importlib.import_module(f"distcheck.cli.commands.{cmd_name}").command
+        module = (
+            registry.command_module(cmd_name)
+            if cmd_name in registry.COMMANDS
+            else f"distcheck.cli.commands.{cmd_name}"
+        )
+        found = importlib.import_module(module).command
         assert isinstance(found, click.Command)
         found.short_help = COMMANDS[cmd_name]
         return found

@@ -10,7 +10,6 @@ from rich.console import Console
 from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import say
-from distcheck.explore.beside import explore_beside
 from distcheck.plan.costs import rough_s
 from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
@@ -52,7 +51,7 @@ def verify_command(
     """
     check_outputs(showing.files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
-    options = replace(options, keep=keep, follow_up=True, explore=explore_beside)
+    options = replace(options, keep=keep, follow_up=True)
     try:
         used = pool or front_pool(launch, cases)
         return show_run(

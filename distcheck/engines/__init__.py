@@ -7,3 +7,12 @@ part         the task: one part, judged by its own distcheck process
 running      the front end: starts tasks, merges reports
 on_ray, on_slurm    one file per engine, with `start(address, work) -> Tasks`
 """
+
+from typing import Any
+
+
+def run_on(address: str, plan: Any, **shown: Any) -> int:
+    """Run the parts of a plan on an engine; see `running.run_on`. Return the exit code."""
+    from distcheck.engines import running
+
+    return running.run_on(address, plan, **shown)

@@ -43,6 +43,13 @@ def verify_case(case: Case) -> Report:
         raise
 
 
+def explore_beside(*positional: Any, **named: Any) -> None:
+    """Run the searches of `--thorough`; see `beside.explore_beside`."""
+    from distcheck.explore import beside
+
+    beside.explore_beside(*positional, **named)
+
+
 def __getattr__(name: str) -> Any:
     """Resolve names that require Hypothesis on first use (PEP 562)."""
     if name not in __all__:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from distcheck import registry
 from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.request import Request, is_launched
@@ -121,6 +122,8 @@ def _search(request: Request, strategy: str, *, launched: bool) -> SearchBeside:
 
 
 def _why_not(request: Request, *, launched: bool) -> str:
+    if not registry.is_installed("explore"):
+        return "not searched: the add-on explore is not installed"
     if launched or is_launched():
         return "not searched: explore starts its own ranks, and a launcher has started these"
     if request.backend != "gloo" or request.device != "cpu":

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 
-from distcheck import backends
+from distcheck import backends, registry
 from distcheck.errors import DistcheckError, HelperError, NotSimulatedError
-from distcheck.judge.schedules import found_by, timelines
 from distcheck.machine import devices
 from distcheck.plan.scheduled import how_many
 from distcheck.records import Outcome
@@ -32,7 +31,6 @@ from distcheck.testing import (
     kept,
     pytest_compat,
     rank,
-    threads,
     timeouts,
 )
 from distcheck.testing.failures import Ended
@@ -43,7 +41,7 @@ from distcheck.testing.messages import RUN, RankReport, Seen, Subtest
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds import turns
-from distcheck.worlds.launch import search_schedules, start_world
+from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 
@@ -130,7 +128,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     if item.config.getoption("trace", False):  # pdb would quit, and the test pass
         _refuse("--trace: a rank has no terminal that a debugger could use")
     if options.is_simulated:
-        threads.prepare(item)
+        registry.load("simulated").threads().prepare(item)
     args = {name: item.funcargs[name] for name in pytest_compat.argument_names(item)}
     function = item.obj
     handle = getattr(function, "hypothesis", None)
@@ -378,7 +376,7 @@ def search(
     """Fail the test if it fails under another schedule; `run_again` returns the report of one."""
     __tracebackhide__ = True
     try:
-        found = search_schedules(
+        found = registry.load("simulated").search_schedules(
             pool,
             ranks_of(options, RUN),
             schedules=how_many(options.schedules, options.switches),
@@ -423,18 +421,18 @@ def _fail(
     run_again: Callable[[WorldOptions], Ended],
 ) -> None:
     __tracebackhide__ = True
-    other = found.other
+    other, simulated = found.other, registry.load("simulated")
     assert other is not None
     marker = f'@pytest.mark.world({options.size}, backend="{options.backend}", '
     said = (
         f"passed under the usual schedule, and failed under schedule {other.schedule} "
-        f"({found_by(found)})"
+        f"({simulated.found_by(found)})"
     )
     text = "\n".join(
         [
             said,
             f'run it again: {marker}schedule="{other.schedule}")',
-            *timelines(found.usual, other),
+            *simulated.timelines(found.usual, other),
         ]
     )
     ended = run_again(replace(options, schedule=other.schedule, schedules=0, switches=0))

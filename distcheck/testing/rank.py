@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distcheck import registry
 from distcheck.errors import CannotRunError
 from distcheck.errors.shown_text import shortened
 from distcheck.machine import devices
@@ -25,9 +26,9 @@ from distcheck.testing.view import WorldView
 from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.messages import text_of
+from distcheck.worlds.owned import Owned, of_each_rank
 from distcheck.worlds.rendezvous import Rendezvous, join
 from distcheck.worlds.reporter import Reporter
-from distcheck.worlds.simulated.owned import Owned, of_each_rank
 
 _MOST_MESSAGE = 200_000  # characters of an exception that are passed to pytest
 _CUT = "; pytest is given 200,000 of a text"
@@ -68,9 +69,9 @@ def view() -> WorldView | None:
 
 
 def _owned() -> Owned:
-    from distcheck.testing import threads
-
-    return threads.owned(inherited().item)
+    threads = registry.load("simulated").threads()
+    owned: Owned = threads.owned(inherited().item)
+    return owned
 
 
 @RUN.does
@@ -172,7 +173,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                     body_s = time.perf_counter() - started
                 _refuse_a_result(item, result)
         except BaseException as raised:
-            if not has_process and _has_left(raised):
+            if not has_process and registry.load("simulated").has_left(raised):
                 raise
             error = raised
         error = session.with_unheard(item, error)
@@ -203,17 +204,9 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
 def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
-    from distcheck.testing import threads
-
+    threads = registry.load("simulated").threads()
     named = {k: threads.own_copy(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
     return threads.own_body(prepared.body), prepared.args, named
-
-
-def _has_left(error: BaseException) -> bool:
-    """Return True if a rank that is a thread has called os._exit, which its world reports."""
-    from distcheck.worlds.simulated.limits import RankLeftError
-
-    return isinstance(error, RankLeftError)
 
 
 def _cut(text: str) -> str:

@@ -10,7 +10,6 @@ import msgspec
 
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
-from distcheck.explore.beside import explore_beside
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.request import Request
@@ -76,7 +75,7 @@ def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
     keep = None if save is None else Store.at(Path(save))
     cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    return verify_cases(cases, RunOptions(keep=keep, beside=beside, explore=explore_beside))
+    return verify_cases(cases, RunOptions(keep=keep, beside=beside))
 
 
 def _request(fields: dict[str, Any]) -> Request:

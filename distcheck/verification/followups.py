@@ -28,8 +28,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from distcheck import backends
-from distcheck.judge import schedules
+from distcheck import backends, registry
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
 from distcheck.records.case_ids import as_file_name
@@ -37,7 +36,7 @@ from distcheck.records.ends import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
-from distcheck.worlds.launch import Ranks, search_schedules
+from distcheck.worlds.launch import Ranks
 from distcheck.worlds.pool import Pool
 
 Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
@@ -118,6 +117,8 @@ def _simulated(report: CaseReport) -> Case | None:
     case = report.case
     is_it = report.ranks_finished and any(one.cause in _RACES for one in report.diagnosis)
     if not is_it or case.device != "cpu" or backends.name_of(case.backend) == "simulated":
+        return None
+    if not registry.is_installed("simulated"):
         return None
     return msgspec.structs.replace(
         case, id=as_file_name(f"{case.id}-simulated"), backend="simulated", rerun=False
@@ -355,7 +356,8 @@ def with_schedules(
     case = report.case
     found = _search(pool, case, description, data_fd, show)
     replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
-    result, causes = schedules.judged(found, ranks=case.world, digests=_digests, replay=replay)
+    judged = registry.load("simulated").judged
+    result, causes = judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
     checks = (*report.checks, result)
     if report.verdict == "fail":  # its failure is the ranks' exit, whose cause may be refined
@@ -398,7 +400,7 @@ def _search(
         ),
         deadline_s=case.deadline_s,
     )
-    return search_schedules(
+    found: Searched = registry.load("simulated").search_schedules(
         pool,
         ranks,
         schedules=case.schedules,
@@ -408,3 +410,4 @@ def _search(
             f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"
         ),
     )
+    return found

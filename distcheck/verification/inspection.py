@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from distcheck import __version__, backends
+from distcheck import __version__, backends, registry
 from distcheck.backends import nccl
-from distcheck.backends.mpi.alone import stand_alone
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
@@ -125,8 +124,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         raise CannotRunError(why)
     seeds.pin_determinism()
     enter_world_of_one()
-    if any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in job.cases):
-        stand_alone()
+    _stand_alone(job.cases)
     known: dict[tuple[str, str, str], CaseFacts] = {}
     facts, looked_at = [], dict[str, Look]()
     for case in job.cases:
@@ -178,9 +176,15 @@ def list_ways(
     seeds.pin_determinism()
     enter_world_of_one()
     (case,) = job.cases
-    if case.backend == "mpi" or mentions("mpi4py", case.strategy):
-        stand_alone()
+    _stand_alone(job.cases)
     return other_ways(case.strategy, case.adaptation)
+
+
+def _stand_alone(cases: Sequence[Case]) -> None:
+    """Let code that uses mpi4py be loaded in this process, which is part of no MPI job."""
+    uses = any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in cases)
+    if uses and registry.is_installed("mpi"):
+        registry.load("mpi").stand_alone()
 
 
 def _syncs_statistics(file: str) -> bool:

@@ -10,12 +10,13 @@
 
 import atexit
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from distcheck import registry
 from distcheck.errors import (
     CannotRunError,
     DistcheckError,
@@ -90,7 +91,6 @@ class RunOptions:
     follow_up: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     beside: Beside = NOTHING_BESIDE
-    explore: Callable[..., None] | None = None
 
 
 _USUAL = RunOptions()
@@ -179,8 +179,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
                 _follow_up(pool, book, data, session, listener)
             _search_schedules(pool, book, data, listener)
             if beside.searches:
-                assert options.explore is not None
-                options.explore(
+                registry.load("explore").explore_beside(
                     pool,
                     beside.searches,
                     book.finished,

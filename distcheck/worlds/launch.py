@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
-from distcheck import backends
+from distcheck import backends, registry
 from distcheck.errors import (
     CannotRunError,
     DistcheckError,
@@ -17,22 +17,14 @@ from distcheck.errors import (
     UsageError,
 )
 from distcheck.errors.defects import place_of
-from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import STORE, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.messages import LOADING
-from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, meeting_place
-from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
-from distcheck.worlds.simulated.share import (
-    SEARCH,
-    HostRequest,
-    SearchRequest,
-    SimulatedShare,
-)
+from distcheck.worlds.shares import LauncherJob, RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 
@@ -72,11 +64,11 @@ def start_world(
     """Start a world of ranks; each rank receives the store, `fds`, and its entry of `own_fds`."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size
-    mpi = MPIJob(size) if backend == "mpi" else None
+    mpi: LauncherJob | None = registry.load("mpi").start_job(size) if backend == "mpi" else None
     try:
         in_memory = pool.forks_all
         with meeting_place(pool.address, in_memory=in_memory) as (host, port, store):
-            starts = _starts(
+            starts = starts_of(
                 ranks,
                 host,
                 port,
@@ -92,7 +84,7 @@ def start_world(
                 job.accept({**given, **start.fds})
             if backends.name_of(backend) == "simulated":
                 shares: list[Share] = [
-                    SimulatedShare(
+                    registry.load("simulated").start_share(
                         pool,
                         backend=backend,
                         deadline_s=ranks.deadline_s,
@@ -113,7 +105,7 @@ def start_world(
     return World(shares, deadline_s=ranks.deadline_s, on_progress=on_progress, job=mpi)
 
 
-def _starts(
+def starts_of(
     ranks: Ranks[Any],
     host: str,
     port: int,
@@ -160,38 +152,6 @@ def start_job(
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
     return World([share], deadline_s=deadline_s, stopped_s=stopped_s)
-
-
-def search_schedules(
-    pool: Pool,
-    ranks: Ranks[Asked],
-    *,
-    schedules: int,
-    switches: int,
-    fds: Descriptors | None = None,
-    on_progress: Callable[[int], None] = lambda ran: None,
-    look: Callable[[], None] = lambda: None,
-) -> Searched:
-    """Run ranks in a simulated world under the default schedule and `schedules` others, either
-    drawn at random or with at most `switches` preemptions, and return the results. `look` is called
-    meanwhile, and may raise. Raises the errors of `job_result`.
-    """
-    host = HostRequest(
-        target=ranks.job.target,
-        order=backends.order_of(ranks.backend),
-        deadline_s=ranks.deadline_s,
-        starts=_starts(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
-    )
-    asked = SearchRequest(
-        host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches
-    )
-    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
-    world.children[0].on_progress = lambda progress: on_progress(progress.step)
-    run_until_over(pool, world, look=look)
-    try:
-        return SEARCH.decode(job_result(world))
-    finally:
-        world.close()
 
 
 def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambda: None) -> None:

@@ -7,11 +7,9 @@ store on it. The kernel queues early connections, so there is no race for a port
 """
 
 import contextlib
-import functools
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck import backends
-from distcheck.backends.mpi.library import TORCH_NAME
-from distcheck.worlds import flight, linux, postings
+from distcheck import backends, registry
+from distcheck.worlds import linux, postings
 
 _MARGIN_S = 120.0
 _LOOK_EVERY_S = 0.0005
@@ -103,12 +100,11 @@ def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
     usual_limit_s = min(timeout, _torchs_timeout()).total_seconds()
     if backends.name_of(rendezvous.backend) == "simulated":
-        return _join_simulated(rendezvous, timeout, usual_limit_s)
+        return registry.load("simulated").join(rendezvous, timeout, usual_limit_s)
     postings.install(usual_limit_s)
     store = _store(rendezvous, store_fd, timeout)
     registered = registered or backends.register(rendezvous.backend)
-    if registered == TORCH_NAME:
-        note_calls_of_mpi()
+    backends.note_calls(rendezvous.backend, registered)
     dist.init_process_group(
         registered,
         store=store,
@@ -155,59 +151,11 @@ def _is_file(store: Any) -> bool:
     return isinstance(getattr(store, "underlying_store", store), FileStore)  # or in a PrefixStore
 
 
-@functools.cache
-def note_calls_of_mpi() -> None:
-    """Make this process record its calls on backend mpi from now on, and their completion: torch
-    does neither. Groups with a timeout shorter than the default keep it, because the code may rely
-    on it.
-    """
-    from distcheck.backends.mpi import calls
-    from distcheck.backends.mpi.group import MPIGroup
-    from distcheck.backends.mpi.work import MPIWork
-
-    flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
-    postings.note_calls_of(MPIGroup)
-    notes = postings.HERE
-    postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
-
-
-def _move_on() -> None:
-    """Let MPI progress its open calls. Main thread only: the requested MPI thread level does not
-    permit two threads in MPI at once.
-    """
-    from distcheck.backends.mpi.runtime import mpi
-    from distcheck.backends.mpi.work import move_on
-
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and mpi().Is_initialized() and not mpi().Is_finalized():
-        move_on()
-
-
 def _torchs_timeout() -> timedelta:
     """Return torch's default timeout of a group."""
     from torch.distributed.constants import default_pg_timeout
 
     return default_pg_timeout
-
-
-def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: float) -> Any:
-    """Create the default group of a simulated world, whose ranks share a store in memory."""
-    import torch.distributed as dist
-
-    from distcheck.worlds.simulated.group import register
-    from distcheck.worlds.simulated.store import SimulatedStore
-    from distcheck.worlds.simulated.world import here
-
-    here().usual_limit_s = usual_limit_s
-    store = SimulatedStore(here())
-    dist.init_process_group(
-        register(),
-        store=store,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world,
-        timeout=timeout,
-    )
-    return store
 
 
 def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:

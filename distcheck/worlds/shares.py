@@ -57,6 +57,22 @@ class RankStart:
     order_seed: int | None = None
 
 
+class LauncherJob(Protocol):
+    """A started job of another launcher, of which the ranks of a world become part."""
+
+    def enlist(self, rank: int, start: RankStart) -> RankStart:
+        """Return a rank's start, with the environment and descriptors of its place in the job."""
+        ...
+
+    def let_go_of_connections(self) -> None:
+        """Close this process's copies of the descriptors that the ranks have received."""
+        ...
+
+    def close(self) -> None:
+        """End the launcher and everything that it has started, and wait for that."""
+        ...
+
+
 class Share(Protocol):
     """Some ranks of a world, and the place where they run."""
 

@@ -21,9 +21,8 @@ from distcheck.worlds.blame import SIZES_DIFFER
 from distcheck.worlds.call_log import Logged
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
-from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.proofs import ProofWatch
-from distcheck.worlds.shares import Share
+from distcheck.worlds.shares import LauncherJob, Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
 # Signals that end a process after an invalid memory access, or when a library aborts.
@@ -139,8 +138,8 @@ class World:
         *,
         deadline_s: float,
         on_progress: Callable[[int, messages.Progress], None] | None = None,
-        job: MPIJob | None = None,
-        stopped_s: float | None = None,  # deadline of stopped ranks; `deadline_s` by default
+        job: LauncherJob | None = None,
+        stopped_s: float | None = None,  # the patience with stopped ranks; usually the deadline
     ) -> None:
         self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
@@ -216,7 +215,7 @@ class World:
         self.end_job()
 
     def end_job(self) -> None:
-        """End the MPI job that the ranks belong to, if there is one."""
+        """Ends the launcher's job that the ranks were part of, if there is one."""
         if self._job is not None:
             self._job.close()
             self._job = None

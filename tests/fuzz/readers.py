@@ -19,9 +19,7 @@ from typing import Any
 import click
 import msgspec
 
-from distcheck import cli
-from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
-from distcheck.backend_probe.table import read_sweeps, render_json
+from distcheck import cli, registry
 from distcheck.compare import command as comparing
 from distcheck.compare.records import CompareRequest, judge
 from distcheck.compare.traces import compare_traces
@@ -55,12 +53,6 @@ from tests.job.recordings import Facts, chain, make
 from tests.sealing import keep_digests, seal_again
 
 _MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
-_PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
-_SWEEP = Sweep(
-    backend="gloo", device="cpu", world=3,
-    cells=(ProbedCell(probe=_PROBE, verdict="ok", elements=64),),
-    environment={"torch": "2.13.0"},
-)  # fmt: skip
 _DIVERGENCE = Divergence(
     step=200, agreed_at=100, every=100, ranks=(0, 1), versions={"torch": "2"},
     findings=(
@@ -309,8 +301,17 @@ def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
     """What `distcheck backends --baseline` reads."""
+    from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
+    from distcheck.backend_probe.table import read_sweeps, render_json
+
+    probe = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
+    sweep = Sweep(
+        backend="gloo", device="cpu", world=3,
+        cells=(ProbedCell(probe=probe, verdict="ok", elements=64),),
+        environment={"torch": "2.13.0"},
+    )  # fmt: skip
     file = folder / "sweep.json"
-    file.write_text(render_json([_SWEEP], [], ExitCode.PASS))
+    file.write_text(render_json([sweep], [], ExitCode.PASS))
     _damaged_in_place(file, draw, "json")
 
     def read() -> int:
@@ -393,6 +394,8 @@ READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
     "digested": digested, "earlier": earlier, "baseline": baseline, "recording": recording,
     "explained": explained, "beside": beside,
 }  # fmt: skip
+if not registry.is_installed("backend_probe"):
+    del READERS["baseline"]
 
 
 def _load(place: Path) -> int:

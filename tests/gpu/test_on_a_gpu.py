@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from distcheck.machine import devices
-from distcheck.selftest.command import look, plan_selftest
 from tests.gpu.prepare import thinned
+from tests.optional import needs
 from tests.world.command import ROOT
 
 HERE = Path(__file__).parent
@@ -130,7 +130,10 @@ def test_files_stand_for_an_installation(own: Any, tmp_path: Path) -> None:
     assert ran.stdout.split()[1:] == ["distcheck_strategies.ddp:DDP", "True", "True"], ran.stderr
 
 
+@needs("selftest")
 def test_the_mutants_are_there_and_one_pattern_is_one_mutant(own: Any) -> None:
+    from distcheck.selftest.command import look, plan_selftest
+
     _, parts = own
     zoo = look()
     plan = plan_selftest(zoo, patterns=parts.MUTANTS, device="cuda")

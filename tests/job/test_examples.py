@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from distcheck import backends
-from distcheck.backends.mpi.library import find_launcher
 from distcheck.compare.jobs import compare_jobs
 from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
 from tests.launchers.processes import free_port
@@ -165,6 +164,8 @@ def test_mpirun_is_a_command_like_others(name: str, tmp_path: Path) -> None:
     assert text.count(group) == 1
     script = tmp_path / "under_mpirun.py"
     script.write_text(text.replace(group, UNDER_MPIRUN % free_port() + group))
+    from distcheck.backends.mpi.library import find_launcher
+
     launcher = find_launcher()
     assert launcher is not None
     root = [] if launcher.kind == "MPICH" else ["--oversubscribe", "--allow-run-as-root"]

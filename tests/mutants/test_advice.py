@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import distcheck
+from distcheck import registry
 from distcheck.records import CaseReport
 from tests.mutants import Mutant, everything
 from tests.mutants.test_zoo import IN_FLIGHT
@@ -37,7 +38,8 @@ def advice_of(case: CaseReport) -> Iterator[str]:
 
 def run(mutant: Mutant, **changed: Any) -> distcheck.Report:
     shown_by_processes = mutant.separate or mutant.exit_code == 4 or mutant.name in IN_FLIGHT
-    backend = "gloo" if shown_by_processes else "simulated"
+    in_one = registry.is_installed("simulated") and not shown_by_processes
+    backend = "simulated" if in_one else "gloo"
     return distcheck.verify(**{"backend": backend, **mutant.asked, "separate": False, **changed})
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import distcheck
+from distcheck import registry
 from distcheck.judge.checks import ORDER
 from distcheck.records.causes import causes
 from distcheck.workloads.cells import CELLS
@@ -46,7 +47,7 @@ def _backend(mutant: Mutant, config: pytest.Config) -> str:
     shown_by_processes = mutant.separate or mutant.exit_code == 4 or mutant.name in IN_FLIGHT
     if shown_by_processes or mutant.name not in OFTEN or config.getoption("--with-reruns"):
         return "gloo"
-    return "simulated"
+    return "simulated" if registry.is_installed("simulated") else "gloo"
 
 
 @pytest.mark.parametrize("mutant", _parameters())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.optional import needs
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -44,6 +46,7 @@ BAD_MARKERS = {
 }
 
 
+@needs("simulated")
 def test_a_bad_marker_gets_a_sentence(run: Run, tmp_path: Path) -> None:
     """Each in a file of its own, since a file that cannot be collected ends there."""
     for number, marker in enumerate(BAD_MARKERS):

@@ -11,15 +11,21 @@ from pathlib import Path
 import pytest
 
 from distcheck import private
-from distcheck.engines import on_slurm
-from distcheck.engines.running import Work
 from distcheck.errors import CannotRunError
 from distcheck.errors.defects import save_traceback
 from distcheck.records import Case
 from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import Store
+from tests.optional import needs
 
 ANOTHER = 4242
+
+
+def _start_on_slurm() -> None:
+    from distcheck.engines import on_slurm
+    from distcheck.engines.running import Work
+
+    on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +97,11 @@ def test_a_folder_that_others_can_write_is_not_used(
         assert not Path(saved).resolve().is_relative_to(there)
     else:
         with pytest.raises(CannotRunError, match="another user's, or a folder that other users"):
-            on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
+            _start_on_slurm()
     assert os.listdir(place) == ["planted"]
 
 
+@needs("engines")
 def test_pickles_are_in_a_folder_of_this_user_even_where_the_current_one_is_not(here: Path) -> None:
     """In a container, files of the current folder's owner are taken for one's own; pickles not."""
     if os.geteuid() != 0:
@@ -105,7 +112,7 @@ def test_pickles_are_in_a_folder_of_this_user_even_where_the_current_one_is_not(
         path.chmod(0o755)
     assert private.is_private_folder(here / ".distcheck")
     with pytest.raises(CannotRunError, match="exchanges pickles"):
-        on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
+        _start_on_slurm()
 
 
 def test_an_empty_folder_that_the_umask_left_open_is_closed(here: Path) -> None:

@@ -30,6 +30,7 @@ from distcheck.store.bundle import make_bundle, open_bundle
 from distcheck.store.run_folder import Store, read_provenance
 from distcheck.training import loading, sources_only
 from distcheck.training.building import load_initial
+from tests.optional import needs
 from tests.security import zips
 
 
@@ -180,7 +181,14 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
     (store.folder / "cases/c.json").write_text("{}")
 
 
-@pytest.mark.parametrize("name", ["runs", "bundles", "explore"])
+def _kept_cases() -> Any:
+
+    return KeptCases("ddp")
+
+
+@pytest.mark.parametrize(
+    "name", ["runs", "bundles", pytest.param("explore", marks=needs("explore"))]
+)
 def test_a_folder_within_that_is_a_link_is_not_used(
     name: str, checkout: Path, tmp_path: Path
 ) -> None:
@@ -200,7 +208,7 @@ def test_a_folder_within_that_is_a_link_is_not_used(
         with pytest.raises(CannotRunError, match=refused):
             open_bundle(zips.bundle(tmp_path / "b.zip"))
     else:
-        kept = KeptCases("ddp")
+        kept = _kept_cases()
         assert kept.keep(Case(id="c", strategy="ddp", world=2)) is None
         (home / kept.folder.name).mkdir()
         (home / kept.folder.name / "c.json").write_text(json.dumps(zips.CASE | {"strategy": "ddp"}))
@@ -223,10 +231,11 @@ def test_only_runs_are_removed_to_make_room(checkout: Path, tmp_path: Path) -> N
     assert (tmp_path / "home").is_dir()
 
 
+@needs("explore")
 def test_what_explore_keeps_overwrites_nothing_else(checkout: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    kept = KeptCases("ddp")
+    kept = _kept_cases()
     kept.folder.mkdir(parents=True)
     case = Case(id="c", strategy="ddp", world=2)
     for place in (checkout / ".distcheck/.gitignore", kept.folder / "c.json"):
@@ -236,8 +245,9 @@ def test_what_explore_keeps_overwrites_nothing_else(checkout: Path, tmp_path: Pa
     assert json.loads((kept.folder / "c.json").read_text())["strategy"] == "ddp"
 
 
+@needs("explore")
 def test_a_kept_case_of_another_strategy_is_not_run(checkout: Path) -> None:
-    kept = KeptCases("ddp")
+    kept = _kept_cases()
     (case,) = [c for c in plan_cases(Request(strategies=("ddp",), worlds=(2,), workloads=("mlp",)))
                if c.dtype == "float32"]  # fmt: skip
     kept.keep(case)

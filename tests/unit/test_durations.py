@@ -4,9 +4,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from distcheck.cli.commands import job, scale
+from distcheck.cli.commands import job
 from distcheck.cli.options import SECONDS
 from distcheck.errors import UsageError
+from tests.optional import needs
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,13 @@ def test_a_time_must_be_above_zero() -> None:
     assert str(error) == "--deadline must be above 0, and at most 1000000"
 
 
+@needs("simulated")
 def test_worlds_of_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distcheck.backends.simulated import scale_command as scale
+
     seen = []
     monkeypatch.setattr(
-        "distcheck.plan.scale.plan_scale",
+        "distcheck.backends.simulated.scale.plan_scale",
         lambda request, worlds, orders: seen.append(worlds) or 1 / 0,
     )
     CliRunner().invoke(scale.command, ["--strategy", "allreduce", "--world", "2,4"])

@@ -7,6 +7,7 @@ import pytest
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.verification.followups import follow_ups, leave_out, stands, take_in
+from tests.optional import needs
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
 ERROR = "IndexError: slice() of a 0-dim tensor."
@@ -249,6 +250,7 @@ IN_FLIGHT = caused("buffer-in-flight", "crash")
         (("partial-sync",), (), ["partial-sync"]),
     ],
 )
+@needs("simulated")
 def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
     causes: tuple[str, ...], done: tuple[Diagnosis, ...], expected: list[str]
 ) -> None:

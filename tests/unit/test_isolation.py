@@ -17,9 +17,9 @@ import torch
 from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook
 
+from distcheck.worlds.owned import ABSENT, Owned
 from distcheck.worlds.simulated import patches as patches_module
 from distcheck.worlds.simulated.isolation import Isolation
-from distcheck.worlds.simulated.owned import ABSENT, Owned
 from distcheck.worlds.simulated.patches import Patches
 
 NAME = "kept_by_a_rank"

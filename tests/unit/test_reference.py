@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.optional import needs_all
+
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
 
 
+@needs_all
 def test_the_reference_is_up_to_date(tmp_path: Path) -> None:
     """In a process of its own: click remembers how a command was asked for help before."""
     made = [sys.executable, str(ROOT / "docs" / "make_reference.py"), str(tmp_path)]
@@ -20,6 +23,7 @@ def test_the_reference_is_up_to_date(tmp_path: Path) -> None:
         assert written == wanted, "run: python docs/make_reference.py"
 
 
+@needs_all
 def test_every_command_and_every_promise_is_in_it() -> None:
     from distcheck.cli.commands import COMMANDS
     from distcheck.contract import Contract

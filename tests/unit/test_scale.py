@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from distcheck.backends.simulated.scale import plan_scale
 from distcheck.cli import root_command
 from distcheck.errors import UsageError
-from distcheck.plan.scale import plan_scale
 from distcheck.records import Case, CaseReport, Difference, Report
 from distcheck.reports import html_report, scale, scale_screen
 from distcheck.reports.document import decoded

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from distcheck.backends.simulated import judged_schedules as judging
 from distcheck.errors import UsageError
-from distcheck.judge import schedules as judging
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.request import Request
 from distcheck.records.schedules import (

@@ -26,6 +26,7 @@ from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
 from distcheck.training.loop import Shards
+from tests.optional import needs
 from tests.unit.test_diagnosis import ENDS, Weights, equal, failed, measured
 from tests.unit.test_plan import checks
 from tests.unit.test_traces import LAYOUT, new_file
@@ -266,6 +267,7 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
         (["verify", "--strategy", "ddp", "--world", "1"], "leaves no rank of --world 1 a shard"),
     ],
 )
+@needs("explore")
 def test_commands_that_refuse(command: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         root_command([*command, "--without-data", "0"], standalone_mode=False)

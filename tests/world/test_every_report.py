@@ -8,9 +8,9 @@ import click
 import pytest
 
 from distcheck.cli import root_command
-from distcheck.cli.commands import COMMANDS
 from distcheck.reports.document import SCHEMA
 from tests.job.planted import FOLDER
+from tests.optional import needs_all
 from tests.world.command import QUICK, Run
 from tests.world.warm import distcheck
 
@@ -42,9 +42,13 @@ OTHERS = {
 }
 
 
+@needs_all
 def test_every_command_with_json_is_here() -> None:
     context = click.Context(root_command)
-    commands = {name: root_command.get_command(context, name) for name in COMMANDS}
+    commands = {
+        name: root_command.get_command(context, name)
+        for name in root_command.list_commands(context)
+    }
     with_json = {
         name
         for name, command in commands.items()
@@ -54,6 +58,7 @@ def test_every_command_with_json_is_here() -> None:
 
 
 @pytest.mark.sweep  # of every run: verify's in test_gate.py, a job's in .ci/plain
+@needs_all
 def test_each_report_is_read_again(distcheck: Run, tmp_path: Path) -> None:
     keep = ("--strategy", "bad.py:no_sync", *QUICK, "--save", "failed", "--json", "failed.json")
     assert distcheck("verify", *keep).returncode == 1

@@ -11,6 +11,7 @@ import pytest
 from distcheck import backends
 from distcheck.worlds.pool import Pool
 from tests.firsts import firsts
+from tests.optional import needs
 from tests.wrong_programs import PROGRAMS, Program
 from tests.wrong_programs.running import named
 
@@ -26,6 +27,7 @@ def _programs() -> list[object]:
 
 
 @pytest.mark.parametrize("program", _programs())
+@needs("simulated")
 def test_in_a_simulated_world(pool: Pool, program: Program) -> None:
     found = named(pool, program, wrong=True)
     assert found.cause == program.cause, found.said

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import msgspec
 
 from distcheck import backends
-from distcheck.judge import schedules
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
@@ -21,7 +20,6 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.shares import RankStart
-from distcheck.worlds.simulated.share import SEARCH, HostRequest, SearchRequest
 from tests.world.jobs import Asked
 from tests.world.launching import run_to_end, start
 from tests.wrong_programs import PROGRAMS, WORLD, Program
@@ -84,6 +82,9 @@ def _of_outcomes(outcomes: list[Outcome], remarks: list[Remarked], spent_s: floa
 
 
 def _by_schedules(pool: Pool, program: Program, wrong: bool, deadline_s: float) -> Named:
+    from distcheck.backends.simulated import judged_schedules as schedules
+    from distcheck.worlds.simulated.share import SEARCH, HostRequest, SearchRequest
+
     meetings = [
         Rendezvous(
             backend="simulated", rank=r, world=WORLD, host="127.0.0.1", port=1,

@@ -13,10 +13,13 @@ work.py      a started operation, and the wait for it
 group.py     the process group, and the operations that it refuses
 """
 
+import functools
 import importlib.util
+import threading
 
 from distcheck.backends.mpi import library
 from distcheck.backends.mpi.library import TORCH_NAME
+from distcheck.worlds.shares import LauncherJob
 
 INSTALL = "pip install 'distcheck[mpi]'"
 
@@ -56,3 +59,51 @@ def finalize() -> None:
     from distcheck.backends.mpi import runtime
 
     runtime.finalize()
+
+
+def start_job(size: int) -> LauncherJob:
+    """Start a job of an MPI launcher, which `size` ranks forked here will be part of."""
+    from distcheck.worlds.mpi.started import MPIJob
+
+    return MPIJob(size)
+
+
+def stand_alone() -> None:
+    """Make mpi4py usable in a process that no launcher has started."""
+    from distcheck.backends.mpi import alone
+
+    alone.stand_alone()
+
+
+def note_calls(registered: str) -> None:
+    """Record this process's calls of this backend from now on, which torch does not."""
+    if registered == TORCH_NAME:
+        _note_calls()
+
+
+@functools.cache
+def _note_calls() -> None:
+    """Groups whose calls time out sooner than usual have a limit of their own, which the code may
+    rely on.
+    """
+    from distcheck.backends.mpi import calls
+    from distcheck.backends.mpi.group import MPIGroup
+    from distcheck.backends.mpi.work import MPIWork
+    from distcheck.worlds import flight, postings
+
+    flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
+    postings.note_calls_of(MPIGroup)
+    notes = postings.HERE
+    postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
+
+
+def _move_on() -> None:
+    """Let MPI complete pending operations. It does not promise that two threads may enter it at
+    once, so only the main thread does.
+    """
+    from distcheck.backends.mpi.runtime import mpi
+    from distcheck.backends.mpi.work import move_on
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and mpi().Is_initialized() and not mpi().Is_finalized():
+        move_on()

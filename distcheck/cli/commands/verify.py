@@ -97,10 +97,11 @@ def command(
 
         return watch_command(plan, showing, download=asked["download"])
     if on is not None:
-        from distcheck.engines.running import run_on
+        from distcheck import registry
 
         with errors_annotated(files):
-            return run_on(on, plan, files=files, quiet=quiet)
+            code: int = registry.load("engines").run_on(on, plan, files=files, quiet=quiet)
+            return code
     with errors_annotated(files):
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()

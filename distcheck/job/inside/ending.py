@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from distcheck.worlds.mpi.segments import own_segments, remove
+from distcheck.worlds.mpi_segments import own_segments, remove
 
 _PREFIX = "distcheck/ended"
 _ASK_S = 0.1

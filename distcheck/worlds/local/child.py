@@ -24,10 +24,9 @@ from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
-from distcheck.worlds import flight, linux, messages, postings
+from distcheck.worlds import flight, linux, messages, mpi_segments, postings
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
-from distcheck.worlds.mpi import segments
 from distcheck.worlds.reporter import Reporter, flush, leave
 from distcheck.worlds.waiting import LOOK_EVERY_S, Look
 
@@ -71,7 +70,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     finally:
         flush()
         if "mpi4py.MPI" in sys.modules:
-            segments.remove(segments.own_segments())
+            mpi_segments.remove(mpi_segments.own_segments())
         leave(code)
 
 

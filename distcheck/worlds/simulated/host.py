@@ -26,6 +26,7 @@ from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
 from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.owned import owned_by
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated import world as simulated
@@ -33,7 +34,6 @@ from distcheck.worlds.simulated.baton import RankThread, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
-from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
 _NO_TURN = "waits for its turn, which rank {} does not give away"

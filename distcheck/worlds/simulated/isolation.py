@@ -36,7 +36,7 @@ from typing import Any, TextIO
 import torch
 
 from distcheck.machine import compat
-from distcheck.worlds.simulated.owned import Owned
+from distcheck.worlds.owned import Owned
 from distcheck.worlds.simulated.patches import Patches
 
 _Words = ctypes.c_uint32 * 625

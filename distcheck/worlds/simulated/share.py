@@ -10,7 +10,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -18,9 +18,11 @@ import msgspec
 from distcheck import backends
 from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
-from distcheck.worlds.jobs import Descriptors, Job
+from distcheck.worlds.jobs import Asked, Descriptors, Job
+from distcheck.worlds.launch import Ranks, job_result, run_until_over, start_job, starts_of
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import Forker, LocalShare
+from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import RankStart, Share
 
 TURN, TURN_FD = struct.Struct("<I"), "turn"  # memory in which the process records the running rank
@@ -210,3 +212,35 @@ class SimulatedShare(Share):
         if self._host.turn_fd >= 0:
             os.close(self._host.turn_fd)
             self._host.turn_fd = -1
+
+
+def search_schedules(
+    pool: Pool,
+    ranks: Ranks[Asked],
+    *,
+    schedules: int,
+    switches: int,
+    fds: Descriptors | None = None,
+    on_progress: Callable[[int], None] = lambda ran: None,
+    look: Callable[[], None] = lambda: None,
+) -> Searched:
+    """What ranks come to in a simulated world under the usual schedule and `schedules`
+    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
+    Raises as `job_result` does.
+    """
+    host = HostRequest(
+        target=ranks.job.target,
+        order=backends.order_of(ranks.backend),
+        deadline_s=ranks.deadline_s,
+        starts=starts_of(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
+    )
+    asked = SearchRequest(
+        host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches
+    )
+    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
+    world.children[0].on_progress = lambda progress: on_progress(progress.step)
+    run_until_over(pool, world, look=look)
+    try:
+        return SEARCH.decode(job_result(world))
+    finally:
+        world.close()

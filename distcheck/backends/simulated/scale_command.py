@@ -66,8 +66,8 @@ def command(**asked: Any) -> int:
 
     All worlds train on the same total batch, as the single-process reference does.
     """  # fmt: skip
+    from distcheck.backends.simulated.scale import plan_scale
     from distcheck.cli.show_and_keep import Showing, verify_command
-    from distcheck.plan.scale import plan_scale
     from distcheck.plan.thorough import Beside
     from distcheck.reports import scale_screen
     from distcheck.verification.run import RunOptions

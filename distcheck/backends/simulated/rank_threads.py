@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing import fixtures, pytest_compat, session
-from distcheck.worlds.simulated.owned import ABSENT, Owned
+from distcheck.worlds.owned import ABSENT, Owned
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
 # Fixtures that capture the file descriptors of a process.
@@ -115,7 +115,7 @@ def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
 
 
 def _here() -> types.ModuleType:
-    import distcheck.testing.threads as here
+    import distcheck.backends.simulated.rank_threads as here
 
     return here
 

@@ -1,0 +1,62 @@
+"""Registry of the add-ons: the parts of distcheck that everything else works without.
+
+The core imports no add-on. It reaches one through `load`, by its name in `ADDONS`; a backend or a
+command of an add-on is found by `BACKENDS` and `COMMANDS`. After the folder of an add-on has been
+removed, a request that needs it ends in one sentence and exit code 2, and nothing else changes.
+
+An add-on is a package below `distcheck.addons` whose `__init__` offers what the core calls. One
+with a backend is the backend's module as well (see `distcheck/backends/__init__.py`); one with
+commands has them in `NAME_command.py`. To add one, create its folder and add a line here.
+"""
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+from distcheck.errors import UsageError
+
+# An add-on's package, and the features that need it.
+ADDONS = {
+    "backend_probe": ("distcheck.backend_probe", "distcheck backends"),
+    "engines": ("distcheck.engines", "verify --on"),
+    "explore": ("distcheck.explore", "distcheck explore and the search of --thorough"),
+    "mpi": ("distcheck.backends.mpi", "backend mpi"),
+    "selftest": ("distcheck.selftest", "distcheck selftest"),
+    "simulated": (
+        "distcheck.backends.simulated",
+        "backend simulated, its schedules, and distcheck scale",
+    ),
+}
+BACKENDS = ("mpi", "simulated")  # backends, of the add-on of the same name
+COMMANDS = {
+    "backends": "backend_probe",
+    "explore": "explore",
+    "scale": "simulated",
+    "selftest": "selftest",
+}
+
+
+@functools.cache
+def is_installed(name: str) -> bool:
+    """Return True if the package of an add-on can be found; imports nothing of it."""
+    try:
+        return importlib.util.find_spec(ADDONS[name][0]) is not None
+    except ModuleNotFoundError:  # the folder of all add-ons
+        return False
+
+
+def load(name: str) -> ModuleType:
+    """Return the package of an add-on. Raises UsageError if it is not installed."""
+    package, features = ADDONS[name]
+    if not is_installed(name):
+        raise UsageError(
+            f"the add-on {name!r} ({features}) is not installed; reinstall distcheck: pip install "
+            "--force-reinstall distcheck"
+        )
+    return importlib.import_module(package)
+
+
+def command_module(command: str) -> str:
+    """Return the module of an add-on's command. Raises UsageError if it is not installed."""
+    return f"{load(COMMANDS[command]).__name__}.{command}_command"

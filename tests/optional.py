@@ -1,0 +1,22 @@
+"""For tests of the core that concern add-ons, which may be removed (`distcheck/registry.py`)."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from distcheck import registry
+from tests.sources import PACKAGE
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """A mark that skips a test unless the add-ons are installed."""
+    absent = [name for name in names if not registry.is_installed(name)]
+    return pytest.mark.skipif(bool(absent), reason=f"add-ons that were removed: {absent}")
+
+
+def left_of(files: Iterable[str]) -> set[str]:
+    """The files of the package, as paths within it, except those of add-ons that were removed."""
+    return {file for file in files if not file.startswith("addons/") or (PACKAGE / file).exists()}
+
+
+needs_all = needs(*registry.ADDONS)
