@@ -13,6 +13,8 @@ backend may define
  variables(ranks) -> dict[str, str]
                           environment variables for that many ranks on one machine
  register() -> str        registers it with torch, in a rank; returns torch's name for it
+ note_calls(name)         records its calls in this process, if torch, which knows it by
+                          `name`, does not
 """
 
 import importlib

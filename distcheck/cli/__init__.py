@@ -50,8 +50,8 @@ def main() -> NoReturn:
 
 
 class _Commands(click.Group):
-    """A command's file is imported when the command is named; commands of add-ons are listed if
-    their add-on is installed.
+    """A group that imports a command's file when the command is named, and lists the commands of
+    the add-ons that are installed.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -80,7 +80,6 @@ class RunOptions:
     follow_up  True to run failures again that `followups` may explain
     left_out   reasons for cases of the plan that are not run
     `beside`   searches, and worlds that may be left out
-    explore    runs the searches last, as `distcheck.explore.beside.explore_beside` does
     """
 
     keep: Store | None = None

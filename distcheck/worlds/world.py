@@ -139,7 +139,7 @@ class World:
         deadline_s: float,
         on_progress: Callable[[int, messages.Progress], None] | None = None,
         job: LauncherJob | None = None,
-        stopped_s: float | None = None,  # the patience with stopped ranks; usually the deadline
+        stopped_s: float | None = None,  # deadline of stopped ranks; `deadline_s` by default
     ) -> None:
         self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
@@ -215,7 +215,7 @@ class World:
         self.end_job()
 
     def end_job(self) -> None:
-        """Ends the launcher's job that the ranks were part of, if there is one."""
+        """End the launcher's job that the ranks belong to, if there is one."""
         if self._job is not None:
             self._job.close()
             self._job = None

@@ -18,7 +18,6 @@ import torch
 from distcheck import private
 from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.explore.found import KeptCases
 from distcheck.plan import provenance
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration

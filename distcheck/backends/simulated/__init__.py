@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["found_by", "judged", "timelines"]  # of schedules
 
-# What follows the colon in `simulated:ORDER`; the first is taken where nothing does.
+# Values after the colon in `simulated:ORDER`; the first is the default.
 ORDERS = ("gloo", "ring", "tree", "recursive-halving", "rank")
 
 

@@ -130,8 +130,8 @@ def proof_of_front(sent: bytes, answer: bytes, secret: bytes) -> bytes:
 
 
 def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> None:
-    """Authenticate as an agent. Raises ConnectionError if the peer does not have the secret, OSError
-    if it has not sent its part within `timeout_s` seconds.
+    """Authenticate as an agent. Raises ConnectionError if the peer does not have the secret,
+    OSError if it has not sent its part within `timeout_s` seconds.
     """
     until = time.monotonic() + timeout_s
     sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)

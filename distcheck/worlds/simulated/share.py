@@ -224,9 +224,9 @@ def search_schedules(
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
-    """What ranks come to in a simulated world under the usual schedule and `schedules`
-    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
-    Raises as `job_result` does.
+    """Run ranks in a simulated world under the default schedule and `schedules` others, either
+    drawn at random or with at most `switches` preemptions, and return the results. `look` is called
+    meanwhile, and may raise. Raises the errors of `job_result`.
     """
     host = HostRequest(
         target=ranks.job.target,
