@@ -181,6 +181,7 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
 
 
 def _kept_cases() -> Any:
+    from distcheck.explore.found import KeptCases
 
     return KeptCases("ddp")
 
