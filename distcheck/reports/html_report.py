@@ -33,7 +33,7 @@ _ORDER = ("fail", "unknown", "pass")
 _PICTURED_CASES = 24  # of more, those that passed go without pictures, or the page gets too long
 _ELEMENTS = 5  # of one check; the JSON has more
 _FIRST_CAUSES = 3  # that the page begins with
-_FOLLOWS = "and may follow from that"  # in the reason of a failure that another one may explain
+_FOLLOWS = "and may follow from it"  # in the reason of a failure that another one may explain
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
 )

@@ -78,7 +78,7 @@ class LiveProgress:
         """A case has been judged; one that is run once more is counted once."""
         self._done.add(case.id)
         beside = self._cases and all(case.id != planned.id for planned in self._cases)
-        text = f"{'a closer look at what failed, ' * bool(beside)}{case.id}: {verdict}"
+        text = f"{'inspecting failures, ' * bool(beside)}{case.id}: {verdict}"
         self._show(text, silently=True)
         self._write(text)
 

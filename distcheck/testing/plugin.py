@@ -24,7 +24,7 @@ _HELP = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the conformance suite is pointed at."""
-    group = parser.getgroup("distcheck", "gradient synchronisation under test")
+    group = parser.getgroup("distcheck", "gradient synchronization under test")
     for name, kind, what in (
         (
             "strategy",

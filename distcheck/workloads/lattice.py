@@ -149,5 +149,5 @@ workload = Lattice()
 def described(words: str) -> Lattice:
     """`no-scalar`: for code that takes no parameter without dimensions. Raises UsageError."""
     if words != "no-scalar":
-        raise UsageError(f"workload lattice:{words} is not known; there is lattice:no-scalar")
+        raise UsageError(f"workload lattice:{words} is unknown; known is lattice:no-scalar")
     return Lattice((1,))

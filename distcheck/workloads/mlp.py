@@ -50,5 +50,5 @@ workload = MLP()
 def described(words: str) -> MLP:
     """`small`: 17 thousand parameters, for worlds of many ranks. Raises UsageError."""
     if words != "small":
-        raise UsageError(f"workload mlp:{words} is not known; there is mlp:small")
+        raise UsageError(f"workload mlp:{words} is unknown; known is mlp:small")
     return MLP(_FEW_INPUTS)

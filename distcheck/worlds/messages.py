@@ -202,7 +202,7 @@ AnyEvent = Event | ChildEvent
 def garbled() -> Raised:
     """What stands for the end of a child that can no longer be understood."""
     text = (
-        "distcheck's own pipe holds something that it did not write: the code wrote to a "
+        "distcheck's internal pipe has data that distcheck did not write: the code wrote to a "
         "descriptor that it had not opened"
     )
     return Raised("ProtocolError", text, text, time.monotonic())
@@ -212,7 +212,7 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:  # theirs
-        return f"(its text cannot be had: {type(another).__name__})"
+        return f"(its text is not available: {type(another).__name__})"
 
 
 def printable(text: str) -> str:

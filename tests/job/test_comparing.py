@@ -261,9 +261,9 @@ def test_a_failed_job_is_not_right_because_it_fails_alike(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["then"], "does not run again; give the folder of the second one"),
-        (["then", "empty"], "does not hold the recording of a job"),
-        (["empty", "then"], "does not hold the recording of a job"),
+        (["then"], "does not rerun; pass the folder of the second recording"),
+        (["then", "empty"], "does not have the recording of a job"),
+        (["empty", "then"], "does not have the recording of a job"),
     ],
 )
 def test_what_cannot_be_compared_gets_a_sentence(
@@ -345,7 +345,7 @@ def other_digest(folder: Path) -> None:
 def test_an_edited_recording_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     then, now = (kept(tmp_path / name) for name in ("then", "now"))
     harm(now)
-    said = "is damaged|cannot be read|is cut short|holds the ranks 0|by another version"
+    said = "is damaged|cannot be read|is truncated|has only the ranks 0|by a different version"
     with pytest.raises(UsageError, match=f"{now}.* ({said})"):
         compare_jobs(then, now, bits=False)
 

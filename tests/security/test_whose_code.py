@@ -268,7 +268,9 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
     made = {"c": provenance_of(case, {})}
     Path("gift").mkdir()
     if is_asked:
-        with pytest.raises(UsageError, match=f"{pair[0]}=.* for mine.py:mean; read it, then add"):
+        with pytest.raises(
+            UsageError, match=f"{pair[0]}=.* for mine.py:mean; review it, then pass"
+        ):
             trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
     else:
         trust.require_trust("gift", [case], made, doing="replaying", trusted=False)

@@ -153,7 +153,7 @@ HELPER += "def add(p): p.register_hook(len)\n"
 )
 def test_hooks_that_no_source_shows_are_refused_after_backward(tmp_path: Path, last: str) -> None:
     strategy = loaded(tmp_path, f"{HELPER}{last}\n")
-    with pytest.raises(UsageError, match=r"registers hooks, .* give --as hooks"):
+    with pytest.raises(UsageError, match=r"registers hooks, .* pass --as hooks"):
         run(strategy)
 
 

@@ -4,22 +4,26 @@ vague predicates, American spelling.
 torch.distributed and pytest use "what" 0.2 to 0.3 times per 1,000 words of their docstrings.
 """
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from distcheck.records.causes import causes, shared
-from tests.sources import ROOT, text_of
+from tests.sources import ROOT, found, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
-# docs/reference/ is generated from help texts and docstrings; decisions are notes of their time.
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# A page leaves this set when it is rewritten; no page enters it.
-TO_REWRITE = {"docs/whats-here.md"}
+# docs/reference/ is generated from help texts and docstrings.
+PAGES = [
+    page
+    for place in (ROOT, ROOT / "docs", ROOT / "docs" / "decisions")
+    for page in sorted(place.glob("*.md"))
+]
 VAGUE = re.compile(r"\b(?:beside|alike|unlike|apart|mend(?:s|ed|ing)?|slips?)\b", re.IGNORECASE)
 OPENS_VAGUELY = re.compile(r"(?:What|Which|Whether|Where|Of|Those|That)\b", re.IGNORECASE)
 VERBS = frozenset(
@@ -49,20 +53,12 @@ def what_rate(text: str) -> float:
     return 1000 * sum(word.lower() == "what" for word in words) / max(1, len(words))
 
 
-def rewritten() -> list[Path]:
-    return [page for page in PAGES if page.relative_to(ROOT).as_posix() not in TO_REWRITE]
-
-
-@pytest.mark.parametrize("page", rewritten(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_uses_nouns_and_exact_predicates(page: Path) -> None:
     text = prose(text_of(page))
     words = len(re.findall(r"[A-Za-z']+", text))
     assert what_rate(text) <= max(_MOST_WHAT, 2000 / max(1, words)), "name the thing itself"
     assert VAGUE.findall(text) == []
-
-
-def test_pages_left_to_rewrite_exist() -> None:
-    assert {page for page in TO_REWRITE if not (ROOT / page).is_file()} == set()
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
@@ -138,3 +134,33 @@ def test_imperatives_are_recognized(text: str, right: bool) -> None:
 @pytest.mark.parametrize(("text", "wrong"), [("two runs part, unlike these", True), ("outside", 0)])
 def test_vague_predicates_are_found(text: str, wrong: bool) -> None:
     assert bool(VAGUE.search(text)) == bool(wrong)
+
+
+def _literals(path: Path) -> Iterator[str]:
+    """Strings of several words that may reach a screen; no docstrings."""
+    tree = ast.parse(text_of(path))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            text = re.sub(r"--beside", " ", node.value)
+            if re.search(r"[a-z] [a-z]", text):
+                yield text
+
+
+def test_screens_and_help_use_exact_predicates() -> None:
+    modules = sorted((ROOT / "distcheck").rglob("*.py"))
+    assert not found(modules, lambda path: [t for t in _literals(path) if VAGUE.search(t)])
+
+
+def test_help_of_options_is_a_phrase() -> None:
+    """A capital and a full stop: "Maximum number of ranks."."""
+    from distcheck.cli import root_command
+    from distcheck.cli.commands import COMMANDS
+
+    context = click.Context(root_command)
+    commands = [root_command.get_command(context, name) for name in COMMANDS]
+    options = [one for command in commands if command is not None for one in command.params]
+    helps = {one.help for one in options if isinstance(one, click.Option) and one.help}
+    assert len(helps) > 100
+    shape = re.compile(r"[A-Z-].*[.\])]")
+    assert [text for text in helps if not shape.fullmatch(text) or OPENS_VAGUELY.match(text)] == []

@@ -19,7 +19,7 @@ from tests.world.test_kinks import AtAKink
 from tests.world.test_order_of_judging import STEPS, saved
 
 UNITS, OF_THEM = 64, 8
-OTHERWISE = "another device rounds otherwise"
+OTHERWISE = "devices round differently"
 
 
 def _rounding(like: torch.Tensor) -> torch.Tensor:

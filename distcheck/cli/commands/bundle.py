@@ -13,7 +13,7 @@ from distcheck.cli.options import RUNS
     "--output",
     metavar="FILE.zip",
     type=click.Path(dir_okay=False),
-    help="[default: RUN's name]",
+    help="Name of the zip file. [default: RUN's name]",
 )
 @click.option("--traces", is_flag=True, help="Include all recordings, for distcheck recheck.")
 def command(run: str | None, output: str | None, traces: bool) -> int:

@@ -15,7 +15,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--bits", is_flag=True, help="Fail on every changed bit, even within its bound.")
 @output_options
 @trust_option
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **asked: Any) -> int:
     """Compare a recorded run with a later one, or with what its cases give here and now.
 

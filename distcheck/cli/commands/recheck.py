@@ -12,9 +12,9 @@ from distcheck.reports.files import output_options, taken_from
 @click.command("recheck", cls=OnceCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(), **RUNS)
 @output_options
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @trust_option
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:
     """Judge a saved run again; starts no rank.
 

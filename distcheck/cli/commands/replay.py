@@ -13,10 +13,10 @@ from distcheck.reports.files import GITHUB, output_options, taken_from
 @click.command("replay", cls=Command)
 @click.argument("case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **RUNS)
 @output_options
-@click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
+@click.option("--save", metavar="DIR", type=click.Path(), help="Save everything in a new folder.")
 @trust_option
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(
     case_file: str, save: str | None, trust: bool, verbose: bool, quiet: bool, **asked: Any
 ) -> int:

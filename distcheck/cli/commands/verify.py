@@ -24,25 +24,25 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     "--save",
     metavar="DIR",
     type=click.Path(),
-    help="Keep cases, traces and report in a new folder, for distcheck recheck.",
+    help="Save cases, traces and report in a new folder, for distcheck recheck.",
 )
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 @click.option(
     "--last-failed",
     is_flag=True,
-    help="Run only the cases that failed when they were last run here.",
+    help="Run only the cases that failed in their last run here.",
 )
 @click.option(
     "--failed-first",
     is_flag=True,
-    help="Run the cases first that failed when they were last run here.",
+    help="Run the cases that failed in their last run here first.",
 )
 @click.option(
     "--watch",
     is_flag=True,
-    help="Run again whenever the code of the strategies or workloads changes, until Ctrl-C.",
+    help="Rerun whenever the code of a strategy or workload changes, until Ctrl-C.",
 )
 @click.option(
     "--on",
@@ -78,7 +78,7 @@ def command(
     from distcheck.errors import UsageError
 
     if digests and save is None:
-        raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
+        raise UsageError("--digests is an option of distcheck record; run distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
     check_alone(given_options(), launched=launch is not None)

@@ -20,8 +20,8 @@ from distcheck.records.layers import NO_LAYER, ROUNDING
 # (an accumulation of 2, a world of 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
 NOT_TRAINED = (
-    "no parameter had a gradient when the optimizer stepped, at any step: the optimizer trains "
-    "nothing, unless it keeps gradients elsewhere"
+    "no parameter had a gradient at any optimizer step: the optimizer trains nothing, unless it "
+    "keeps gradients elsewhere"
 )
 _AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
 
@@ -311,8 +311,8 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                     tally.missing(
                         f"over {passes} backward passes gradients are {total:.6g}x those of the "
                         f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
-                        "because of the number of passes; change the weight for this run to have "
-                        "the scale judged"
+                        "because of the number of passes; change the weight for this run to "
+                        "check the scale"
                     )
                 else:
                     division, size = (

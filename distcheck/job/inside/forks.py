@@ -128,7 +128,7 @@ class Forks:
 
 def how_ended(code: int) -> str:
     """How a copy ended that said nothing, in words."""
-    return f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+    return f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
 
 
 def _become_a_copy(reasons: Path) -> None:

@@ -42,7 +42,7 @@ _REPEATS = 2  # of both schedules, once they differ; chosen
 _MOST_SHRINKING = 80  # runs; chosen
 _SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
 _STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
-_NO_WORD = "its process ended without a word"
+_NO_WORD = "its process exited without an error message"
 _CHOICES = 4096  # of one run that are kept, where its schedules are enumerated
 _WORDS = 4000
 _MOST_TOGETHER = 32  # schedules that one process runs; chosen
@@ -263,7 +263,7 @@ class _Fork:
             return False
         os.close(self.fd)
         os.waitpid(self._pid, 0)
-        end, what = ("hung", "it did not end in time") if late else ("killed", _NO_WORD)
+        end, what = ("hung", "it did not finish in time") if late else ("killed", _NO_WORD)
         for schedule in self._schedules[len(self.runs) :]:
             self.runs.append(ScheduleRun(str(schedule), end, what))
         return True

@@ -232,7 +232,7 @@ class SimulatedWorld:
         """Whether a call is complete; others run first, so that code that asks again and again
         comes to an end.
         """
-        self.running_rank("asks for a collective")
+        self.running_rank("requests a collective")
         if not call.complete:
             self.baton.give_way()
         if call.complete:
@@ -247,13 +247,13 @@ class SimulatedWorld:
         if call.waits > 1 and call.is_message:
             place = place_of_caller()
             what = f"rank {call.rank} waits{f' at {place}' * bool(place)} for {call.in_words()}"
-            self.accuse("work-waited-twice", f"{what}{call.where}, which it has waited for before")
+            self.accuse("work-waited-twice", f"{what}{call.where}, which it already waited for")
 
     def end_of_rank(self, rank: int) -> None:
         """A rank's job is over: what it has posted it must have waited for."""
         for call in self._in_flight[rank].not_waited_for():
             received = "" if call.complete or not call.is_message else (
-                ", and which no call of another rank has met"
+                ", which no call of another rank matches"
             )  # fmt: skip
             self.accuse(
                 "work-not-waited",
@@ -288,7 +288,7 @@ class SimulatedWorld:
         """The rank of this thread. Refuses a thread that the code under test has started."""
         rank = self.baton.rank
         if rank is None:
-            self.refuse(f"a thread that is not a rank's {does}")
+            self.refuse(f"a thread that belongs to no rank {does}")
         return rank
 
     def refuse(self, what: str) -> NoReturn:
@@ -379,6 +379,6 @@ def here() -> SimulatedWorld:
     """The world of this process. Raises NotSimulatedError where there is none."""
     if _here is None:
         raise NotSimulatedError(
-            "backend simulated works in ranks that distcheck has started for it only"
+            "backend simulated works only in ranks that distcheck started for it"
         )
     return _here
