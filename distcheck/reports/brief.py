@@ -100,7 +100,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
     whole = f'    # all of "{CUT}": {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
-        ("replay" if step.startswith("distcheck replay ") else ("next", "replay")[is_job], step),
+        ("replay" if is_job or step.startswith("distcheck replay ") else "next", step),
         ("saved", report.saved_to or ""),
         (
             "more",

@@ -53,7 +53,7 @@ from distcheck.cli.options import SECONDS, json_option, setting_option
 @json_option("cells")
 @click.option("-v", "--verbose", is_flag=True, help="Print every form and every finding.")
 def command(**asked: Any) -> int:
-    """Probe communication backends: which operations are right, wrong, refused, or never end.
+    """Probe communication backends: which operations are correct, wrong, refused, or hang.
 
     \b
     distcheck backends --backend gloo

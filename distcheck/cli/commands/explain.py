@@ -23,8 +23,8 @@ def _names() -> list[str]:
     **completing(_names, files=True),
 )
 def command(what: str | None) -> int:
-    """Explain a cause that a report names: how it shows, an example, and how to repair it; or a
-    bundle that distcheck.guard has saved. Without an argument, list all causes.
+    """Explain a cause (symptoms, an example, the repair), or a bundle that distcheck.guard saved.
+    Without an argument, list all causes.
 
     \b
     distcheck explain no-sync

@@ -67,8 +67,8 @@ from distcheck.plan.settings import with_adaptation
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict and the replay line.")
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,
-    and shrink it.
+    """Search worlds, batches, accumulation, models, dtypes, layouts and delayed ranks for a
+    failure, and shrink it.
 
     \b
     distcheck explore --strategy my_sync.py:sync --budget 5m

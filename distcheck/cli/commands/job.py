@@ -72,7 +72,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
-    """Judge a whole training job; not a line of its script is changed.
+    """Judge an unmodified training job.
 
     \b
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
@@ -81,15 +81,15 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job --continues whole --world 4 -- python train.py --resume
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
-    The command runs as it is given, and the first optimizer steps of every rank are recorded:
-    samples, random streams, gradients before and after the exchange, clipping, learning rates,
-    parameters. Then they are judged: ranks have different samples, gradients are the mean of the
-    ranks', all ranks hold the same model after every step. The job is ended after the last
-    recorded step, unless --keep-going is given. Last, the script runs as one process, in a copy of
-    the folder, with the samples that the ranks had: each step must reach the same.
+    The command runs unchanged, and distcheck records the first optimizer steps of every rank:
+    samples, RNG streams, local and reduced gradients, clipping, learning rates, parameters. It
+    checks that ranks have different samples, that gradients are the mean of the local gradients,
+    and that all ranks hold the same model after every step. The job ends after the last recorded
+    step, unless --keep-going is passed. Finally the script runs in a single process, in a copy of
+    the folder, on the samples of all ranks: each step must yield the same result.
 
     --guard is for production: nothing is recorded, and after step 2 and every 100 steps the ranks
-    compare digests of what they hold. --save then names the folder for bundles.
+    compare digests of their replicas. --save then sets the folder for bundles.
     """  # fmt: skip
     from distcheck.errors import UsageError
     from distcheck.errors.shown_text import say

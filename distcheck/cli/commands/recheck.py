@@ -16,10 +16,10 @@ from distcheck.reports.files import output_options, taken_from
 @trust_option
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:
-    """Judge a saved run again; starts no rank.
+    """Judge a saved run again, without starting ranks.
 
-    Judging runs the workload and looks at the strategy. Code of a folder that was handed over, and
-    files that git does not track here or that have changed, run after a yes on a terminal, or with
+    Judging executes the workload and loads the strategy. Code from another user's folder, and
+    files that git does not track here or that have changed, run only after confirmation, or with
     --trust.
     """  # fmt: skip
     from distcheck.cli.show_and_keep import Showing, recheck_command

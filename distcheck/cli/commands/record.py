@@ -20,7 +20,7 @@ from distcheck.cli.group import Command
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 def command(folder: str, words: tuple[str, ...], digests: bool) -> int:
-    """Verify, and keep cases, traces and verdicts in a new folder, for distcheck compare.
+    """Verify, and save cases, traces and verdicts in a new folder, for distcheck compare.
 
     \b
     distcheck record golden --strategy allreduce --world 4

@@ -15,7 +15,7 @@ from distcheck.reports.files import output_options, taken_from
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of reports, and nothing else.")
 @output_options
 def command(run: str | None, *, schema: bool, **asked: Any) -> int:
-    """Write a report again in another format, or print its gist, from its JSON alone.
+    """Convert the JSON of a report to another format, or print a summary.
 
     \b
     distcheck report report.json

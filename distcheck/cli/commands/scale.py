@@ -58,14 +58,14 @@ from distcheck.plan.settings import with_adaptation
 @click.option("-q", "--quiet", is_flag=True, help="Print only one verdict line per order.")
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Judge a strategy in simulated worlds of several sizes and orders of addition, and print the
-    largest error beside its bound.
+    """Judge a strategy in simulated worlds of several sizes and reduction orders, and print the
+    largest error and its bound.
 
     \b
     distcheck scale --strategy my_sync.py:sync --world 2,8,64,256,1024
     distcheck scale --strategy my_sync.py:sync --orders tree --html scale.html
 
-    All worlds train on the same total batch, as the single-process reference does.
+    All worlds and the single-process reference use the same global batch size.
     """  # fmt: skip
     from distcheck.cli.show_and_keep import Showing, verify_command
     from distcheck.plan.scale import plan_scale

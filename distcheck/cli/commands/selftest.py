@@ -26,7 +26,8 @@ from distcheck.cli.options import json_option, setting_option, setting_options
 @json_option("table")
 @click.option("-v", "--verbose", is_flag=True, help="Print every correct case.")
 def command(**asked: Any) -> int:
-    """Run the mutant zoo: is every planted bug caught and named, and no correct code accused?
+    """Run the mutant zoo: check that every planted bug is caught and named, and that correct code
+    passes.
 
     \b
     distcheck selftest

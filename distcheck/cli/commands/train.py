@@ -60,7 +60,7 @@ from distcheck.plan.settings import with_adaptation
 @DOWNLOAD
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Plain training with a strategy: loss, accuracy and seconds per step.
+    """Train with a strategy, and print loss, accuracy and seconds per step.
 
     \b
     distcheck train --data cifar10 --data-dir ~/data

@@ -61,7 +61,7 @@ def command(
     on: str | None,
     **asked: Any,
 ) -> int:
-    """Judge strategies against single-node training at the same total batch.
+    """Compare strategies with single-process training at the same global batch size.
 
     \b
     distcheck verify --strategy allreduce --world 4
@@ -69,10 +69,10 @@ def command(
     distcheck verify --shard 2/4 --json part-2.json
     torchrun --nproc-per-node 4 -m distcheck verify --strategy allreduce
 
-    Reports keep exceptions and output of the code, in which secrets of the environment are
-    masked: values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE,
-    KEY or the like, and passwords in addresses. Of other variables they keep only those that bits
-    depend on.
+    Reports contain exceptions and output of the code. distcheck masks passwords in addresses, and
+    the values of environment variables whose names contain TOKEN, SECRET, PASSWORD, CREDENTIAL,
+    AUTH, COOKIE, KEY or similar words. Of the other variables, reports contain only those that
+    affect numerical results.
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
     from distcheck.errors import UsageError
