@@ -295,8 +295,7 @@ def _untrained_note(report: CaseReport) -> str:
             f"optional check {report.case.workload} skipped: if a rank does not use some layer, "
             "the gradients of the other layers are not synchronized either, and no error is "
             "raised; that is correct for models in which every rank uses every layer; pass "
-            "--workload "
-            f"{report.case.workload} requires it"
+            f"--workload {report.case.workload} to require it"
         )
     ended = _error(report) if first is None or first.cause == "crash" else first.evidence
     name = report.case.workload

@@ -321,7 +321,7 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_strategy(f"{tmp_path / 'asks.py'}:sync")
     assert str(caught.value).endswith(
-        "unknown parameters coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
+        "unknown parameters coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; pass "
         "--arg coef_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
         "--arg odd=VALUE --arg size_mib=25 --arg cap_bytes=26214400"
     )

@@ -44,7 +44,7 @@ def refusal(*words: str) -> str:
         (("plan", "ddp"), "distcheck plan takes only options; pass --strategy ddp"),
         (("explore", "ring"), "pass --strategy ring"),
         (("backends", "gloop"), "pass --backend gloo"),
-        (("selftest", "no_sync"), "give -k no_sync"),
+        (("selftest", "no_sync"), "pass -k no_sync"),
         (("help",), "unknown command 'help' (did you mean --help?)"),
         (("version",), "(did you mean --version?)"),
         (("my_sync.py:sync",), "judge it by distcheck verify --strategy my_sync.py:sync"),

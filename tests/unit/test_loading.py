@@ -185,7 +185,7 @@ def test_a_file_may_be_called_like_a_loaded_module(
             "f",
             "unknown parameters secret; pass --arg secret=VALUE",
         ),
-        ("class f:\n    pass", "f", r"is the class f\(\); expected is .*it has no public method"),
+        ("class f:\n    pass", "f", r"is the class f\(\); expected .*it has no public method"),
     ],
 )
 def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str) -> None:
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str)
             r"unknown strategy 'allredcue' \(did you mean allreduce\?\); known are allreduce",
         ),
         ("nowhere.py:f", "file nowhere.py does not exist"),
-        ("no_such_package.mod:f", "module no_such_package.mod cannot be found"),
+        ("no_such_package.mod:f", "module no_such_package.mod was not found"),
     ],
 )
 def test_names_that_lead_nowhere(spec: str, message: str) -> None:
@@ -259,7 +259,7 @@ def test_workloads() -> None:
     assert loading.load_workload("mlp").own_samples is None
     with pytest.raises(UsageError, match="unknown workload 'resnet'; known are cnn"):
         loading.load_workload("resnet")
-    with pytest.raises(UsageError, match="lacks model, loss, optimizer"):
+    with pytest.raises(UsageError, match="has no model, loss, optimizer"):
         loading.load_workload("json:JSONDecoder")
 
 

@@ -114,8 +114,8 @@ def _no_form(target: Target) -> UsageError:
     return refusal(
         target,
         f"strategy {target.spec!r} is the class {target.signature}; expected a function "
-        "f(model), or a class with a method to call after backward, by a usual name or as the "
-        f"only one ({_methods(target.value)})"
+        "f(model), or a class with a method to call after backward, by a conventional name or as "
+        f"the only one ({_methods(target.value)})"
         if target.is_class
         else f"strategy {target.spec!r} has several methods, none with a conventional name "
         f"({_methods(target.value)}); pass --finish METHOD",
