@@ -23,7 +23,7 @@ from distcheck.reports.documents import read_report
 
 _NAME = "job"
 _LEFT = 1e-3  # chosen: as `job/causes` names a factor
-_OF_GRADIENTS = ("loss", "local gradients", "exchanged gradients", "gradients")
+_OF_GRADIENTS = ("loss", "local gradients", "reduced gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:

@@ -155,7 +155,7 @@ def _receive(
             code = taking.result()
         except (EOFError, OSError, msgspec.MsgspecError, ValueError) as error:
             raise CannotRunError(
-                f"the recording of {host} did not arrive completely ({error or 'it has ended'}); "
+                f"the recording of {host} did not arrive completely ({error or 'it exited'}); "
                 "run the job again"
             ) from error
         found.ran = replace(found.ran, code=found.ran.code or code)

@@ -211,7 +211,7 @@ def _requests(
     if left_out and len(left_out) == len(strategies) and launch is not None:
         raise UsageError(
             f"{launch.launcher} started {launch.world} ranks; {matrix.file} has no strategy for "
-            f"that world size ({', '.join(left_out)}); start another number of ranks"
+            f"that world size ({', '.join(left_out)}); start a different number of ranks"
         )
 
 

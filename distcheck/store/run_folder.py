@@ -255,7 +255,7 @@ def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
     except OSError as error:
         raise CannotRunError(
             f"{error.filename or place} cannot be written: {error.strerror}; save elsewhere, or "
-            "work in a writable folder of your own"
+            "work in a writable folder"
         ) from error
     return place
 

@@ -291,7 +291,7 @@ def _smallest(case: Case) -> Case:
 
 def note_on(taken: Trial) -> str:
     """What a report says of a way that took the guess's place."""
-    report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
+    report = "passes" if taken.passed else f"synchronizes gradients, and {taken.seen}"
     return (
         f"{FOUND_AS}the first detected form failed, and of the other possible forms only "
         f"{_words(taken.way)} {report}; pin it with these options"
