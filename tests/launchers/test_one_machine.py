@@ -277,7 +277,7 @@ def test_a_bad_option_is_said_once_by_each_and_waits_for_nobody(tmp_path: Path) 
     ((code, _, err),) = finish([start(words, tmp_path)])
     assert code == 1, "torchrun's own"
     assert "--world 3 was given, but torchrun started 2 ranks" in err, err
-    assert "did not come" not in err, err
+    assert "did not connect" not in err, err
     assert "could not be reached" not in err, err
 
 
@@ -366,7 +366,7 @@ def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
     assert code in (3, 4), err
     said = " ".join((out + err).split())
     lost = "rank 1 on" in said and "can no longer be reached: its process exited" in said
-    assert lost or "rank 1 of 2 did not come" in said, "killed before it had connected"
+    assert lost or "rank 1 of 2 did not connect" in said, "killed before it had connected"
 
 
 @pytest.mark.sweep

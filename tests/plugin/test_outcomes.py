@@ -187,7 +187,7 @@ def test_the_cause_is_in_the_summary(session: pytest.RunResult) -> None:
         ),
         (
             "test_leaves_with_success",
-            ["rank 1 of 2 exited:", "exited with code 0 without a word\nlast collective: "
+            ["rank 1 of 2 exited:", "exited with code 0 without an error message\nlast collective: "
              "all_reduce of [3], number 1 at /", "in test_leaves_with_success", "os._exit(0)",
              "rank 0 of 2 had finished"],
         ),

@@ -119,4 +119,4 @@ def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway
     found = diagnose(ENDS, results, Facts(world=4, steps=(wrong,)), shown)
     assert [d.cause for d in found] == ["missing-division", "depends-on-process-state"]
     assert "passed every check" not in found[1].evidence
-    assert "of one run" not in found[0].evidence
+    assert "in the first run" not in found[0].evidence

@@ -152,7 +152,7 @@ def test_a_bound_is_wider_by_what_kinks_move_and_no_more(
     found = against_cpu(pool, tmp_path / "run", strategy, workload)
     assert found.verdict == verdict, found.reason
     assert said in found.excuse + found.reason
-    assert workload is not Smooth or "another device" not in found.excuse + found.reason
+    assert workload is not Smooth or "devices round" not in found.excuse + found.reason
 
 
 @pytest.mark.sweep

@@ -174,7 +174,7 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
         ("renames_the_folder", "raised", "remove and rename only folders that your code created"),
         ("shortens_the_trace", "raised", "PermissionError: [Errno 1] Operation not permitted"),
         ("writes_garbage", "raised", "the code wrote to a descriptor that it had not opened"),
-        pytest.param("writes_text", "raised", "that it did not write", marks=pytest.mark.sweep),
+        pytest.param("writes_text", "raised", "did not write", marks=pytest.mark.sweep),
     ],
 )
 def test_a_rank_that_harms_its_world_is_named(

@@ -69,7 +69,7 @@ def test_right_twins_of_what_is_divided_pass(name: str, world: int, dtype: str) 
 
 def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
     workload = "tests.mutants.small:ClippedByTheLoop"
-    with pytest.raises(UsageError, match=r"give the strategy clip\(model, max_norm\)"):
+    with pytest.raises(UsageError, match=r"define clip\(model, max_norm\)"):
         distcheck.verify("tensor_parallel", workload=workload, world=2, dtype="float32")
 
 

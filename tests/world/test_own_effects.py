@@ -206,4 +206,4 @@ def test_rounding_on_the_way_excuses_nothing_else() -> None:
     (found,) = later.values()
     assert found.first is not None
     assert found.first.step == 1
-    assert "rounded on the way" not in found.reason
+    assert "sums are rounded" not in found.reason

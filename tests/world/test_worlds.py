@@ -83,7 +83,7 @@ def test_ranks_that_are_still_at_work_are_heard_after_the_first_failure(pool: Po
 def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
     outcomes, _ = run(pool, "exits", 3, culprit=1, code=code)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, "exited")
-    assert f"exit code {code} without a word" in outcomes[0].detail
+    assert f"exited with code {code} without an error message" in outcomes[0].detail
     assert "in exits\n    os._exit(about" in outcomes[0].detail
     assert_lost(outcomes[1:], "exits")
 
