@@ -29,7 +29,7 @@ def torchvision_loads() -> None:
         import torchvision  # noqa: F401
     except Exception as error:
         version = importlib.metadata.version("torch")
-        pytest.skip(f"torchvision does not load beside torch {version}: {error}")
+        pytest.skip(f"torchvision does not load with torch {version}: {error}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -152,7 +152,7 @@ def passing(
         checks=checks,
         timings_s={"world": 1.25, "judge": 0.5},
         replay="distcheck replay cases/allreduce.json",
-        notes=("unequal shards",),
+        notes=("uneven shards",),
     )
 
 
@@ -279,6 +279,6 @@ def document(*cases: CaseReport, changed: bool = True, **environment: Any) -> di
             environment={**ENVIRONMENT, **environment},
             cases=cases,
             since_green=since,
-            not_shown=("worlds other than 4",),
+            not_shown=("world sizes other than 4",),
         )
     )

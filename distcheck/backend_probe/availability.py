@@ -32,9 +32,9 @@ def _missing(job: LookRequest, device: str) -> str:
     elif name in _OF_DEVICES and not dist.is_nccl_available():
         return f"this build of torch ({torch.__version__}) has no {name}"
     elif name in _OF_DEVICES and device != _OF_DEVICES[name]:
-        return f"{name} moves {_OF_DEVICES[name]} tensors only, not those of {device}"
+        return f"{name} supports only {_OF_DEVICES[name]} tensors, not {device} tensors"
     elif reason := backends.missing(name) or backends.missing_for(name, job.world):
         return reason
     if device == "cuda" and not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return "torch detects no CUDA device"
     return ""

@@ -14,17 +14,26 @@ from distcheck.cli.options import SECONDS, json_option, setting_option
     multiple=True,
     default=(),
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to probe: the name of a backend, or a function that registers one. [default: all "
-    "known backends]",
+    help="Backend to probe: its name, or a function that registers one. [default: all known "
+    "backends]",
 )
 @setting_option(
-    "device", default="", help="cpu or cuda. [default: the backend's own]", show_default=False
+    "device",
+    default="",
+    help="Device of the tensors: cpu or cuda. [default: the backend's own]",
+    show_default=False,
 )
 @click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
-@click.option("--op", "operations", multiple=True, metavar="NAME", help="Only these operations.")
-@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Only these dtypes.")
 @click.option(
-    "--form", "forms", multiple=True, metavar="NAME", help="Only these forms: plain, strided, ..."
+    "--op", "operations", multiple=True, metavar="NAME", help="Probe only these operations."
+)
+@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Probe only these dtypes.")
+@click.option(
+    "--form",
+    "forms",
+    multiple=True,
+    metavar="NAME",
+    help="Probe only these forms: plain, strided, ...",
 )
 @click.option(
     "--deadline",
@@ -32,19 +41,19 @@ from distcheck.cli.options import SECONDS, json_option, setting_option
     type=SECONDS,
     default=3.0,
     metavar="TIME",
-    help="Time without progress after which a call has hung. [default: 3s]",
+    help="Time without progress after which a call counts as hung. [default: 3s]",
 )
 @click.option(
     "--baseline",
     "baseline_file",
     metavar="FILE",
     type=click.Path(),
-    help="An earlier --json: findings that are in it do not fail this run.",
+    help="Report of an earlier --json: its findings do not fail this run.",
 )
 @json_option("cells")
-@click.option("-v", "--verbose", is_flag=True, help="Show every form and every finding.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every form and every finding.")
 def command(**asked: Any) -> int:
-    """Probe communication backends: which operations are right, wrong, refused, or never end.
+    """Probe communication backends: which operations are correct, wrong, refused, or hang.
 
     \b
     distcheck backends --backend gloo

@@ -68,7 +68,7 @@ def sweep(
     while len(cells) < len(probes):
         following = probes[len(cells)]
         if ends[following.operation] >= _MOST_ENDS:
-            reason = f"{following.operation} had already ended {_MOST_ENDS} worlds"
+            reason = f"{following.operation} had already crashed {_MOST_ENDS} worlds"
             cells.append(ProbedCell(probe=following, verdict="not tried", detail=reason))
             continue
         episode = _Episode(probes, len(cells), world, on_cell)
@@ -77,7 +77,7 @@ def sweep(
             pool, backend=backend, device=device, refused=refused, deadline_s=deadline_s
         )
         if not episode.cells:
-            return cells, failure or "the ranks exited before they probed anything"
+            return cells, failure or "the ranks exited before the first probe"
         cells += episode.cells
         if cells[-1].verdict in ("crashes", "hangs"):
             ends[cells[-1].probe.operation] += 1
@@ -196,7 +196,7 @@ def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool
             o.rank for o in outcomes if o.outcome == RankEnd.HUNG and o.rank not in said
         )
         names = ", ".join(map(str, silent))
-        return f"rank{'s' * (len(silent) > 1)} {names} did not come back" if silent else "hung"
+        return f"rank{'s' * (len(silent) > 1)} {names} did not return" if silent else "hung"
     return _short(outcomes[0])
 
 

@@ -59,7 +59,7 @@ def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
     if call.scene.rank % 2 == 1:
         dist.send(t["input"][0], dst=following, group=call.group)
     if sender != previous:
-        raise WrongAnswerError(f"recv returned {sender} as the sender, which was {previous}")
+        raise WrongAnswerError(f"recv returned {sender} as the sender, but it was {previous}")
 
 
 def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:

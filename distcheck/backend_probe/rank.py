@@ -110,7 +110,7 @@ def _describe(
             text += ", all unchanged by the call"
         parts.append(text)
     if outside:
-        parts.append(f"{outside} elements outside of it were written")
+        parts.append(f"{outside} elements outside it were written")
     return "; ".join(parts)
 
 

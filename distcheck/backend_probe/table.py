@@ -35,11 +35,11 @@ from distcheck.reports.wrapping import print_trimmed
 
 # Text, style and meaning of each verdict.
 _SHOWN: dict[VerdictName, tuple[str, str, str]] = {
-    "right": ("ok", "green", "verified right"),
+    "right": ("ok", "green", "verified correct"),
     "refused": ("no", "dim", "refused, by an error on every rank"),
     "wrong": ("BAD", "bold red", "runs, but gives wrong results"),
     "crashes": ("DIED", "bold magenta", "a rank died"),
-    "hangs": ("HUNG", "bold magenta", "did not come back"),
+    "hangs": ("HUNG", "bold magenta", "did not return"),
     "not tried": ("?", "yellow", "not tried"),
 }
 _FINDINGS: tuple[VerdictName, ...] = ("wrong", "crashes", "hangs", "not tried", "refused")
@@ -100,7 +100,7 @@ def _headline(sweep: Sweep) -> str:
     if not sweep.cells:
         return text
     right = sum(cell.verdict == "right" for cell in sweep.cells)
-    return f"{text}: {right:,} of {len(sweep.cells):,} cells verified right"
+    return f"{text}: {right:,} of {len(sweep.cells):,} cells verified correct"
 
 
 def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
@@ -152,9 +152,7 @@ def _legend(cells: Sequence[ProbedCell]) -> Iterator[str]:
 def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
     forms = [form for form in dict.fromkeys(c.probe.form for c in cells) if form != "plain"]
     if forms and not verbose:
-        yield (
-            f"Also probed: {', '.join(forms)}. A form has its own line where its result differs."
-        )
+        yield (f"Also probed: {', '.join(forms)}. A form has its own line if its result differs.")
 
 
 def _findings(

@@ -41,9 +41,10 @@ def missing_for(ranks: int) -> str:
     gpus = devices.gpu_count()
     return (
         f"backend nccl: {ranks} ranks are more than the {gpus} GPU{'s' * (gpus > 1)} here, and "
-        f"NCCL {_loaded()} gives each rank a GPU of its own; NCCL {_since()} or newer is needed to "
-        "share one. Use a torch that has it, put a newer libnccl.so.2 first with LD_PRELOAD, give "
-        "--backend gloo, or fewer ranks"
+        f"NCCL {_loaded()} requires a separate GPU for each rank; NCCL {_since()} or newer is "
+        "needed to "
+        "share one. Use a torch that has it, put a newer libnccl.so.2 first with LD_PRELOAD, or "
+        "pass --backend gloo or fewer ranks"
     )
 
 

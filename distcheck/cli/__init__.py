@@ -44,7 +44,9 @@ def main() -> NoReturn:
     interrupts.ignore()
     output.flush()
     if output.lost:
-        _complain(f"warning: standard output was not written: {output.lost}; the verdict stands")
+        _complain(
+            f"warning: standard output was not written: {output.lost}; the verdict is unaffected"
+        )
         code = code or ExitCode.CANNOT_RUN
     sys.exit(int(code or 0))
 
@@ -85,7 +87,7 @@ class _Commands(click.Group):
         except click.NoSuchOption as error:
             said = error.format_message().rstrip(".")
             raise click.UsageError(
-                f"{said}; options follow a command: distcheck verify {error.option_name} ...", ctx
+                f"{said}; options follow the command: distcheck verify {error.option_name} ...", ctx
             ) from None
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -133,7 +135,7 @@ def root_command(context: click.Context) -> ExitCode | None:
         os.getcwd()
     except OSError as error:  # torch cannot be imported there, either
         raise CannotRunError(
-            "the working directory does not exist any more; change to one that does"
+            "the working directory no longer exists; change to an existing directory"
         ) from error
     return None
 
@@ -142,7 +144,7 @@ def _unexpected(error: Exception) -> ExitCode:
     """Print an error that no command handles: of the machine, or a defect of distcheck."""
     if isinstance(error, MemoryError):
         _complain(
-            "there is not enough memory; free some, raise its limit (ulimit -v), or give a smaller "
+            "memory is insufficient; free some, raise the limit (ulimit -v), or pass a smaller "
             "--world or --workload",
             ExitCode.CANNOT_RUN,
         )
@@ -172,7 +174,7 @@ def _of_defect(what: str, traceback: str) -> str:
     saved = save_traceback(traceback)
     kept = f"the traceback is in {saved}" if saved else "its traceback could not be saved"
     return (
-        f"internal error: {what}; this is a defect of distcheck, and there is no verdict; {kept}: "
+        f"internal error: {what}; this is a bug in distcheck, and there is no verdict; {kept}: "
         "please report it with that file"
     )
 

@@ -11,11 +11,11 @@ from distcheck.worlds.launchers import OPTIONS, Launch, launch_of
 _ALONE = {
     "watch": (
         ("on", "save", "shard", "last_failed", "failed_first"),
-        "runs here again and again, and what failed in the run before goes first anyway",
+        "reruns here on every change, and runs previously failed cases first anyway",
     ),
     "on": (
         ("save", "shard", "last_failed", "failed_first"),
-        "cuts the whole matrix into tasks, each of which runs on one machine",
+        "splits the whole matrix into tasks that each run on one machine",
     ),
 }
 
@@ -29,7 +29,7 @@ def check_alone(given: frozenset[str], *, launched: bool) -> None:
         beside += ["a launcher"] if launched else []
         if beside:
             raise UsageError(
-                f"--{name} does not go with {beside[0]}: it {why}; leave one of them out"
+                f"--{name} cannot be combined with {beside[0]}: it {why}; remove one of them"
             )
 
 

@@ -29,9 +29,9 @@ def summary_of(module: str, name: str = "") -> str:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return "(cannot be found)"
+        return "(not found)"
     if spec is None or spec.origin is None:
-        return "(cannot be found)"
+        return "(not found)"
     tree = ast.parse(Path(spec.origin).read_text())
     kinds = (ast.FunctionDef, ast.ClassDef)
     named = [node for node in tree.body if isinstance(node, kinds) and node.name == name]

@@ -37,7 +37,7 @@ def say_plan(planned: Planned, *, costs: bool) -> None:
     of the run.
     """
     if planned.from_file:
-        say(f"distcheck: {planned.file} says: {planned.from_file}", err=True)
+        say(f"distcheck: {planned.file} sets: {planned.from_file}", err=True)
     if not costs:
         return
     recorded = recorded_s(DEFAULT_FOLDER)
@@ -96,7 +96,7 @@ def _basis(estimates: Sequence[Estimate]) -> str:
         return "estimated from earlier runs here"
     if not known:
         return "a rough estimate"
-    return f"{known} cases estimated from earlier runs here, the others roughly"
+    return f"{known} cases estimated from earlier runs here, the others only roughly"
 
 
 def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
@@ -117,7 +117,7 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(
-            "  X applies where a strategy promises its order of summation; R replaces it elsewhere"
+            "  X applies if a strategy promises its reduction order; otherwise R replaces it"
         )
     return lines
 

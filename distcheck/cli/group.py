@@ -27,7 +27,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "Several machines, without a launcher": (
         "nnodes", "machine", "master_addr", "master_port", "init_method",
     ),
-    "What is written": (
+    "Output": (
         "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every", "beside",
         "verbose", "quiet",
     ),
@@ -110,7 +110,7 @@ class Command(click.Command):
         if word.isdigit() and before[1:] and before[0] in repeated and before[1].isdigit():
             advice = f"repeat the option: {' '.join(before)} {before[0]} {word}"
         else:
-            advice = "give {} {}".format(*_option_for(word, spelled))
+            advice = "pass {} {}".format(*_option_for(word, spelled))
         raise click.UsageError(
             f"unexpected argument {word!r}; {ctx.command_path} takes only options; {advice}", ctx
         )

@@ -26,7 +26,7 @@ def runs_command() -> int:
     """List the kept runs, the latest last; return the exit code."""
     runs = kept_runs()
     if not runs:
-        say(f"{DEFAULT_FOLDER} here holds no runs")
+        say(f"{DEFAULT_FOLDER} here has no runs")
     for folder in runs:
         date, verdict, command = _about(folder)
         say(f"{date}  {verdict:<12}  {one_line(str(folder))}")
@@ -40,16 +40,14 @@ def open_command(run: str | None) -> int:
     folder = Path(run) if run is not None else _last_finished()
     page = (folder if folder.is_dir() else folder.parent) / "report.html"
     if page.is_symlink() or (page.exists() and not page.is_file()):
-        raise UsageError(
-            f"{page} is a link or a special file; a regular file is expected; remove it"
-        )
+        raise UsageError(f"{page} is a link or a special file; expected a regular file; remove it")
     report_command(str(folder), files={"html": str(page)})
     address = page.absolute().as_uri()
     try:
         shown = webbrowser.open(address)
     except webbrowser.Error:
         shown = False
-    say(address if shown else f"no browser started; open {address}")
+    say(address if shown else f"no browser could be started; open {address}")
     return int(ExitCode.PASS)
 
 
@@ -78,7 +76,7 @@ def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[
 def _last_finished() -> Path:
     finished = [folder for folder in kept_runs() if (folder / "report.json").is_file()]
     if not finished:
-        raise UsageError(f"{DEFAULT_FOLDER} holds no run with a report; name the folder of a run")
+        raise UsageError(f"{DEFAULT_FOLDER} has no run with a report; pass the folder of a run")
     return finished[-1]
 
 
@@ -118,7 +116,7 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
         raise UsageError(f"{of}; {KEPT_RUNS}")
     document = read_report(path)
     if any(Path(file).absolute() == path.absolute() for file in files.values()):
-        raise UsageError(f"{path} is the report that is read; write to another file")
+        raise UsageError(f"{path} is the input report; write to a different file")
     check_outputs(files)
     with damage_said(path):
         if not files:

@@ -79,7 +79,9 @@ class Seconds(click.ParamType[float]):
         try:
             return float(number) * self._UNITS[unit or "s"]
         except (ValueError, KeyError):
-            self.fail(f"{value!r} is not a time; give seconds, or 30s, 500ms, 5m, 1h", param, ctx)
+            self.fail(
+                f"{value!r} is not a duration; pass seconds, or 30s, 500ms, 5m, 1h", param, ctx
+            )
 
 
 SECONDS = Seconds()
@@ -92,7 +94,7 @@ class _WholeNumber(click.types.IntParamType):
         try:
             return int(value)
         except ValueError:
-            said = f"{value!r} is not a whole number{self._repeated(str(value), param)}"
+            said = f"{value!r} is not an integer{self._repeated(str(value), param)}"
             self.fail(said, param, ctx)
 
     @staticmethod
@@ -149,7 +151,7 @@ def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -
     if len(set(values)) > 1:
         given = " and ".join(str(value) for value in values)
         raise UsageError(
-            f"{param.opts[0]} was given {given}; distcheck {ctx.info_name} takes one at a time"
+            f"{param.opts[0]} was given {given}; distcheck {ctx.info_name} takes only one"
         )
     return values[-1] if values else None
 
@@ -171,10 +173,10 @@ CALL_OPTIONS = (*CALLS, "loss", "accept")
 # The file of the matrix, and the selected part of it.
 matrix_options = _several(
     click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
-                 help="The file with the matrix. [default: pyproject.toml here or above, "
-                      "tool.distcheck]"),
+                 help="File with the matrix. [default: pyproject.toml here or above, "
+                     "tool.distcheck]"),
     click.option("--shard", metavar="I/N",
-                 help="Run only part I of N of the cases; distcheck merge joins the reports."),
+                 help="Run only part I of N of the cases; distcheck merge merges the reports."),
 )  # fmt: skip
 
 
@@ -188,15 +190,14 @@ def given_options() -> frozenset[str]:
 # For ranks on several machines, without a launcher.
 machine_options = _several(
     click.option("--nnodes", "--num-nodes", type=int, metavar="N",
-                 help="The number of machines that share the ranks. Start the same command on "
-                      "each."),
+                 help="Number of machines that share the ranks. Start the same command on each."),
     click.option("--node-rank", "--rank", "machine", type=int, metavar="I",
-                 help="The number of this machine, from 0."),
+                 help="Index of this machine, from 0."),
     click.option("--master-addr", "--master-ip", metavar="HOST",
-                 help="The address of machine 0."),
+                 help="Address of machine 0."),
     click.option("--master-port", type=int, metavar="PORT",
-                 help="A free port on machine 0. [default: 29500]"),
+                 help="Free port on machine 0. [default: 29500]"),
     click.option("--init-method", metavar="URL",
-                 help="tcp://HOST:PORT or file:///PATH, instead of --master-addr and "
-                      "--master-port."),
+                 help="Rendezvous: tcp://HOST:PORT or file:///PATH, instead of --master-addr and "
+                     "--master-port."),
 )  # fmt: skip

@@ -130,12 +130,12 @@ def show_run(
         )
     elif report.save_error:
         say(
-            f"distcheck: {report.save_error}; the verdict above stands; free some space or save "
-            "elsewhere",
+            f"distcheck: {report.save_error}; the verdict above is unaffected; free some space "
+            "or save elsewhere",
             err=True,
         )
     for problem in unwritten:
-        say(f"distcheck: warning: {problem}; the verdict stands", err=True)
+        say(f"distcheck: warning: {problem}; the verdict is unaffected", err=True)
     if unwritten and report.exit_code == ExitCode.PASS:
         return int(ExitCode.CANNOT_RUN)
     return int(report.exit_code)

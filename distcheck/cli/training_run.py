@@ -50,7 +50,7 @@ def train_command(
     case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in beside]
     if beside and html_file is None:
-        raise UsageError("--beside draws earlier runs into the page of --html; give --html FILE")
+        raise UsageError("--beside draws earlier runs on the page of --html; pass --html FILE")
     check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
     pool = front_pool(launch, [case])
     try:
@@ -97,7 +97,7 @@ def plan_training(
         )
     if options["adaptation"].without_data:
         raise UsageError(
-            "--without-data is not supported by train, which gives every rank a shard; use "
+            "--without-data is not supported by train, because every rank needs a shard; use "
             "distcheck verify"
         )
     size = world or (4 if strategy else 1)
@@ -111,7 +111,7 @@ def plan_training(
     )
     case = plan.plan_cases(request)[0]  # on a GPU, the others are for comparison
     if workload == "lattice":
-        raise UsageError("lattice has no accuracy to train for; use mlp, cnn or vgg11")
+        raise UsageError("lattice has no accuracy; pass mlp, cnn or vgg11")
     return msgspec.structs.replace(case, strategy=strategy or "")
 
 

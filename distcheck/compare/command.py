@@ -103,8 +103,8 @@ def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
     """Compare two jobs, without running any: a job's command is not distcheck's to run."""
     if now is None:
         raise UsageError(
-            f"{then} is the recording of a job, which compare does not run again; give the folder "
-            "of the second one: distcheck compare A B"
+            f"{then} is the recording of a job, which compare does not rerun; pass the folder of "
+            "the second recording: distcheck compare A B"
         )
     from distcheck.compare.jobs import compare_jobs  # imports torch
 
@@ -189,8 +189,7 @@ def saved_run(folder: Path) -> SavedRun:
     """Return the contents of a run directory, without tensors. Raises UsageError if it is none."""
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is not a folder; give a folder that distcheck record or verify --save has "
-            "made"
+            f"{folder} is not a folder; pass a folder that distcheck record or verify --save wrote"
         )
     found = {trace.saved.case.id: trace for trace in saved_traces(folder)}
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
@@ -214,12 +213,12 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     traces = then.cases[name], now.cases[name]
     one, two = (trace.saved for trace in traces)
     other = [
-        f"{field} was {getattr(one.case, field)} and is {getattr(two.case, field)}"
+        f"{field} was {getattr(one.case, field)}, but is {getattr(two.case, field)}"
         for field in one.case.__struct_fields__
         if field not in _MAY_DIFFER and getattr(one.case, field) != getattr(two.case, field)
     ]
     if other:
-        return _unknown(name, f"the cases are not the same: {'; '.join(other)}")
+        return _unknown(name, f"the cases differ: {'; '.join(other)}")
     found = _compare_traces(pool, *traces)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
@@ -235,7 +234,8 @@ def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
     which = f"the {lacking[0]} run" if len(lacking) == 1 else "both runs"
     where = "on its machine" if len(lacking) == 1 else "each on its machine"
     return (
-        f"digests alone do not give the distance; to learn it, record {which} without --digests, "
+        f"digests do not show the size of a difference; to measure it, record {which} without "
+        "--digests, "
         f"{where}, and compare again"
     )
 

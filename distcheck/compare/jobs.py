@@ -23,7 +23,7 @@ from distcheck.reports.documents import read_report
 
 _NAME = "job"
 _LEFT = 1e-3  # Heuristic: as `job/causes` names a factor
-_OF_GRADIENTS = ("loss", "local gradients", "exchanged gradients", "gradients")
+_OF_GRADIENTS = ("loss", "local gradients", "reduced gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
@@ -84,7 +84,7 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
     if earlier.steps[0] != later.steps[0]:
         raise UsageError(
             f"{then} starts at step {earlier.steps[0]}, but {now} at step {later.steps[0]}; "
-            "give both the same --from-step, or record the second one with --continues"
+            "pass the same --from-step to both, or record the second one with --continues"
         )
     for kind in (Kind.PARAMETER, Kind.BUFFER):
         one, two = (set(job.names(kind)) for job in (earlier, later))

@@ -77,15 +77,15 @@ def judge(
             return "pass", "all bits are identical"
         return now, f"all bits are identical, but the later run's own verdict is {now}"
     if found.beyond is not None:
-        return "fail", "beyond the largest difference of two correct results"
+        return "fail", "beyond the largest difference between two correct results"
     if now != "pass" or then != "pass":
         verdict: VerdictName = "fail" if "fail" in said else "unknown"
         return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
     if found.kind in CHOSEN:
-        return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
+        return "unknown", f"the runs diverge from there on: {found.kind} differ"
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
-        return "unknown", f"bits may differ between machines: {machine[0]}"
+        return "unknown", f"results may not be bit-identical across machines: {machine[0]}"
     reason = f"{_held(found)}; both runs are correct by their own verdicts"
     if bits:
         return "fail", reason
@@ -97,7 +97,7 @@ def judge(
 def _held(found: TraceComparison) -> str:
     """Describe a difference in relation to its bound."""
     if found.not_judged:
-        return "it is not known whether the first step that differs is within the bound"
+        return "it is unknown whether the first step that differs is within the bound"
     if found.judged and found.yardstick:
         return "within the bound at every step that was judged"
     if found.judged:

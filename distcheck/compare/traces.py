@@ -239,7 +239,9 @@ def compare_traces(
     tensors.
     """
     if then.layout.model != now.layout.model:
-        return TraceComparison(why_not="the model has other parameters, buffers or optimizer state")
+        return TraceComparison(
+            why_not="the model has different parameters, buffers or optimizer state"
+        )
     steps = min(then.steps_written(), now.steps_written())
     if steps < job.case.steps:
         return TraceComparison(why_not=f"both recorded {steps} of {job.case.steps} steps")

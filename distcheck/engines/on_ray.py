@@ -17,7 +17,7 @@ _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "
 class OnRay:
     """Engine that runs parts as tasks of a Ray cluster."""
 
-    code = "a copy of this folder is sent to each worker; other paths must be there already"
+    code = "a copy of this folder is sent to each worker; other paths must already exist there"
 
     def __init__(self, ray: Any, work: Sequence[Work]) -> None:
         self._ray = ray
@@ -26,8 +26,8 @@ class OnRay:
         most = max(part.gpus for part in work)
         if most > gpus:
             raise CannotRunError(
-                f"a part needs {most} GPUs on one node, and no node of this Ray has more than "
-                f"{gpus}; give a smaller --world"
+                f"a part needs {most} GPUs on one node, but no node of this Ray cluster has more "
+                f"than {gpus}; pass a smaller --world"
             )
         task = ray.remote(run_part)
         self._tasks = {
@@ -74,9 +74,9 @@ def start(address: str, work: Sequence[Work]) -> OnRay:
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise CannotRunError(
-            f"--on ray: no Ray was reached or started ({_first_line(error)}); give "
-            "--on ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or leave both out "
-            "to start one here"
+            f"--on ray: no Ray cluster was reached or started ({_first_line(error)}); pass --on "
+            "ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or omit both to "
+            "start one here"
         ) from None
     try:
         return OnRay(ray, work)

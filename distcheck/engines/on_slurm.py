@@ -24,7 +24,7 @@ HERE = "local"  # the address for processes of this machine, without Slurm
 class OnSlurm:
     """Jobs of a Slurm cluster."""
 
-    code = "it is found by its path: nodes must see this folder"
+    code = "it is loaded by its path: nodes must have access to this folder"
 
     def __init__(self, executor: Any, work: Sequence[Work]) -> None:
         self._jobs: list[tuple[Any, Work]] = []
@@ -71,8 +71,8 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
     logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns if there is no accounting
     if address not in ("", HERE):
         raise CannotRunError(
-            f"--on slurm://{address}: Slurm has no address, it is that of sbatch here; give "
-            "--on slurm, and SBATCH_PARTITION for a partition"
+            f"--on slurm://{address}: Slurm takes no address, because distcheck uses the local "
+            "sbatch; pass --on slurm, and set SBATCH_PARTITION for a partition"
         )
     if not address and shutil.which("sbatch") is None:
         raise CannotRunError(
@@ -85,7 +85,7 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
         private.check_stays(place)
     except OSError as error:
         raise CannotRunError(
-            f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a folder "
-            "of your own"
+            f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a "
+            "writable folder"
         ) from error
     return OnSlurm(submitit.AutoExecutor(place, cluster=address or "slurm"), work)

@@ -68,7 +68,7 @@ def run_on(
     name, _, address = engine.partition("://")
     if name not in ENGINES:
         raise UsageError(
-            f"--on {engine!r} names no engine; it takes {', '.join(ENGINES)}, or ray://HOST:PORT"
+            f"--on {engine!r} is not an engine; expected {', '.join(ENGINES)}, or ray://HOST:PORT"
         )
     check_outputs(files)
     module, library, install = ENGINES[name]
@@ -84,7 +84,7 @@ def run_on(
         with scratch.folder(prefix="distcheck-parts-") as place:
             parts, lost, interrupted = _collected(started, work, planned, place, progress)
     if not parts:
-        raise CannotRunError(f"no part came back from {name}: {next(iter(lost.values()))}")
+        raise CannotRunError(f"no part returned from {name}: {next(iter(lost.values()))}")
     code = show_whole(join(parts, lost), parts, files=files, quiet=quiet)
     for part, why in lost.items():
         say(f"distcheck: part {part} of {number} is unknown: {one_line(why)}", err=True)
@@ -134,7 +134,7 @@ def _collected(
         interrupted = True
     finally:
         engine.close()
-    return parts, lost | dict.fromkeys(sorted(left), "interrupted before it had ended"), interrupted
+    return parts, lost | dict.fromkeys(sorted(left), "interrupted before it finished"), interrupted
 
 
 def _taken(
@@ -151,7 +151,7 @@ def _taken(
     code, text, said = end
     if not text:
         last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
-        lost[one.number] = f"its distcheck ended with code {code} and said: {last}"
+        lost[one.number] = f"its distcheck exited with code {code}: {last}"
         return "lost"
     file = place / f"part-{one.number}.json"
     private.write(file, text)
@@ -159,7 +159,9 @@ def _taken(
         part = read_part(str(file))
         plan = part.document.get("plan") or {}
         if plan.get("digest") != planned.whole.digest:
-            raise UsageError("it has another plan: other files or versions than here")
+            raise UsageError(
+                "it has a different plan: its files or versions differ from those here"
+            )
         join([part])
     except DistcheckError as error:
         lost[one.number] = str(error)

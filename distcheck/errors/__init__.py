@@ -59,9 +59,9 @@ class FolderGoneError(RankLostError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the working directory is gone: the code under test removed or renamed it, or "
-            "something else did, while ranks ran; let the code remove and rename folders of its "
-            "own only"
+            "the working directory no longer exists: the code under test or another process "
+            "removed or renamed it while ranks ran; remove and rename only folders that the code "
+            "created"
         )
 
 

@@ -116,7 +116,7 @@ def shortened(
         return text
     head = most // 4
     left_out = len(text) - most
-    said = f"\n... {left_out:,} characters are left out here{why} ...\n"
+    said = f"\n... {left_out:,} characters are omitted here{why} ...\n"
     return text[:head] + said + text[len(text) - (most - head) :]
 
 

@@ -26,7 +26,7 @@ _MOST_DEADLINE_S = 3.0  # as in `distcheck explore`: findings are confirmed by r
 _BACKEND = "gloo"
 _MOST_UNKNOWN = 3  # shown in the report
 _AFTER_FAILURE = "not searched: its cases already fail"
-_FLOAT64_ALONE = "its code computes in float32 alone"
+_FLOAT64_ALONE = "its code computes only in float32"
 
 Enter = Callable[[Explored, Sequence[CaseReport]], None]
 
@@ -70,14 +70,14 @@ def _without(
     """Return the words that are not drawn, each with the reason: requested exclusions, and features
     excluded from the cases.
     """
-    found = {word: f"you gave --without {cell}" for word, cell in words_of_cells(asked.without)}
+    found = {word: f"you passed --without {cell}" for word, cell in words_of_cells(asked.without)}
     if asked.dtypes:
         others = [name for name in EXPLORED_DTYPES if name not in asked.dtypes]
-        found |= dict.fromkeys(others, "another dtype was asked for")
+        found |= dict.fromkeys(others, "a different dtype was requested")
     if any(report.case.id in left_out for report in reports):
         found |= {name: _FLOAT64_ALONE for name in EXPLORED_DTYPES if name != "float32"}
     if any(report.case.workload == "lattice:no-scalar" for report in reports):
-        found["scale"] = "its code takes no parameter without dimensions"
+        found["scale"] = "its code does not support scalar (0-d) parameters"
     return found
 
 
@@ -147,7 +147,7 @@ def _explore(
         raise
     except DistcheckError as error:
         search.give_up()
-        over(f"the search ended early: {error}")
+        over(f"the search stopped early: {error}")
     else:
         over()
     runner.close()
@@ -189,7 +189,7 @@ def _told(
     if not added and not search.passed:
         reason = "no case passed" if search.cases else "no case was run within the budget"
     elif not added and not search.has_shown:
-        reason = "every case that passed has one rank, which exchanges nothing"
+        reason = "every case that passed has only one rank, which has nothing to synchronize"
     found = msgspec.structs.replace(
         about,
         verdict="fail"
@@ -211,9 +211,11 @@ def _told(
 def _shown(finding: "Finding", kept: KeptCases | None) -> CaseReport:
     """Return the report of a finding, with notes for the user."""
     report = finding.report
-    notes = ["found by explore: no smaller case was seen to fail"]
+    notes = ["found by explore: no smaller failing case was found"]
     if finding.replays and finding.failed < finding.replays:
-        notes.append(f"it failed in {finding.failed} of {finding.replays} replays: a race")
+        notes.append(
+            f"it failed in {finding.failed} of {finding.replays} replays: a race condition"
+        )
     if finding.unshrunk:
         notes.append(f"it may not be the smallest: {finding.unshrunk}")
     notes += notes_on(report.case)

@@ -52,8 +52,8 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
     if not strategies and matrix.file:
         raise UsageError(
-            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given; "
-            "give one of the two"
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy was given; "
+            "pass one of the two"
         )
     if len(strategies) > 1 and asked["json_file"] is not None:
         raise UsageError(
@@ -106,7 +106,7 @@ def _explore(
     interrupted = False
     runner = Runner(pool)
     if name_of(asked["backend"]) == "simulated":
-        runner.distrusts_kept = "simulated worlds are not kept; every case ran in a fresh one"
+        runner.distrusts_kept = "simulated worlds are not reused; every case ran in a fresh one"
     with LiveProgress(Console(stderr=True, quiet=asked["quiet"])) as live:
         search = Search(
             runner=runner,
@@ -118,7 +118,7 @@ def _explore(
             most_world=asked["world"],
         )
         try:
-            live.preparing("importing torch, looking at the strategy")
+            live.preparing("importing torch, inspecting the strategy")
             pool.wait_ready()
             runner.look_at(_samples(strategy, asked, vary))
             if runner.left_out:
@@ -169,8 +169,8 @@ def seconds_of(text: str) -> float:
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds <= _MOST_S:
         raise UsageError(
-            f"--budget {text} is not a duration; give a number and s, m or h, as in 90s, 5m "
-            "or 1h, at most 168h"
+            f"--budget {text} is not a duration; pass a number and s, m or h, for example 90s, "
+            "5m or 1h, at most 168h"
         )
     return seconds
 
@@ -191,18 +191,18 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     check_name(asked["backend"])
     if name_of(asked["backend"]) not in _BACKENDS:
         raise UsageError(
-            f"--backend {asked['backend']} is not supported by explore; give gloo, simulated or "
+            f"--backend {asked['backend']} is not supported by explore; pass gloo, simulated or "
             "simulated:ORDER"
         )
     if asked["accept"] is not None:
         raise UsageError(
-            f"--accept {asked['accept']} is not supported by explore, which compares every result "
-            "with the mean; use distcheck verify"
+            f"--accept {asked['accept']} is not supported by explore, which compares every "
+            "result with the mean; use distcheck verify"
         )
     if asked["adaptation"].without_data:
         raise UsageError(
-            "--without-data is not supported by explore, whose cases give every rank a shard; "
-            "use distcheck verify"
+            "--without-data is not supported by explore, whose cases assign a shard to every "
+            "rank; use distcheck verify"
         )
     vary = _varied(asked["vary"], asked["adaptation"])
     plan.check_request(
@@ -222,7 +222,7 @@ def _check_without(words: Sequence[str], known: Sequence[str]) -> None:
         raise UsageError(f"--without {strange[0]}: unknown word; choose from {', '.join(known)}")
     for what in (KINDS, OPTIMIZERS, EXPLORED_DTYPES):
         if set(what) <= set(words):
-            raise UsageError(f"--without {', '.join(what)} leaves none of them; remove one")
+            raise UsageError(f"--without {', '.join(what)} excludes all of them; remove one")
 
 
 def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
@@ -233,14 +233,14 @@ def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
         ((name, value),) = adaptation_of(arguments=[word]).arguments
         vary.setdefault(name, []).append(value)
         if name in dict(fixed.arguments):
-            raise UsageError(f"--vary {name} and --arg both give it values; remove one of them")
+            raise UsageError(f"--vary {name} and --arg both set its value; remove one of them")
         check_adaptation(Adaptation(arguments=((name, value),)), "mean")
     combinations = 1
     for values in vary.values():
         combinations *= len(values)
     if combinations > _MOST_COMBINATIONS:
         raise UsageError(
-            f"--vary makes {combinations} combinations of values; give at most {_MOST_COMBINATIONS}"
+            f"--vary makes {combinations} combinations of values; pass at most {_MOST_COMBINATIONS}"
         )
     return vary
 

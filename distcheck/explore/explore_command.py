@@ -27,37 +27,39 @@ from distcheck.plan.settings import with_adaptation
     default="5m",
     show_default=True,
     metavar="TIME",
-    help="How long to search: 90s, 5m, 1h. Shrinking a failure may take a minute more.",
+    help="Time to search: 90s, 5m, 1h. Shrinking a failure may take another minute.",
 )
 @click.option(
     "--config",
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="A file with the matrix. [default: pyproject.toml here or above, tool.distcheck]",
+    help="File with the matrix. [default: pyproject.toml here or above, tool.distcheck]",
 )
-@click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
-@setting_option("seed", help="Of the search.")
-@setting_option("worlds", single=True, default=6, show_default=True, help="Most ranks.")
-@setting_option("steps", default=6, show_default=True, help="Most steps.")
+@click.option("--max-cases", type=int, metavar="N", help="Maximum number of cases to draw.")
+@setting_option("seed", help="Seed for the search.")
+@setting_option(
+    "worlds", single=True, default=6, show_default=True, help="Maximum number of ranks."
+)
+@setting_option("steps", default=6, show_default=True, help="Maximum number of steps.")
 @setting_option(
     "backend",
-    help="gloo; or simulated, or simulated:ORDER: worlds in one process, where cases also draw "
-    "schedules.",
+    help="Backend: gloo; or simulated or simulated:ORDER, whose worlds run in one process and "
+    "whose cases also draw schedules.",
 )
 @click.option(
     "--vary",
     multiple=True,
     metavar="NAME=VALUE",
     help=(
-        "A value to try for a parameter of the strategy. Repeat it for more values, the "
-        "simplest first."
+        "Value to try for a parameter of the strategy. Repeat it for more values, simplest first."
     ),
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="WORD",
-    help="Leave out what the strategy does not support: strided, frozen, unequal, accumulate, "
+    help="Exclude features that the strategy does not support: strided, frozen, unequal, "
+    "accumulate, "
     "absent, nested, norm, groups, schedule, late, turns, ...",
 )
 @setting_option("deadline_s", default=3.0)
@@ -65,8 +67,8 @@ from distcheck.plan.settings import with_adaptation
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict and the replay line.")
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,
-    and shrink it.
+    """Search worlds, batches, accumulation, models, dtypes, layouts and delayed ranks for a
+    failure, and shrink it.
 
     \b
     distcheck explore --strategy my_sync.py:sync --budget 5m

@@ -26,7 +26,10 @@ from distcheck.reports.wrapping import Lines
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2
-ONE_RANK = "every case that passed has one rank, which exchanges nothing; search longer (--budget)"
+ONE_RANK = (
+    "every case that passed has only one rank, which has nothing to synchronize; search "
+    "longer (--budget)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
         count("accumulate", {str(model.accumulate)})
         if name_of(case.backend) == "simulated":
             count("schedules", {str(case.schedules)})
-        count("late ranks", {str(len({late.rank for late in case.delays}))})
+        count("delayed ranks", {str(len({late.rank for late in case.delays}))})
         for name, value in case.adaptation.arguments:
             count(f"argument {name}", {value})
     return {name: dict(sorted(found.items())) for name, found in counts.items()}
@@ -159,13 +162,13 @@ def _headline(story: Story) -> Text:
         said = f"{what}{', ' * bool(what)}found in {cases}, {search.shrunk_in} of them to shrink it"
         said += f"; {spent}"
     elif search.once:
-        said = f"a failure that did not repeat, in {cases}; {spent}"
+        said = f"a failure that was not reproducible, in {cases}; {spent}"
     elif not count:
         said = "no case was run"
         if not story.interrupted:
-            said += f", since the budget ended after {spent}; give a longer one (--budget 1m)"
+            said += f", because the budget ended after {spent}; pass a longer one (--budget 1m)"
     else:
-        said = f"nothing found in {cases}; {spent}"
+        said = f"found nothing in {cases}; {spent}"
     interrupted = ", interrupted" if story.interrupted else ""
     return Text.assemble(
         (f"{word:<8}", style), f"{story.strategy}: {said}, seed {story.seed}{interrupted}"
@@ -180,9 +183,9 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
         outcome = "a rank failed" if report.ranks_failed else "a mismatch"
         yield (
             "once",
-            f"{outcome} in {report.case.workload}, world {report.case.world}, among ranks that "
-            "had trained other cases. It did not repeat in fresh ranks: a rare race, or state "
-            "that is kept from one model to the next",
+            f"{outcome} in {report.case.workload}, world {report.case.world}, on ranks that had "
+            "trained other cases. It was not reproducible on fresh ranks: a rare race condition, "
+            "or state that persists between models",
         )
     for report in search.unknown[:3]:
         reasons = {c.reason for c in report.checks if c.verdict == "unknown"}
@@ -192,13 +195,13 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
     if search.insensitive:
         yield "note", _about_insensitive(search)
     for word, why in search.runner.left_out.items():
-        yield "note", f"{word} was left out: {why}"
+        yield "note", f"{word} was excluded: {why}"
     if search.runner.distrusts_kept:
         yield "note", search.runner.distrusts_kept
     if story.earlier:
         yield "kept", f"{story.earlier} found earlier; run first"
     for text in story.unreadable:
-        yield "kept", f"left out: {text}"
+        yield "kept", f"excluded: {text}"
 
 
 def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
@@ -218,7 +221,8 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
     if finding.replays and finding.failed < finding.replays:
         yield (
             "flaky",
-            f"failed in {finding.failed} of {finding.replays} replays in fresh ranks: a race",
+            f"failed in {finding.failed} of {finding.replays} replays on fresh ranks: a race "
+            "condition",
         )
     for note in notes_on(case):
         yield "note", note
@@ -232,7 +236,8 @@ def _about_insensitive(search: Search) -> str:
     count, of = len(search.insensitive), len(search.cases)
     return (
         f"{count} of {of} cases {'do' if count > 1 else 'does'} not count as passed: nothing "
-        f"differed, but not every simple mistake would have shown. In {first.case.workload}, "
+        "differed, but not every simple mistake would have been revealed. In "
+        f"{first.case.workload}, "
         f"world {first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
     )
 
@@ -243,6 +248,6 @@ def _show_coverage(story: Story, console: Console) -> None:
         console.print(Text(f"{' ' * _INDENT}{name:<10}  {found}"), soft_wrap=True)
     if story.search.passed:
         console.print(
-            "\nA search that found nothing shows nothing about cases that it did not draw.",
+            "\nA search that finds nothing does not cover the cases that it did not draw.",
             soft_wrap=True,
         )

@@ -155,14 +155,14 @@ class Runner:
             contract = about.contract
             if contract.parallel:
                 raise CannotRunError(
-                    f"{case.strategy} promises a mesh, and divides the layers of the models that "
-                    "it was written for; explore searches among other models"
+                    f"{case.strategy} promises a mesh and shards the layers of specific models; "
+                    "explore generates other models"
                 )
             if contract.backend not in (None, "gloo") or contract.device not in (None, "cpu"):
                 raise CannotRunError(
                     f"strategy {case.strategy} works only on "
-                    f"{contract.backend or contract.device}; explore searches with gloo on the "
-                    "CPU; use distcheck verify"
+                    f"{contract.backend or contract.device}, but explore uses gloo on the CPU; "
+                    "use distcheck verify"
                 )
             self._contracts[case.adaptation] = contract
             self._files[case.adaptation] = about.strategy_file

@@ -93,7 +93,7 @@ class Search:
         for case in kept:
             if self.runner.why_left_out(case):  # the strategy has changed since
                 continue
-            self.show(f"kept case {case.id}")
+            self.show(f"stored case {case.id}")
             if self._examine(case).verdict == "fail":
                 self._conclude(self._verdicts[case.id], "", replays=1)
                 return
@@ -111,7 +111,7 @@ class Search:
         except _TimeIsUpError:
             pass
         if self.finding is None and self._failed:
-            self._conclude(min(self._failed.values(), key=_weight), "the time was up")
+            self._conclude(min(self._failed.values(), key=_weight), "the time limit was reached")
 
     def give_up(self) -> None:
         """Use the smallest failure so far as the finding after Ctrl-C, without replays."""
@@ -171,7 +171,7 @@ class Search:
         try:
             body()
         except HypothesisException as error:  # Hypothesis's own, none of distcheck's
-            self.show(f"hypothesis ended a round: {error}")
+            self.show(f"hypothesis stopped a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
         """Return True if one of them fails within the budget, running as few as necessary."""
@@ -226,7 +226,7 @@ class Search:
             return report
         if after.verdict == "fail":
             self.runner.distrusts_kept = (
-                "the strategy cannot be used twice in one process; every case ran in fresh ranks"
+                "the strategy cannot be used twice in one process; every case ran on fresh ranks"
             )
             return fresh
         if case.rerun and self.runner.run(case).verdict == "fail":

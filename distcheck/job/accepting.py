@@ -25,7 +25,7 @@ KINDS = {
     RATES: ("one factor between the learning rates of the job and of a single process",
             "the factor itself"),
     SCHEDULE: ("the learning rate at step k is that of a single process at step k * world size",
-               "learning rates for which the reference has made too few steps"),
+               "learning rates for which the reference made too few steps"),
 }  # fmt: skip
 _CHECKS = {
     RANDOMNESS: ("random streams", NO_LAYER),
@@ -49,8 +49,8 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
             raise UsageError(f"--accept {kind} is not supported here; choose {', '.join(KINDS)}")
     if RATES in kinds and SCHEDULE in kinds:
         raise UsageError(
-            f"--accept takes one of {RATES} and {SCHEDULE}: together they would let every learning "
-            "rate pass"
+            f"--accept takes one of {RATES} and {SCHEDULE}: together they would accept every "
+            "learning rate"
         )
 
 

@@ -42,16 +42,16 @@ class JobOptions:
         accepting.check_kinds(self.accept)
         if self.reference is not None and (self.no_reference or not self.reference.strip()):
             raise UsageError(
-                "--reference takes a command that trains as one process; give it, or give "
-                "--no-reference"
+                "--reference requires a command that trains in a single process; pass one, or "
+                "pass --no-reference"
             )
         if self.ops and self.save is None:
             raise UsageError(
-                "--ops is for a recording that is compared with another one; give --save as well"
+                "--ops requires a saved recording to compare later; pass --save as well"
             )
         if not 1 <= self.steps <= settings.MOST_STEPS:
             raise UsageError(f"--steps must be between 1 and {settings.MOST_STEPS}")
         if self.from_step < 0:
             raise UsageError("--from-step must be at least 0")
         if not 0 < self.deadline_s <= MOST_DEADLINE_S:
-            raise UsageError(f"--deadline must be above 0, and at most {MOST_DEADLINE_S}")
+            raise UsageError(f"--deadline must be above 0 and at most {MOST_DEADLINE_S}")

@@ -98,7 +98,7 @@ def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
     if modules is None:
         return case
     if case.verdict == "pass" and modules.is_found:
-        said = f"the gradients passed to the optimizer are right all the same; {modules.first}"
+        said = f"the gradients passed to the optimizer are right nevertheless; {modules.first}"
         modules = msgspec.structs.replace(modules, first=said)
     causes = with_module(
         case.diagnosis, modules, lambda evidence: name_cause("module-differs", evidence)
@@ -129,9 +129,9 @@ def look_again(
             deadline_s=asked.deadline_s, modules=True,
         )  # fmt: skip
         modules = by_module(found, replayed)
-        note = "the command ran once more in a copy of its folder, with its modules watched"
+        note = "the command ran again in a copy of its folder to record its modules"
     except (OSError, shutil.Error, DistcheckError, NoReferenceError) as error:
-        modules, note = None, f"its modules could not be watched in a second look: {error}"
+        modules, note = None, f"its modules could not be recorded in a second run: {error}"
     looked = with_evidence(case, modules)
     return msgspec.structs.replace(looked, notes=(*case.notes, note))
 

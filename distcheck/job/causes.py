@@ -506,10 +506,10 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
     if fitted is None or fitted[1] > min(_LEFT, _SHARE * abs(fitted[0][0] - 1)):
         return None
     if job.joined and abs(fitted[0][0] - job.joined[step]) <= _LEFT * job.joined[step]:
-        also = " (or the number of ranks)" if job.joined[step] == job.world else ""
+        also = " (or the world size)" if job.joined[step] == job.world else ""
         evidence = (
-            f"step {step}: gradients are {fitted[0][0]:.9g} times those of one process, the number "
-            f"of micro-batches{also}, of which one process makes one"
+            f"step {step}: gradients are {fitted[0][0]:.9g} times the single-process reference: "
+            f"the number of micro-batches{also}, but a single process makes only one"
         )
         return name_cause("accumulation-not-scaled", evidence)
     passes = max(1, len(job.records[0, step].trained))

@@ -36,8 +36,8 @@ from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 
 _NOT_SHOWN = (
-    "steps before and after those that were recorded",
-    "other worlds, other seeds, other hardware",
+    "steps before and after the recorded ones",
+    "other world sizes, other seeds, other hardware",
     "evaluation, checkpoints and metrics",
 )
 
@@ -46,7 +46,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     """Run and judge the job. Raises the errors of `running.check_recorded`."""
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
-        raise UsageError(f"--save {asked.save} is there already; give the name of a new folder")
+        raise UsageError(f"--save {asked.save} already exists; pass the name of a new folder")
     earlier = continuing.read(Path(asked.continues)) if asked.continues is not None else None
     with leftovers.folder() as folder:
         made = origin_here()
@@ -98,20 +98,20 @@ def _judged(
     missing = missing or ("" if own_steps is None else own_steps.reason)
     reference, yardstick = None, Yardstick()
     if asked.save is not None and whole.hosts:
-        yardstick = Yardstick(why="the job runs on several machines, and was not run once more")
+        yardstick = Yardstick(why="the job runs on several machines and was not rerun")
     elif asked.save is not None:
-        live.phase("[1/3] running it twice more, its parameters moved by one ULP")
+        live.phase("[1/3] measuring the noise floor: two reruns with parameters perturbed by 1 ULP")
         yardstick = moved_runs.measured(
             job, _settings_of(asked), running.command_of(asked.words, asked.nproc), copied,
             folder / "moved", deadline_s=asked.deadline_s,
         )  # fmt: skip
     if not missing:
-        live.phase("[2/3] replaying them as one process")
+        live.phase("[2/3] replaying them in a single process")
         job, reference, missing = _replay(asked, job, copied, folder / "reference")
     live.phase("[3/3] judging")
     case = judge(asked, job, whole.ran, reference, missing)
     if reference is not None and not whole.hosts and is_worth_a_look(case):
-        live.phase("[3/3] a second look, at its modules")
+        live.phase("[3/3] rerunning to record its modules")
         case = look_again(case, job, asked, _settings_of(asked), copied, folder / "again")
     case = case if earlier is None else continuing.judged(case, earlier, job)
     return _report(None, case), job, yardstick
@@ -145,7 +145,7 @@ def _hung(asked: JobOptions, ran: Ran) -> CaseReport:
     where = f"after step {max(made)}" if made else "before its first step"
     check = CheckResult(
         check="outcome", layer=NO_LAYER, verdict="fail", compared=Compared(ranks=len(ran.hung)),
-        reason=f"the job hangs {where}, and was ended",
+        reason=f"the job hangs {where} and was terminated",
     )  # fmt: skip
     case = case_of_words(asked, script=script_of(asked.words), world=len(ran.hung))
     return CaseReport(
@@ -170,10 +170,10 @@ def _settings_of(asked: JobOptions) -> JobSettings:
 
 def _why_none(asked: JobOptions) -> str:
     if asked.continues is not None:
-        return "it is compared with the job that it continues"
+        return "it is compared with the job that it resumes"
     if asked.no_reference:
         return "--no-reference was given"
-    return "it starts at step 0, and --from-step was given" if asked.from_step else ""
+    return "the reference starts at step 0, but --from-step was given" if asked.from_step else ""
 
 
 def _replay(
@@ -181,13 +181,13 @@ def _replay(
 ) -> tuple[JobRecording, Reference | None, str]:
     """Return the job as compared, and the reference or the reason why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
-        return job, None, "there is nothing to compare it with"
+        return job, None, "there is nothing to compare with"
     if any(len(unit) > 1 for unit in job.units) and any(
         one.draws and one.live for record in job.records.values() for one in record.passes
     ):
         missing = (
-            "ranks that train one model draw random numbers in forward passes, each for its own "
-            "part, and one process draws them for all; set dropout to 0 for this check"
+            "ranks that share a model draw random numbers in forward passes for their own "
+            "shards, but a single process draws them for all; set dropout to 0 for this check"
         )
         return job, None, missing
     private.folder(folder, is_new=True)

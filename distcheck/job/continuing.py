@@ -122,7 +122,7 @@ def judge(earlier: Earlier, job: JobRecording) -> Judged:
     if not job.steps or job.divided_by:
         missing = Tally(STATE, NO_LAYER)
         missing.missing(job.divided_by and f"ranks hold shards of one model ({job.divided_by})")
-        return [missing.result()], [], "nothing is compared with the job that it continues"
+        return [missing.result()], [], "nothing is compared with the job that it resumes"
     _check_model(earlier, job)
     both = Continued(earlier.job, job, earlier.yard)
     if _find_step(both):
@@ -301,7 +301,7 @@ def _compare_optimizer(both: Continued) -> bool:
     elif set(keys) <= set(both.then.records[0, both.step].counters):
         counted = both.now.records[0, both.first].counters
         was = both.then.records[0, both.step].counters
-        said = ", ".join(f"{k} is {counted.get(k, 0):g} and was {was[k]:g}" for k in keys)
+        said = ", ".join(f"{k} is {counted.get(k, 0):g}, but was {was[k]:g}" for k in keys)
         both.differs(
             both.state,
             "step-counter-lost",
@@ -355,7 +355,7 @@ def _name_settings(both: Continued, later: int) -> None:
         )
     ]
     key, mine, other = found[0]
-    said = f"step {step}: {key} is {mine:.9g}, and was {other:.9g}"
+    said = f"step {step}: {key} is {mine:.9g}, but was {other:.9g}"
     if not any(is_rate(name) for name, _, _ in found):
         both.differs(both.state, "settings-differ", said, "resumed")
     elif later:
@@ -376,7 +376,7 @@ def _compare_scaler(both: Continued) -> None:
     both.state.count(parameter="scale", rank=0, step=both.first, elements=then is not None)
     if now != then:
         both.differs(both.state, "scaler-lost",
-                     f"the loss scale is {now or 1:g}, and was {then or 1:g} at step "
+                     f"the loss scale is {now or 1:g}, but was {then or 1:g} at step "
                      f"{both.step}")  # fmt: skip
 
 
@@ -439,7 +439,7 @@ def _name_samples(both: Continued, later: int, rank: int) -> None:
     who = "" if whole.as_one else f" of rank {rank}"
     if same:
         at = both.then.steps[same[0]]
-        said = f"step {step}: the samples{who} are those that step {at} had"
+        said = f"step {step}: the samples{who} are those of step {at}"
         if same[0] > place:
             both.differs(both.data, "samples-skipped", said)
         elif _begins_epoch(both.then, rank, at):
@@ -460,7 +460,7 @@ def _name_samples(both: Continued, later: int, rank: int) -> None:
         both.differs(
             both.data, "data-order-differs",
             f"step {step}: {len(set(rows) & set(others[place]))} of {len(rows)} samples{who} are "
-            "those of the earlier job, and the others are in an order that it never had",
+            "those of the earlier job, and the others are in an order that never occurred there",
         )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def copy_project(target: Path) -> Copy:
     if _size(project, own) is None:
         missing = (
             f"the folder {here} holds more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB, "
-            "and the reference runs in a copy; start the job in a smaller folder"
+            "but the reference runs in a copy; start the job in a smaller folder"
         )
         return Copy(here, target, missing)
     try:

@@ -29,14 +29,14 @@ from distcheck.records.layers import NO_LAYER
 from distcheck.store.origin import origin_here
 
 FOLDER = ".distcheck/guard"
-_ALIKE = "a mistake that all ranks make alike: replicas agree on a wrong model, too"
+_ALIKE = "errors that are identical on all ranks: replicas can agree on a wrong model"
 _AUDITED = (
-    "a mistake that all ranks make alike before backward has ended",
-    "a factor that all gradients share",
+    "errors that are identical on all ranks before backward has finished",
+    "a common factor of all gradients",
 )
 _NOT_SHOWN = (
-    "what differed between two checks and was made alike again",
-    "models that no optimizer has, as averages (EMA)",
+    "differences that appeared between two checks and disappeared again",
+    "models that no optimizer updates, such as averages (EMA)",
 )
 
 
@@ -89,7 +89,9 @@ def _read(folder: Path) -> list[Checked]:
     try:
         return [records.read_checked(file) for file in sorted(folder.glob("guard-*.json"))]
     except (OSError, msgspec.MsgspecError) as error:
-        raise DistcheckError(f"what a guard wrote is damaged ({error}); run it again") from error
+        raise DistcheckError(
+            f"the guard's record is damaged ({error}); run the job again"
+        ) from error
 
 
 def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseReport:
@@ -125,16 +127,16 @@ def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> C
         verdict, reason = "fail", first.first.replace("\n", "; ")
     elif world == 1:
         verdict = "unknown"
-        reason = "the job has one rank, and nothing is compared; start at least 2"
+        reason = "the job has only one rank, so nothing is compared; start at least 2"
     elif not checks or not tensors:
         steps = max(one.steps for one in found)
         verdict = "unknown"
-        reason = f"in {steps} steps no tensor was compared; give a smaller --every"
+        reason = f"no tensor was compared in {steps} steps; pass a smaller --every"
     elif late := [one for one in found if one.checked_at < one.steps]:
         verdict = "unknown"
         reason = (
             f"the last check was after step {late[0].checked_at} of {late[0].steps}; call "
-            "destroy_process_group() at the end, or give a smaller --every"
+            "destroy_process_group() at the end, or pass a smaller --every"
         )
     return CheckResult(
         check="agreement",

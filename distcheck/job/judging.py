@@ -259,15 +259,16 @@ def _outcome_check(
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in job.uneven.items())
         reasons.append(
             f"ranks made different numbers of steps ({counts}), and only steps that all of them "
-            "made are compared: right if Join or similar code handles the last steps; pass "
-            f"--steps {min(job.uneven.values())}"
+            "made are compared: this is right if Join or similar code handles the last steps; "
+            f"pass --steps {min(job.uneven.values())}"
         )
     elif asked.continues is not None:
         pass  # as far as both recordings reach
     elif job.processes == 1:
         verdict = "unknown"
         reasons.append(
-            "the job has one rank, which has nothing to synchronize; start at least 2: distcheck "
+            "the job has only one rank, which has nothing to synchronize; start at least 2: "
+            "distcheck "
             "job --world 2 -- python train.py"
         )
     elif len(job.steps) < asked.steps:

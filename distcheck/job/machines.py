@@ -155,15 +155,15 @@ def _receive(
             code = taking.result()
         except (EOFError, OSError, msgspec.MsgspecError, ValueError) as error:
             raise CannotRunError(
-                f"the recording of {host} did not arrive whole ({error or 'it has ended'}); "
+                f"the recording of {host} did not arrive completely ({error or 'it exited'}); "
                 "run the job again"
             ) from error
         found.ran = replace(found.ran, code=found.ran.code or code)
     if missing:
-        refused = f" {doors.refused} came without this run's secret: {secret.ADVICE}."
+        refused = f" {doors.refused} did not have this run's secret: {secret.ADVICE}."
         raise CannotRunError(
-            f"ranks {', '.join(map(str, sorted(missing)))} were recorded on machines of which "
-            f"nothing was heard for {patience_s:g} s; start distcheck job on every machine of the "
+            f"ranks {', '.join(map(str, sorted(missing)))} were recorded on machines that sent "
+            f"nothing for {patience_s:g} s; start distcheck job on every machine of the "
             f"job.{refused * bool(doors.refused)}"
         )
     found.ran = replace(found.ran, raised=raised_in(folder))
@@ -182,7 +182,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
                 if isinstance(word, AllSent):
                     return word.code
                 if not isinstance(word, Piece):
-                    raise ValueError("it sent something that does not belong to a recording")
+                    raise ValueError("it sent data that does not belong to a recording")
                 size += len(word.data)
                 if size > MOST_BYTES:
                     raise ValueError(f"it sent more than {MOST_BYTES >> 30} GiB")
@@ -195,7 +195,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
                 file.write(word.data)
             words = line.receive()
             if not words and time.monotonic() - heard > _LOST_S:
-                raise ValueError(f"nothing was heard for {_LOST_S:g} s")
+                raise ValueError(f"it sent nothing for {_LOST_S:g} s")
             heard = time.monotonic() if words else heard
     finally:
         if file is not None:
@@ -208,7 +208,7 @@ def _place(folder: Path, name: str, ranks: frozenset[int]) -> Path:
         return folder / name
     if _NOTE.fullmatch(name):  # two machines may have processes with one number
         return folder / name.replace("raised-", f"raised-{min(ranks)}-")
-    raise ValueError(f"it sent a file that no rank of it writes: {name[:80]!r}")
+    raise ValueError(f"it sent a file that none of its ranks writes: {name[:80]!r}")
 
 
 def _beat(found: Gathered, over: threading.Event) -> None:
@@ -238,8 +238,8 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
                 time.sleep(0.5)
                 continue
             raise CannotRunError(
-                f"the machine that judges ({place[0]}) has ended without a verdict "
-                f"({error or 'it closed the connection'}); see what it printed"
+                f"the machine that judges ({place[0]}) exited without a verdict "
+                f"({error or 'it closed the connection'}); see its output"
             ) from error
 
 

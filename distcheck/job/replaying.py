@@ -80,7 +80,7 @@ def replay(
     place = copy.of(there)
     if place is None or not place.is_dir():
         raise NoReferenceError(
-            f"ranks work in {there}, which is not in the copied folder {copy.project}; start the "
+            f"ranks run in {there}, which is not in the copied folder {copy.project}; start the "
             "job there"
         )
     is_forked = first.process and not (job.folder / f"python-{first.process}").exists()
@@ -164,7 +164,7 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
     file = folder / "replayed.json"
     if not file.exists():
         if not ran.raised:
-            why = f"ends with exit code {ran.code}"
+            why = f"exits with code {ran.code}"
         else:
             why = f"raises {ran.raised[0][1][:300]}"
         raise NoReferenceError(

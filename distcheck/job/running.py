@@ -203,7 +203,7 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
     """
     if not words:
         raise UsageError(
-            "no command was given; put it after --: distcheck job -- torchrun --nproc-per-node 4 "
+            "no command was given; pass it after --: distcheck job -- torchrun --nproc-per-node 4 "
             "train.py"
         )
     program = words[0]
@@ -212,14 +212,16 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
             raise UsageError("--world must be at least 1")
         if not Path(program).name.startswith("python"):
             raise UsageError(
-                f"--world starts a Python script by torchrun, and the command is {program!r}; give "
-                "--world N -- python train.py, or a command that starts its ranks itself"
+                f"--world starts a Python script with torchrun, but the command is {program!r}; "
+                "pass --world N -- python train.py, or a command that starts its ranks itself"
             )
         # A launcher that imports files of the current folder differs from its ranks.
         torchrun = [program, "-P", "-m", "torch.distributed.run"]
         words = [*torchrun, "--nproc-per-node", str(nproc), *words[1:]]
     if shutil.which(program) is None:
-        raise UsageError(f"the command {program!r} was not found; give what you type to train")
+        raise UsageError(
+            f"the command {program!r} was not found; pass the command that you use for training"
+        )
     return tuple(words)
 
 
@@ -351,8 +353,8 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
         from distcheck.errors.defects import save_traceback
 
         raise DistcheckError(
-            f"the recorder failed in a rank ({last[:300]}), a defect of distcheck: the job went on "
-            "without it, and is not judged; please report it with the traceback"
+            f"the recorder failed in a rank ({last[:300]}), which is a bug in distcheck: the job "
+            "continued without it and is not judged; please report it with the traceback"
             f"{' in ' * bool(saved := save_traceback(trace))}{saved}"
         )
     if any(folder.glob("rank-*/step-*.json")):
@@ -360,8 +362,8 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
     for _, said in ran.raised:
         if _needs_gpu(said):
             raise CannotRunError(
-                f"the job needs a GPU, and there is none here ({said[:200]}); --on-cpu runs it on "
-                "CPUs"
+                f"the job needs a GPU, but this machine has none ({said[:200]}); pass --on-cpu "
+                "to run it on CPUs"
             )
     if (note := folder / "no-distcheck").exists():
         program = note.read_text(errors="backslashreplace").partition("\n")[0]
@@ -372,16 +374,16 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
         why = f": {ran.raised[0][1]}" if ran.raised else ""
         raise JobEndedError(
             f"the command ended with exit code {ran.code} before its first optimizer step"
-            f"{why or '; what it printed above says why'}"
+            f"{why or '; see its output above'}"
         )
     if not any(folder.glob("python-*")):
         raise DistcheckError(
-            f"nothing was recorded: {command[0]} started no Python that reads PYTHONPATH; start "
-            "Python without -S, -E and -I"
+            f"nothing was recorded: {command[0]} started no Python process that reads "
+            "PYTHONPATH; start Python without -S, -E and -I"
         )
     if any(folder.glob("missed-*")):
         raise DistcheckError(
-            "nothing was recorded: a process imported torch without being seen, since the script "
+            "nothing was recorded: a process imported torch undetected, because the script "
             "replaced sys.meta_path; import torch before that"
         )
     if not any(folder.glob("torch-*")):

@@ -112,7 +112,7 @@ def remarks(
     meant = [recognized(one, found) for one in found]
     unknown = next((one for one, known in zip(found, meant, strict=True) if not known), None)
     known = next(filter(None, meant), "")
-    note = f"the script {known}, as a single process does" if known else ""
+    note = f"the script {known}, and so does a single process" if known else ""
     return [_remark(unknown, explain)] if unknown is not None else [], note
 
 
@@ -144,7 +144,7 @@ def _unscales(one: Changed, _: Collection[Changed]) -> str:
     if one.factor is None or not factors or len(set(factors)) > 1:
         return ""
     is_undone = isclose(one.factor * factors[0], 1.0, rel_tol=SAME_FACTOR)
-    return f"takes a loss scale of {number_text(factors[0])} out of gradients" if is_undone else ""
+    return f"divides gradients by a loss scale of {number_text(factors[0])}" if is_undone else ""
 
 
 def _ascends(one: Changed, _: Collection[Changed]) -> str:

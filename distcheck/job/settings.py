@@ -179,5 +179,5 @@ def bytes_of(text: str) -> int:
     except (ValueError, KeyError):
         size = 0.0
     if not 0 < size < float("inf"):
-        raise UsageError(f"--budget {text} is not a size; give a number and KB, MB, GB or TB: 4GB")
+        raise UsageError(f"--budget {text} is not a size; pass a number and KB, MB, GB or TB: 4GB")
     return int(size)

@@ -91,17 +91,17 @@ def check_asked(
         return
     if dtype not in (None, *DTYPES):
         raise UsageError(
-            f"--accept {text} is judged in float32 and float64, not in {dtype}; leave out --dtype"
+            f"--accept {text} is judged only in float32 and float64, not in {dtype}; remove --dtype"
         )
     if accepted.family == "local-sgd" and steps < 2 * accepted.amount:
         raise UsageError(
-            f"--accept {text} needs two periods to be seen; give --steps {2 * accepted.amount} "
+            f"--accept {text} requires at least two periods; pass --steps {2 * accepted.amount} "
             "or more"
         )
     if "lattice" in workloads and not keeps_lattice(text):
         raise UsageError(
-            f"workload lattice has exact sums only, and --accept {text} leaves none; give another "
-            "workload"
+            f"workload lattice only checks exact sums, which --accept {text} excludes; pass a "
+            "different --workload"
         )
 
 
@@ -113,15 +113,15 @@ def check_promise(case: Case, contract: Contract) -> None:
     if contract.order is not None or contract.wire is not None:
         promised = "an order" if contract.order is not None else f'wire="{contract.wire}"'
         raise UsageError(
-            f"--accept {case.accept} is for code that promises nothing about its exchange; "
-            f"{case.strategy} promises {promised}, which is checked: leave --accept out"
+            f"--accept {case.accept} is for code without promises about its synchronization; "
+            f"{case.strategy} promises {promised}, which is checked: remove --accept"
         )
     whole = contract.sync != "out-of-sight" and contract.optimizer_state == "replicated"
     whole = whole and contract.gradients == "every rank"
     if accepted.family == "local-sgd" and not whole:
         raise UsageError(
-            f"--accept {case.accept} is for ranks that hold everything, and {case.strategy} "
-            "divides it among them"
+            f"--accept {case.accept} is for replicated state, but {case.strategy} shards it; "
+            "remove --accept"
         )
 
 
@@ -159,9 +159,8 @@ def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
     if accepted is None or accepted.family != "low-rank" or FindingKind.COMPRESSED in kinds:
         return ""
     return (
-        f"no tensor was compressed in any of {case.steps} steps: what --accept {case.accept} is "
-        "for was not seen; run more steps, or let it begin earlier (PowerSGD's "
-        "start_powerSGD_iter)"
+        f"no tensor was compressed in any of {case.steps} steps: --accept {case.accept} was not "
+        "exercised; run more steps, or start compression earlier (PowerSGD's start_powerSGD_iter)"
     )
 
 
@@ -184,35 +183,35 @@ def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]
     share = 100 * roundings * unit / (1 - roundings * unit)
     return (
         f"widens the rounding bound to {roundings} roundings to {accepted.wire} with equal shards "
-        f"({share:.2g} % of what an element adds up), and those of whole tensors alike",
-        ("smaller errors than that in an element", "exact sums"),
+        f"({share:.2g} % of the summed magnitudes of an element), and the bounds of whole "
+        "tensors likewise",
+        ("smaller errors in an element", "exact sums"),
     )
 
 
 def _quantised(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
-        f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element that "
-        "any rank holds, as all may share one grid), and those of whole tensors alike",
+        f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element on "
+        "any rank, because all elements may share one grid), and the bounds of whole tensors "
+        "likewise",
         (
-            "gradients smaller than half a quantum: there zero passes",
-            "exact sums, left out",
+            "gradients smaller than half a quantum (zero passes for them)",
+            "exact sums (excluded)",
         ),
     )
 
 
 def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
-    carried = "the mean gradient, with what earlier steps had left over" if accepted.feedback else (
-        "the mean gradient"
-    )  # fmt: skip
+    carried = "the mean gradient"
+    carried += " plus the error feedback of earlier steps" * accepted.feedback
     return (
-        "has the rounding bound take, of a matrix, its orthogonal projection on at most "
-        f"{accepted.amount} directions in place of the mean ({carried}); what is not compressed "
-        "must be the mean",
+        f"makes the rounding bound expect, for a matrix, the orthogonal projection of {carried} "
+        f"onto at most {accepted.amount} directions; uncompressed tensors must be the mean",
         (
-            "how much of a gradient is kept",
-            "the gradient of the whole batch in float32 and float64",
-            "exact sums, left out",
+            "the share of a gradient that is kept",
+            "the gradient of the global batch in float32 and float64",
+            "exact sums (excluded)",
         ),
     )
 
@@ -221,12 +220,12 @@ def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     steps = f"once in {accepted.amount} steps" if accepted.amount > 1 else "after every step"
     between = ", and of parameters between averages" if accepted.amount > 1 else ""
     return (
-        f"requires of each rank its own gradients and update, bit-identical, and {steps} the plain "
-        "mean of all ranks' parameters, within the rounding bound",
+        f"requires bit-identical local gradients and updates on each rank, and {steps} the plain "
+        "mean of all ranks' parameters within the rounding bound",
         (
             "gradients averaged over the ranks",
             f"agreement of gradients and of the optimizer's state{between}",
-            "the gradient and the loss of the whole batch in float32 and float64",
-            "exact sums, left out",
+            "the gradient and the loss of the global batch in float32 and float64",
+            "exact sums (excluded)",
         ),
     )

@@ -196,7 +196,7 @@ class _Sitting:
             return _not_judged(self._tally, str(error))
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
-        reason = f"the check itself failed: {type(error).__name__}: {error} ({where})"
+        reason = f"the check itself raised an error: {type(error).__name__}: {error} ({where})"
         whole = "".join(traceback.format_exception(error))
         defect = masked(whole) if is_defect(type(error).__name__, whole) else ""
         return msgspec.structs.replace(_not_judged(self._tally, reason), defect=defect)

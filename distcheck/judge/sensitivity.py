@@ -13,11 +13,11 @@ from distcheck.records import Case, CheckResult, Compared, FindingKind, VerdictN
 from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
 
 _NOTHING_COUNTS = (
-    "nothing counts as compared: no tensor could have shown any of the simplest mistakes"
+    "nothing counts as compared: no tensor could have revealed any of the simplest mistakes"
 )
 _ALONE = (
-    "one rank exchanges nothing, so not even a missing sync would have shown; give --world 2 or "
-    "more"
+    "a single rank has nothing to synchronize, so even a missing sync would pass; pass --world 2 "
+    "or more"
 )
 
 
@@ -102,10 +102,10 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
             whose = ""
             if len(unseen) < len(possible_ranks):
                 whose = f" (rank {', '.join(map(str, unseen))})"
-            why = f"--accept {case.accept} allows for it" if case.accept else _why(possible)
+            why = f"--accept {case.accept} allows it" if case.accept else _why(possible)
             by_reason[why].append(f"{mistake.says}{whose}")
     for why, mistakes in by_reason.items():
-        yield f"no tensor would have shown {listed(mistakes, 'or')}: {why}"
+        yield f"no tensor would have revealed {listed(mistakes, 'or')}: {why}"
 
 
 def _why(tensors: Sequence[Shown]) -> str:
@@ -115,10 +115,10 @@ def _why(tensors: Sequence[Shown]) -> str:
         return "gradients are the same on every rank"
     if all(one.zero_on_some for one in tensors):
         return (
-            "gradients are zero on some ranks, such as those whose shard has no token, and the "
-            "bound is wider than what the mistake changes elsewhere"
+            "gradients are zero on some ranks (for example ranks whose shard has no token), and "
+            "elsewhere the bound is larger than the effect of the mistake"
         )
-    return "the bound is wider than what the mistake changes"
+    return "the bound is larger than the effect of the mistake"
 
 
 def _describe(case: Case, shown: Mapping[str, Shown]) -> str:
@@ -131,11 +131,11 @@ def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
     """Describe the wrong factors that an accepted deviation hides."""
     found = scales(shown)
     if found is None or found[0] == float("inf"):
-        return f"--accept {case.accept}: the smallest wrong factor that shows was not measured"
+        return f"--accept {case.accept}: the smallest detectable scale error was not measured"
     least, most = found
     return (
-        f"with --accept {case.accept} a wrong factor shows from {_share(least)} on in the most "
-        f"sensitive tensor, and from {_share(most)} on in the least sensitive one"
+        f"with --accept {case.accept} a scale error is detected from {_share(least)} in the most "
+        f"sensitive tensor, and from {_share(most)} in the least sensitive one"
     )
 
 

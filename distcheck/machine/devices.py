@@ -45,15 +45,15 @@ def missing(device: str, backend: str) -> str:
     """Return the reason that ranks cannot run on a device of this machine; empty if they can."""
     if device == "cpu":
         if backend == "nccl":
-            return "backend nccl moves tensors between GPUs only; give --device cuda as well"
+            return "backend nccl moves tensors between GPUs only; pass --device cuda as well"
         return ""
     count = gpu_count()
     if count == 0:
-        return "device 'cuda' is not available: this machine has no NVIDIA GPU; give --device cpu"
+        return "device 'cuda' is not available: this machine has no NVIDIA GPU; pass --device cpu"
     if backend.partition(":")[0] == "simulated":
-        return f"backend {backend} takes CPU tensors only; give --device cpu"
+        return f"backend {backend} takes CPU tensors only; pass --device cpu"
     if backend == "mpi":
-        return "backend mpi takes CPU tensors only; give --device cpu, or --backend gloo or nccl"
+        return "backend mpi takes CPU tensors only; pass --device cpu, or --backend gloo or nccl"
     return ""
 
 
@@ -70,7 +70,7 @@ def enter(device: str, local_rank: int) -> "torch.device":
     if not torch.cuda.is_available():
         raise CannotRunError(
             f"torch {torch.__version__} cannot use this machine's GPU: it is a build without CUDA, "
-            "or the driver is older than it needs; give --device cpu"
+            "or the driver is older than it needs; pass --device cpu"
         )
     own = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(own)

@@ -18,7 +18,7 @@ from distcheck.workloads.cells import CELLS, why_declined
 
 BUFFERS = (
     "buffers, such as BatchNorm's running statistics, are compared before the first step and "
-    "between the two runs, and not with one process"
+    "between the two runs, but not with the single-process reference"
 )
 _NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # workloads of the default run
 
@@ -27,23 +27,23 @@ def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     """Yield the notes on a case of a parallel layout."""
     if mesh.data == mesh.world:
         yield (
-            "the code exchanges in its forward pass, so no rank has a part of the gradient by "
-            "itself: the float32 and float64 references judge, with all samples in one process"
+            "the code communicates in its forward pass, so ranks have no local gradients: the "
+            "float32 and float64 references judge, with the global batch in a single process"
         )
     else:
         yield _of_layers(mesh)
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:
         parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
-        yield f"unequal shards ({parts}): each must be weighted by its number of samples"
+        yield f"uneven shards ({parts}): each must be weighted by its number of samples"
 
 
 def _of_layers(mesh: Mesh) -> str:
     return (
-        f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
-        "samples. Sums that are split over ranks are rounded in another order than in one process, "
-        "so outputs, gradients and losses are judged by the float32 and float64 references, and "
-        "not by the bitwise and rounding-bound layers"
+        f"{MESH}{mesh}: {mesh.world // mesh.data} ranks share one model and the same samples. "
+        "Sums across these ranks are rounded in a different order than in a single process, so "
+        "the float32 and float64 references judge outputs, gradients and losses, and the bitwise "
+        "and rounding-bound layers do not apply"
     )
 
 
@@ -52,29 +52,29 @@ def why_not_in_layout(case: Case, facts: CaseFacts) -> str:
     workload = case.workload
     generated = workload.startswith(PREFIX)
     if workload in CELLS or generated:
-        return "a layout divides the layers of the models that it was written for"
+        return "a layout shards the layers of the models that it was written for"
     if workload.partition(":")[0] in _NOT_DIVIDED:
         return (
-            "a layout divides the layers of the models that it was written for; name one in "
-            '@strategy(workload="mlp") or by --workload, and it also runs in float64'
+            "a layout shards the layers of the models that it was written for; specify one "
+            'in @strategy(workload="mlp") or with --workload, and it also runs in float64'
         )
     if case.dtype not in EXACT_DTYPES:
-        return f"no reference has a bound for sums that are split over ranks in {case.dtype}"
+        return f"no reference has a bound for sums across ranks in {case.dtype}"
     if facts.draws_random_numbers:
         return (
-            "the forward pass draws random numbers, and no reference can repeat those of ranks "
-            "that compute one sample together"
+            "the forward pass draws random numbers, and no reference can reproduce those of "
+            "ranks that share a sample"
         )
     clips = facts.training.clip_norm is not None
     if clips and not facts.own_clip:
         return (
-            "the loop would clip by the norm of what a rank holds; give the strategy "
-            "clip(model, max_norm), which takes the norm of the whole model"
+            "the loop would clip by the norm of a rank's shards; define clip(model, max_norm) in "
+            "the strategy, computing the norm of the whole model"
         )
     if facts.training != Training(clip_norm=facts.training.clip_norm):
         return (
-            "in a layout the loop does not accumulate, scale the loss or resume, as this "
-            "workload asks; a strategy's own backward and step may"
+            "in a layout the loop does not accumulate, scale the loss or resume, which this "
+            "workload requires; the strategy's own backward and step may do so"
         )
     return ""
 
@@ -91,27 +91,26 @@ _HARDLY_NORMALISED = (
     f"S64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm gets rows that are not in the order of the samples, so S32 and S64 cannot know "
-    f"which rows a rank normalises together: {_BY_OTHERS}"
+    "BatchNorm receives rows that are not in sample order, so S32 and S64 cannot determine "
+    f"which rows a rank normalizes together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
-    "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which exchanges "
-    "statistics in the forward pass: no rank's part can be computed again, and it does not run "
+    "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which synchronizes "
+    "statistics in the forward pass: local gradients cannot be recomputed, and it does not run "
     "on a CPU"
 )
 ONE_GROUP = (
-    "the strategy's optimizer has one group of all parameters, so the workload's groups do not "
-    "exist, and their settings are not checked"
+    "the strategy's optimizer puts all parameters in one group, so the workload's groups do not "
+    "exist and their settings are not checked"
 )
 NOT_REPEATED = (
-    "the optimizer keeps more than tensors and numbers of its parameters and groups, or draws "
-    "random numbers. It does not repeat its own step when it is built again, so its step is not "
-    "checked"
+    "the optimizer keeps state other than tensors and numbers per parameter and group, or draws "
+    "random numbers. A rebuilt optimizer does not reproduce its step, so its step is not checked"
 )
 
 ONE_RANK = (
-    "a world of one rank exchanges nothing: that its code runs and leaves the gradients as they "
-    "are is all that it shows"
+    "world size 1 has nothing to synchronize: it only shows that the code runs and does not "
+    "change the gradients"
 )
 
 
@@ -135,46 +134,48 @@ def notes_on(
     if shards < case.world:
         without = ", ".join(str(r) for r in range(case.world) if r not in case.with_data)
         notes.append(
-            f"rank {without} has no data (--without-data): it runs no forward and no backward, "
-            "and its gradients are zero when the code is called; expected is the mean over the "
-            f"{shards} with data"
+            f"rank {without} has no data (--without-data): it runs no forward and no backward "
+            "pass, and its gradients are zero when the code is called; the expectation is the "
+            f"mean over the {shards} with data"
         )
     if shards == 1 < case.world:
         notes.append(
-            "only one rank has data, so there is nothing to average: its own gradient is expected"
+            "only one rank has data, so there is nothing to average: the expectation is its "
+            "local gradient"
         )
     if shards == 2:
         notes.append(
-            f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot tell orders "
-            "of summation apart: every order adds the same two numbers"
+            f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot distinguish "
+            "reduction orders: every order adds the same two numbers"
         )
     contract = contract or Contract()
     if contract.sync == "out-of-sight":
         notes.append(
-            "no hook can see the gradients before the exchange: each rank's own backward is not "
-            "checked by itself, only the result of the exchange"
+            "no hook can record the local gradients before the all-reduce: only the reduced "
+            "gradients are checked"
         )
     if contract.optimizer_state == "sharded":
-        notes.append("optimizer state is sharded: each part is compared on the rank that holds it")
+        notes.append("optimizer state is sharded: each shard is compared on the rank that holds it")
     if contract.gradients == "owner":
         notes.append(
-            "gradients are recorded from the rank whose optimizer updates them; what the other "
-            "ranks hold is not compared"
+            "gradients are recorded from the rank whose optimizer updates them; the gradients of "
+            "other ranks are not compared"
         )
     if rounds_by_position(case, contract):
         notes.append(
-            f"in {case.dtype} torch rounds an update by an element's position, and ranks update "
-            "pieces: the optimizer's step need not be bit-identical, so it is not checked"
+            f"in {case.dtype} the rounding of an update depends on an element's position, and "
+            "ranks update shards: the optimizer's step need not be bit-identical, so it is not "
+            "checked"
         )
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if by_tokens:
         notes.append(
-            "the loss is a mean over tokens: each rank must be weighted by its tokens, and not by "
+            "the loss is a mean over tokens: each rank must be weighted by its tokens, not by "
             "its samples (step.weight)"
         )
     elif uneven is not None:
         parts = " + ".join(map(str, uneven))
-        notes.append(f"unequal shards ({parts}): each must be weighted by its number of samples")
+        notes.append(f"uneven shards ({parts}): each must be weighted by its number of samples")
     return notes
 
 
@@ -209,10 +210,10 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"compared with the {case.reference_device}, only S32 would judge it. {why}"
+        return f"compared with the {case.reference_device}, only S32 could judge it. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
-        return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"
+        return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)
@@ -223,7 +224,7 @@ def _why_too_few_samples(case: Case, sizes: Sequence[Sequence[int]]) -> str:
     if min(map(min, sizes)) >= least:
         return ""
     batch = least * len(case.with_data)
-    return f"each rank must have {least} samples for it; --batch {batch} gives them"
+    return f"each rank must have {least} samples; pass --batch {batch}"
 
 
 def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
@@ -239,8 +240,8 @@ def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
     if all(len(set(step)) == 1 and step[0] % parts == 0 for step in sizes):
         return ""
     return (
-        f"it runs backward itself, and the shards are not equal or do not divide into {parts} "
-        "equal micro-batches"
+        f"it runs backward itself, and the shards are uneven or do not divide into {parts} equal "
+        "micro-batches"
     )
 
 
@@ -249,7 +250,7 @@ def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
     ranks, least = len(case.with_data), least_ranks(facts.must_happen)
     if ranks >= least:
         return ""
-    return f"it needs at least {least} ranks with data to show its purpose; this world has {ranks}"
+    return f"it needs at least {least} ranks with data to serve its purpose; this world has {ranks}"
 
 
 def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
@@ -263,20 +264,20 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
     if lossy and case.workload == "loss_scaling":
         return (
-            f"--accept {case.accept} has no bound for a gradient that overflows, and one "
-            "overflows there"
+            f"--accept {case.accept} has no bound for a gradient that overflows, and this "
+            "workload has one"
         )
     if lossy and passes > 1:
         return (
-            f"--accept {case.accept} has a bound for one exchange in a step; each of its {passes} "
-            "backward passes may have one"
+            f"--accept {case.accept} has a bound for one all-reduce per step; each of its "
+            f"{passes} backward passes may have one"
         )
     unit = max(map(unit_roundoff, (case.dtype, contract.wire or case.dtype)))
     if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit >= 1 / 2:
         what = "gradients" if passes == 1 else f"{passes} backward passes, each"
         return (
-            f"{what} exchanged over {case.world} ranks in {contract.wire or case.dtype} may have "
-            "a rounding error as large as the sum itself: no bound is left"
+            f"{what} reduced over {case.world} ranks in {contract.wire or case.dtype} may have a "
+            "rounding error as large as the sum itself, so no bound exists"
         )
     return ""
 
@@ -327,7 +328,8 @@ def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
 def not_judged_after_failure(failed: Case) -> str:
     """Return the reason that a case is not judged when a run ends at its first failure."""
     return (
-        f"not judged: --fail-fast, and {failed.workload} {failed.dtype} of {failed.strategy} with "
+        f"not judged because of --fail-fast: {failed.workload} {failed.dtype} of "
+        f"{failed.strategy} with "
         f"{failed.world} ranks has failed"
     )
 

@@ -67,17 +67,20 @@ def _check_without_data(request: Request) -> None:
                 f"--without-data {beyond[0]} is out of range for --world {world}; ranks are 0 to "
                 f"{world - 1}"
                 if beyond
-                else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
+                else f"--without-data leaves no rank of --world {world} with a shard; pass more "
+                "ranks"
             )
     in_cells = [name for name in request.workloads if name in CELLS]
     if request.thorough or in_cells:
         raise UsageError(
-            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}, "
-            "because in a cell every rank computes; give another workload"
+            "--without-data cannot be combined with "
+            f"{in_cells[0] if in_cells else '--thorough'}, because in a cell every rank "
+            "computes; pass a different --workload"
         )
     if accept is not None:
         raise UsageError(
-            f"--without-data does not go with --accept {accept}, because its bounds assume a "
+            f"--without-data cannot be combined with --accept {accept}, because its bounds "
+            "assume a "
             "gradient from every rank; remove one of the two"
         )
 
@@ -102,7 +105,7 @@ def check_request(request: Request) -> None:
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
-            "no strategy was given; give --strategy path/to/file.py:object or --strategy NAME, or "
+            "no strategy was given; pass --strategy path/to/file.py:object or --strategy NAME, or "
             f"write a matrix under [tool.distcheck] in pyproject.toml; NAME is one of {known}"
         )
     for spec in request.strategies:
@@ -128,8 +131,9 @@ def check_request(request: Request) -> None:
         raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
     if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
         raise UsageError(
-            f"workload lattice does not run in {request.dtype}, which cannot hold sums of a batch "
-            f"of integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
+            f"workload lattice does not run in {request.dtype}, which cannot represent integer "
+            f"sums over a batch exactly; pass --dtype {' or '.join(EXACT_DTYPES)}, or a "
+            "different --workload"
         )
     backends.check_name(request.backend)
     scheduled.check_request(request)
@@ -142,8 +146,8 @@ def check_request(request: Request) -> None:
         raise CannotRunError(why)
     if backends.name_of(request.backend) == "simulated" and request.ranks_here is not None:
         raise CannotRunError(
-            f"backend {request.backend} holds all ranks in one process; start distcheck without "
-            "a launcher"
+            f"backend {request.backend} runs all ranks in one process; start distcheck without a "
+            "launcher"
         )
     if why := devices.missing(request.device, request.backend):
         raise CannotRunError(why)
@@ -177,7 +181,7 @@ def _check_numbers(request: Request) -> None:
             f"above 0, and at most {MOST_DEADLINE_S}"
         )
     if not request.worlds:
-        raise UsageError("no world was given; give at least one number of ranks")
+        raise UsageError("no world size was given; pass at least one number of ranks")
     for world in request.worlds:
         check_delays(request.delays, max(world, 1))
         if world < 1:
@@ -187,7 +191,7 @@ def _check_numbers(request: Request) -> None:
             ranks = f"--world {world}" if shards == world else f"the {shards} ranks with data"
             raise UsageError(
                 f"--batch {request.batch} is smaller than {ranks}, so a rank would have no "
-                f"sample; give --batch {shards} or more, or fewer ranks"
+                f"sample; pass --batch {shards} or more, or fewer ranks"
             )
 
 
@@ -203,13 +207,14 @@ def check_case(case: Case) -> Case:
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:
         raise UsageError(
-            f"reference_device {case.reference_device!r} does not go with device {case.device!r}"
+            f"reference_device {case.reference_device!r} cannot be combined with device "
+            f"{case.device!r}"
         )
     planned = alike[0]
     allowed = {planned.layers, (IN_FLOAT64,)} if case.dtype == "float64" else {planned.layers}
     if case.layers not in allowed:
         raise UsageError(
-            f"layers {list(case.layers)} do not fit {case.workload} in {case.dtype}, which has "
+            f"layers {list(case.layers)} do not match {case.workload} in {case.dtype}, which has "
             f"{list(planned.layers)}"
         )
     if (planned.dtype, planned.data) != (case.dtype, case.data):
@@ -413,13 +418,13 @@ def _fallback_note(
 ) -> str:
     if "lattice" in case.layers:
         inexact = _lattice_inexact(case, facts.contract, sizes)
-        return f"not judged bit for bit: {inexact}; judged by order and bound" if inexact else ""
+        return f"not judged bitwise: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:
         notes.append(f"{FALLS_BACK}{calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
-            "the forward pass draws random numbers (dropout?), different ones on every rank: R "
-            "judges with every rank's own draws, because no full batch could repeat them"
+            "the forward pass draws random numbers (dropout?) that differ on every rank: R "
+            "judges with each rank's draws, because no global batch can reproduce them"
         )
     return "; ".join(notes)

@@ -34,7 +34,7 @@ def cells_to_run(
         return
     if request.thorough:
         for name, cell in CELLS.items() if world in (request.cell_worlds or request.worlds) else ():
-            left_out = "you gave --without" if name in request.without else ""
+            left_out = "you passed --without" if name in request.without else ""
             if name not in besides:
                 batch = cell.batch(request.batch, world)
                 of_cell = msgspec.structs.replace(request, batch=batch, steps=cell.steps)

@@ -87,7 +87,7 @@ def read_configuration(given: str | None) -> Configuration:
         content = _load(path)
         nested = _section_of(content, path)
         if nested is None and path.name == "pyproject.toml":
-            raise UsageError(f"{path} has no [{SECTION}]; write the matrix there")
+            raise UsageError(f"{path} has no [{SECTION}]; add the matrix there")
         return _check(path, content if nested is None else nested, nested is not None)
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"

@@ -32,8 +32,8 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
     accumulation = why_declined("", contract, Training(accumulate=2), own_update=own_update)
     if own_backward:
         accumulation = (
-            "it runs backward itself, and the shards of generated cases divide into micro-batches "
-            "unevenly"
+            "it runs backward itself, and the shards of generated cases do not divide into equal "
+            "micro-batches"
         )
     return found | ({ACCUMULATE: accumulation} if accumulation else {})
 

@@ -42,7 +42,7 @@ def identity_of(cases: Sequence[Case]) -> dict[str, str]:
     ):
         for spec in dict.fromkeys(specs):
             found[f"the file of {what} {spec}"] = file_digest(what, spec)
-    return {**found, "what was asked for": digest_of_all(cases)}
+    return {**found, "the request": digest_of_all(cases)}
 
 
 # Settings of which a request has one value and a matrix may have several.
@@ -79,7 +79,7 @@ def plan_run(
     matrix = read_configuration(config)
     requests = list(_requests(dict(asked), given, matrix, launch))
     if "explore_s" in given and not any(request.thorough for request in requests):
-        raise UsageError("--explore-s belongs to --thorough; give --thorough as well")
+        raise UsageError("--explore-s requires --thorough; pass --thorough as well")
     check_data_dir(given, {request.data for request in requests})
     beside = thorough.beside(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
@@ -132,7 +132,7 @@ def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
     """Raise UsageError for a data folder that no requested data set reads."""
     if "data_dir" in given and not data & {*FILE_DATASETS}:
         known = " or ".join(f"--data {name}" for name in FILE_DATASETS)
-        raise UsageError(f"--data-dir is for a data set in files; give {known} as well")
+        raise UsageError(f"--data-dir is for a data set in files; pass {known} as well")
 
 
 def part_of(shard: str | None) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def part_of(shard: str | None) -> tuple[int, int]:
     part, parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= part <= parts:
         raise UsageError(
-            f"--shard {shard!r} is not a part; it takes I/N with I from 1 to N, as in 2/4"
+            f"--shard {shard!r} is not a part; expected I/N with I from 1 to N, for example 2/4"
         )
     return part, parts
 
@@ -190,8 +190,8 @@ def _requests(
     strategies = asked["strategies"] if "strategies" in given else matrix.strategies
     if not strategies and matrix.file:
         raise UsageError(
-            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given; "
-            "give one of the two"
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy was given; "
+            "pass one of the two"
         )
     if not strategies:
         yield Request(strategies=())  # refused, with the known names
@@ -208,8 +208,8 @@ def _requests(
             yield thorough.widened(request, world_given=world_given)
     if left_out and len(left_out) == len(strategies) and launch is not None:
         raise UsageError(
-            f"{launch.launcher} started {launch.world} ranks; {matrix.file} gives that world to "
-            f"no strategy ({', '.join(left_out)}); start another number of ranks"
+            f"{launch.launcher} started {launch.world} ranks; {matrix.file} has no strategy for "
+            f"that world size ({', '.join(left_out)}); start a different number of ranks"
         )
 
 

@@ -29,9 +29,7 @@ def check_schedules(
     given = {"--schedules": schedules, "--switches": switches, "--schedule": schedule}
     asked = next((name for name, value in given.items() if value), "")
     if asked and backends.name_of(backend) != "simulated":
-        raise UsageError(
-            f"{asked} needs ranks whose turns distcheck decides; add --backend simulated"
-        )
+        raise UsageError(f"{asked} needs ranks that distcheck schedules; add --backend simulated")
 
 
 def check_request(asked: Request) -> None:

@@ -26,7 +26,7 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Table = dict[str, Any]
 
 
-JUDGED, CALLED, RANKS = "What is judged", "How the strategy is called", "Data and ranks"
+JUDGED, CALLED, RANKS = "Checks", "How the strategy is called", "Data and ranks"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Words,
             takes='names or FILE.py:OBJECT, as in ["ddp", "sync.py:average"]',
-            help="The strategy to judge; may be given several times.",
+            help="Strategy to judge; may be repeated.",
             default="the matrix of pyproject.toml",
             metavar="NAME|FILE.py:OBJ|MOD:OBJ",
             repeated=True,
@@ -142,8 +142,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Counts,
             takes="numbers of ranks, each at least 1, as in [2, 4]",
-            help="Number of ranks; may be given several times.",
-            default="4, or what a launcher has started",
+            help="Number of ranks; may be repeated.",
+            default="4, or the number of ranks that a launcher started",
             metavar="N",
             repeated=True,
             option="--world",
@@ -155,9 +155,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Words,
             takes='names of workloads, as in ["lattice", "cnn"]',
-            help="The workload to train; may be given several times.",
-            default="lattice, cnn, composite and twelve_steps, and the cell absent_on_some, which "
-            "counts only where all ranks finish it",
+            help="Workload to train; may be repeated.",
+            default="lattice, cnn, composite and twelve_steps, and the cell absent_on_some, "
+            "which counts only if all ranks finish it",
             metavar="NAME",
             repeated=True,
             names=_workloads,
@@ -169,9 +169,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     thorough: Annotated[
         bool,
         Setting(
-            help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in "
-            "worlds 2 to 6, or those of --world, and search for a minute. The cost is printed "
-            "first.",
+            help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) at "
+            "world sizes 2 to 6, or those of --world, and search for a minute. The cost is "
+            "printed first.",
         ),
     ] = False
     explore_s: Annotated[
@@ -179,7 +179,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Annotated[float, Meta(ge=0)],
             takes="seconds to search with --thorough, from 0 (no search)",
-            help="With --thorough: the seconds to search for a failure of each strategy; 0: none.",
+            help="With --thorough: seconds to search for a failure of each strategy; 0 disables "
+            "the search.",
             metavar="S",
         ),
     ] = 60.0
@@ -188,7 +189,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Words,
             takes="names of cells of --thorough",
-            help="Leave out a cell; may be given several times.",
+            help="Exclude a cell; may be repeated.",
             metavar="CELL",
             repeated=True,
             names=_cells,
@@ -199,8 +200,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Words,
             takes='names of dtypes, as in ["float32"]',
-            help="float32, float64, bfloat16 or float16.",
-            default="float32, and float64 where quick",
+            help="Dtype: float32, float64, bfloat16 or float16.",
+            default="float32, and float64 if it is quick",
             metavar="NAME",
             names=_dtypes,
             key="dtypes",
@@ -211,7 +212,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Count,
             takes="a number of steps, at least 1",
-            help="Steps to record; fewer than 3 miss bugs that begin late.",
+            help="Number of steps to record; fewer than 3 miss bugs that appear late.",
             metavar="N",
             default="each workload's own number",
         ),
@@ -221,7 +222,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _of_ranks(
             kind=Count,
             takes="a number of samples per step over all ranks, at least 1",
-            help="Samples per step, over all ranks.",
+            help="Global batch size: samples per step over all ranks.",
             metavar="N",
         ),
     ] = 256
@@ -229,7 +230,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _of_ranks(
             takes="the name of a data set",
-            help="synthetic, cifar10 or mnist.",
+            help="Data set: synthetic, cifar10 or mnist.",
             metavar="NAME",
             names=_data,
             of_all=True,
@@ -239,7 +240,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _of_ranks(
             takes="a folder",
-            help="Where the data set's files are: their folder, its parent, or the archive.",
+            help="Location of the data set's files: their folder, its parent, or the archive.",
             metavar="DIR",
             default="data",
             of_all=True,
@@ -249,8 +250,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _of_ranks(
             kind=Annotated[list[Seed], Meta(min_length=1)],
-            takes="whole numbers from 0, as in [0, 1]",
-            help="The seed of all random streams.",
+            takes="integers from 0, as in [0, 1]",
+            help="Seed of all RNG streams.",
             metavar="N",
             key="seeds",
         ),
@@ -260,8 +261,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _of_ranks(
             kind=Words,
             takes='names of backends, as in ["gloo"]',
-            help="The backend that ranks communicate by: gloo, mpi or nccl; or simulated, a world "
-            "in one process: simulated:ORDER adds as gloo, ring, tree, recursive-halving or rank.",
+            help="Backend for communication: gloo, mpi or nccl; or simulated, a world in one "
+            "process: simulated:ORDER reduces in the order gloo, ring, tree, "
+            "recursive-halving or rank.",
             metavar="NAME",
             names=_backends,
             key="backends",
@@ -271,7 +273,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _of_ranks(
             takes="cpu or cuda",
-            help="cpu or cuda.",
+            help="Device: cpu or cuda.",
             metavar="NAME",
             names=_devices,
             of_all=True,
@@ -281,8 +283,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         _of_ranks(
             kind=Annotated[float, Meta(gt=0)],
-            takes="idle seconds after which a world has hung, more than 0",
-            help="Time without progress after which a world has hung: 30s, 5m.",
+            takes="seconds without progress after which a world counts as hung, more than 0",
+            help="Time without progress after which a world counts as hung: 30s, 5m.",
             metavar="TIME",
             option="--deadline",
         ),
@@ -290,22 +292,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     separate: Annotated[
         bool,
         _of_ranks(
-            help="Rerun in separate interpreters, as on several machines. Without them a run is "
-            "about 2 s faster.",
+            help="Rerun in separate interpreters, as on several machines. --no-separate is about "
+            "2 s faster.",
         ),
     ] = True
     after_hang: Annotated[
         bool,
         _of_ranks(
-            help="Also run the other cases of a strategy that has hung. By default they are "
-            "unknown, and the verdict stays fail.",
+            help="Also run the other cases of a strategy that hung. By default they are unknown, "
+            "and the verdict remains fail.",
         ),
     ] = False
     fail_fast: Annotated[
         bool,
         _of_ranks(
-            help="End the run at the first case that fails. The cases that were not judged are "
-            "unknown, and the verdict stays fail.",
+            help="Stop at the first case that fails. Cases that were not judged are unknown, and "
+            "the verdict remains fail.",
         ),
     ] = False
     schedules: Annotated[
@@ -313,8 +315,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _of_ranks(
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of schedules, from 0 (none)",
-            help="With --backend simulated: also run this many schedules, in which ranks take "
-            "turns in another order, and compare what they come to.",
+            help="With --backend simulated: also run this many schedules, which interleave ranks "
+            "differently, and compare their results.",
             metavar="N",
         ),
     ] = 0
@@ -322,9 +324,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _of_ranks(
             kind=Annotated[int, Meta(ge=0)],
-            takes="a number of switches, from 0 (schedules are drawn)",
-            help="With --backend simulated: run every schedule with at most this many switches, "
-            "those with the fewest first; --schedules is the most that are run (1000).",
+            takes="a number of preemptions, from 0 (schedules are drawn)",
+            help="With --backend simulated: run every schedule with at most this many "
+            "preemptions, fewest first; --schedules limits their number (1000).",
             metavar="K",
         ),
     ] = 0
@@ -334,14 +336,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             takes="a schedule, as a report prints it",
             help="With --backend simulated: run under this schedule, as a report prints it.",
             metavar="SCHEDULE",
-            default="the usual one",
+            default="the default schedule",
         ),
     ] = None
     loss: Annotated[
         str,
         _called(
             takes="mean, mean/world, sum/global or tokens",
-            help="The loss that backward gets: mean, mean/world, sum/global or tokens.",
+            help="Loss passed to backward: mean, mean/world, sum/global or tokens.",
             metavar="NAME",
             names=_losses,
         ),
@@ -350,7 +352,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
-            help="An intended deviation: low-precision:bf16 (fp16, fp32), quantised:BITS, "
+            help="Intended deviation to accept: low-precision:bf16 (fp16, fp32), quantised:BITS, "
             "low-rank:RANK or local-sgd:PERIOD.",
             metavar="KIND",
         ),
@@ -366,9 +368,9 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes="the name of a form",
-            help="The strategy's form: model, wrapper, comm-hook, ...",
+            help="Form of the strategy: model, wrapper, comm-hook, ...",
             metavar="FORM",
-            default="by its signature",
+            default="detected from its signature",
             names=_forms,
             option="--as",
             key="as",
@@ -402,7 +404,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes="the name of a method",
-            help="The method of a wrapper to call after backward; none: call none.",
+            help="Method of a wrapper to call after backward; none: call none.",
             metavar="METHOD",
         ),
     ] = None
@@ -410,7 +412,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes="the name of a method",
-            help="The method of a wrapper to call before every step.",
+            help="Method of a wrapper to call before every step.",
             metavar="METHOD",
         ),
     ] = None
@@ -419,7 +421,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
         _called(
             kind=Ranks,
             takes="numbers of ranks, from 0, as in [0]",
-            help="A rank without a shard of the batch, for example a parameter server.",
+            help="Rank without a shard of the batch, for example a parameter server.",
             metavar="RANK",
             repeated=True,
         ),

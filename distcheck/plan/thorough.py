@@ -125,12 +125,12 @@ def _why_not(request: Request, *, launched: bool) -> str:
     if not registry.is_installed("explore"):
         return "not searched: the add-on explore is not installed"
     if launched or is_launched():
-        return "not searched: explore starts its own ranks, and a launcher has started these"
+        return "not searched: explore starts its own ranks, but a launcher started these"
     if request.backend != "gloo" or request.device != "cpu":
         what = request.backend if request.backend != "gloo" else request.device
         return f"not searched: explore runs only with gloo on the CPU, not with {what}"
     if request.accept is not None:
-        return f"not searched: explored cases do not have the bounds of --accept {request.accept}"
+        return f"not searched: explored cases have no bounds for --accept {request.accept}"
     if request.dtype == "float16":
         return "not searched: explore draws no case in float16"
     return ""
@@ -148,5 +148,5 @@ def _check_hypothesis() -> None:
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
             "--thorough searches with hypothesis, which is not installed; run pip install "
-            "'distcheck[explore]', or give --explore-s 0"
+            "'distcheck[explore]', or pass --explore-s 0"
         )

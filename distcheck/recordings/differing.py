@@ -17,7 +17,7 @@ INITIAL = "initial state"
 NAMES = {
     Kind.OUTPUT: "outputs",
     Kind.LOCAL_GRADIENT: "local gradients",
-    Kind.EXCHANGED: "exchanged gradients",
+    Kind.EXCHANGED: "reduced gradients",
     Kind.GRADIENT: "gradients",
     Kind.PARAMETER: "parameters",
     Kind.BUFFER: "buffers",

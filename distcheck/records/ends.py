@@ -11,14 +11,14 @@ from distcheck.records.decoding import Int
 _PLACES = {"lost": -1, "killed": 0, "exited": 0, "raised": 0, "hung": 1, "ended": 3, "finished": 4}
 # Beginning of the sentence about why a world was blocked or stopped.
 PROVEN = {
-    "mismatch": "calls that do not match",
+    "mismatch": "mismatched calls",
     "deadlock": "proven deadlock",
-    "asleep": "a rank that sleeps",
+    "asleep": "sleeping rank",
     "refused": "refused",
-    "unmatched": "a message without its other end",
-    "buffer-in-flight": "a tensor in use",
-    "work-not-waited": "a work that was not waited for",
-    "work-waited-twice": "a work that was waited for twice",
+    "unmatched": "unmatched message",
+    "buffer-in-flight": "tensor in flight",
+    "work-not-waited": "work not waited for",
+    "work-waited-twice": "work waited for twice",
 }
 # Misuses by a single rank: the world was stopped there; each is the name of a cause.
 MISUSES = ("buffer-in-flight", "work-not-waited", "work-waited-twice")
@@ -117,8 +117,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         step = "" if self.step is None else f"step {self.step}"
         at = ", ".join(filter(None, [step, self.phase]))
         if self.outcome == RankEnd.LOST:
-            at = f"last heard of {'' if self.step is None else 'at '}{at}"
-        return at + (f"; its peer was gone{self.lost_at}" if self.lost_peer else "")
+            at = f"last heartbeat {'' if self.step is None else 'at '}{at}"
+        return at + (f"; secondary failure (peer exited){self.lost_at}" if self.lost_peer else "")
 
     @property
     def last_call(self) -> str:

@@ -39,13 +39,13 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShortBatch(_Event, frozen=True, kw_only=True):
-    expected = "a step with fewer samples than the batch has"
+    expected = "a step with fewer samples than the batch size"
 
 
 class OtherOrder(_Event, frozen=True, kw_only=True):
     """A second epoch started, and a rank read other samples, or in another order."""
 
-    expected = "a second epoch, in another order"
+    expected = "a second epoch in a different order"
 
 
 class Resumed(_Event, frozen=True, kw_only=True):
@@ -71,13 +71,13 @@ class Evaluated(_Event, frozen=True, kw_only=True):
 class Clipped(_Event, frozen=True, kw_only=True):
     """The norm of the reduced gradients was above the limit."""
 
-    expected = "synchronised gradients with a norm above the limit that the loop clips to"
+    expected = "synchronized gradients with a norm above the limit for clipping"
 
 
 class ScalerSkips(_Event, frozen=True, kw_only=True):
     """A GradScaler met a gradient that is not finite, and a step without one."""
 
-    expected = "a step that the GradScaler skips, and one that it takes"
+    expected = "a step that the GradScaler skips, and one that it does not skip"
 
 
 class CalledTwice(_Event, frozen=True, kw_only=True):
@@ -89,12 +89,12 @@ class CalledTwice(_Event, frozen=True, kw_only=True):
 class OwnRandomNumbers(_Event, frozen=True, kw_only=True):
     """Every rank drew random numbers that differ from the other ranks'."""
 
-    expected = "random numbers in the forward pass, different ones on every rank"
+    expected = "random numbers in the forward pass that differ on every rank"
     ranks = 2
 
 
 class StartsApart(_Event, frozen=True, kw_only=True):
-    expected = "parameters that differ between ranks before the strategy is given the model"
+    expected = "parameters that differ between ranks before the strategy receives the model"
     ranks = 2
 
 
@@ -148,7 +148,7 @@ class Magnitude(_Event, frozen=True, kw_only=True):
     most], on every rank.
     """
 
-    expected = "gradients of {parameter} with sizes from {least:.3g} to {most:.3g}"
+    expected = "gradients of {parameter} with magnitudes from {least:.3g} to {most:.3g}"
     parameter: str
     least: float
     most: float
@@ -157,7 +157,7 @@ class Magnitude(_Event, frozen=True, kw_only=True):
 class RowsApart(_Event, frozen=True, kw_only=True):
     """A parameter's gradient had rows that are zero on one rank and not on another."""
 
-    expected = "gradients of {parameter} with other rows on one rank than on another"
+    expected = "gradients of {parameter} with different nonzero rows on different ranks"
     ranks = 2
     parameter: str
 
@@ -171,7 +171,7 @@ class TokensApart(_Event, frozen=True, kw_only=True):
 
 
 class Padding(_Event, frozen=True, kw_only=True):
-    expected = "positions of padding"
+    expected = "padded positions"
 
 
 class BufferReplaced(_Event, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class BufferReplaced(_Event, frozen=True, kw_only=True):
 class IntegersChanged(_Event, frozen=True, kw_only=True):
     """An integer buffer changed in a step, to a magnitude of at least `least`."""
 
-    expected = "the buffer of integers {buffer} changed by a step, to at least {least:,}"
+    expected = "the integer buffer {buffer} changed by a step, to at least {least:,}"
     buffer: str
     least: int = 0
 
@@ -190,7 +190,7 @@ class IntegersChanged(_Event, frozen=True, kw_only=True):
 class EvalMode(_Event, frozen=True, kw_only=True):
     """One step was in eval mode, without a change of `buffer`, and another in training mode."""
 
-    expected = "a step in eval mode, which leaves {buffer} alone, and one in training mode"
+    expected = "a step in eval mode, which does not change {buffer}, and one in training mode"
     buffer: str
 
 
@@ -210,21 +210,21 @@ class MoreBytes(_Event, frozen=True, kw_only=True):
 
 
 class Remainder(_Event, frozen=True, kw_only=True):
-    expected = "a parameter whose number of elements the number of ranks does not divide"
+    expected = "a parameter whose number of elements is not divisible by the world size"
     ranks = 2
 
 
 class Dtypes(_Event, frozen=True, kw_only=True):
     """Gradients of these dtypes were nonzero, in both parts if complex."""
 
-    expected = "gradients of dtypes {dtypes} that are not zero"
+    expected = "nonzero gradients of dtypes {dtypes}"
     dtypes: tuple[str, ...]
 
 
 class Permuted(_Event, frozen=True, kw_only=True):
     """A parameter's dimensions had another order in memory than its indices."""
 
-    expected = "a parameter that lies in memory in another order than that of its indices"
+    expected = "a parameter whose memory layout is not in index order"
 
 
 class Tied(_Event, frozen=True, kw_only=True):
@@ -232,11 +232,11 @@ class Tied(_Event, frozen=True, kw_only=True):
 
 
 class OneStorage(_Event, frozen=True, kw_only=True):
-    expected = "gradients of parameters that are views of one storage"
+    expected = "gradients of parameters that are views of the same storage"
 
 
 class Twins(_Event, frozen=True, kw_only=True):
-    expected = "at least {least} parameters of one shape and dtype, with different gradients"
+    expected = "at least {least} parameters of the same shape and dtype, with different gradients"
     least: int
 
 

@@ -128,7 +128,7 @@ def _layer(part: str, words: str) -> Layer:
     kind, size, marks = found[1], int(found[2] or 0), tuple(found[3].split(".")[1:])
     most = _MOST.get(kind, 0)
     if not min(most, 1) <= size <= most:
-        wanted = f"a size from 1 to {most}, as in {kind}3" if most else "no size"
+        wanted = f"a size from 1 to {most}, for example {kind}3" if most else "no size"
         raise _refusal(words, f"{part!r}: {kind} takes {wanted}")
     if strange := [mark for mark in marks if mark not in (*MARKS_OF[kind], *_NESTED)]:
         known = ", ".join((*MARKS_OF[kind], f"{NESTED}1 to {NESTED}{MOST_NESTED}"))
@@ -141,16 +141,18 @@ def _check_order(layers: tuple[Layer, ...], words: str) -> None:
     convs = [n for n, layer in enumerate(layers) if layer.kind == "conv"]
     linears = [n for n, layer in enumerate(layers) if layer.kind == "linear"]
     if convs and linears and max(convs) > min(linears):
-        raise _refusal(words, "a conv needs an image, and comes before every linear")
+        raise _refusal(words, "a conv needs an image, so it must precede every linear layer")
     if any(layer.kind == "norm" for layer in layers[1:]):
-        raise _refusal(words, "a norm comes before every other layer, and there is one at most")
+        raise _refusal(words, "there is at most one norm, and it must precede every other layer")
     if len(convs) > _MOST_CONVS:
-        raise _refusal(words, f"more than {_MOST_CONVS} convs leave nothing of a 4x4 image")
+        raise _refusal(words, f"more than {_MOST_CONVS} convs reduce a 4x4 image to nothing")
     if not any(trains(layer) for layer in layers):
-        raise _refusal(words, "nothing is left to train")
+        raise _refusal(words, "no parameter is trainable")
     if not any(trains(layer) and "absent" not in layer.marks for layer in layers):
         raise _refusal(
-            words, "every layer that trains is absent for half of the samples; leave one for all"
+            words,
+            "every trainable layer is absent for half of the samples; keep one layer for "
+            "all samples",
         )
 
 

@@ -27,13 +27,13 @@ class Layer(msgspec.Struct, frozen=True):
     whole_batch: bool = False
 
 
-_WHOLE = "the whole batch in one process, in"
+_WHOLE = "single-process training on the global batch in"
 LAYERS = {
     layer.alias: layer
     for layer in (
-        Layer(EXACT, "exact", "a closed form in whole numbers", "closed_form"),
-        Layer(BITWISE, "bitwise", "the promised order of summation", "bitwise", _ANY),
-        Layer(ROUNDING, "rounding bound", "rounding in any order of summation", "any_order", _ANY),
+        Layer(EXACT, "exact", "an integer-valued closed form", "closed_form"),
+        Layer(BITWISE, "bitwise", "the promised summation order", "bitwise", _ANY),
+        Layer(ROUNDING, "rounding bound", "the rounding of any summation order", "any_order", _ANY),
         Layer(IN_FLOAT32, "float32 reference", f"{_WHOLE} float32", "whole_batch", _SINGLE, True),
         Layer(IN_FLOAT64, "float64 reference", f"{_WHOLE} float64", "whole_batch", _DOUBLE, True),
     )
@@ -72,10 +72,10 @@ def oracle_of(alias: str) -> str:
 # Beginning of the message of check `outputs` if no rank returned any.
 NO_OUTPUTS = (
     "outputs are not compared: backward() computed its loss without loss_of(batch) and without "
-    "loss_of.given(outputs, batch), where distcheck sees what the model returns"
+    "loss_of.given(outputs, batch), through which distcheck records the model's outputs"
 )
 # Beginning of the message of check `agreement` about tensors that ranks unsharded collectively.
 TOGETHER = (
-    "agreement shows nothing of tensors that ranks put together: an accessor, a broadcast or "
-    "full_tensor() gives all of them one result, whatever each holds"
+    "agreement cannot be checked for unsharded tensors: an accessor, a broadcast or "
+    "full_tensor() returns the same result on all ranks, whatever each rank holds"
 )

@@ -83,17 +83,19 @@ def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
         return ()
     known = get_args(Axis)
     if not isinstance(parallel, Mapping) or not parallel:
-        raise ValueError(f"parallel is {parallel!r}; expected is a dict such as {{'tensor': 2}}")
+        raise ValueError(f"parallel is {parallel!r}; expected a dict such as {{'tensor': 2}}")
     for name, size in parallel.items():
         if name not in known:
-            raise ValueError(f"parallel has the axis {name!r}; known are {', '.join(known)}")
+            raise ValueError(
+                f"parallel has the unknown axis {name!r}; known axes are {', '.join(known)}"
+            )
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != REST):
             raise ValueError(
-                f"parallel has {name} {size!r}; a size is a number from 1, or -1 for what the "
-                "other axes leave of the world"
+                f"parallel has {name} {size!r}; a size is a number from 1, or -1 for the rest of "
+                "the world size"
             )
     if sum(size == REST for size in parallel.values()) > 1:
-        raise ValueError("parallel has -1 for several axes; one axis can take the rest")
+        raise ValueError("parallel has -1 for several axes; only one axis can take the rest")
     return tuple((name, int(size)) for name, size in parallel.items())
 
 
@@ -121,7 +123,9 @@ def mesh_from_text(text: str, world: int) -> Mesh:
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))
         if not size.lstrip("-").isdecimal():
-            raise ValueError(f"the mesh {text!r} is not understood; give data=2,tensor=2")
+            raise ValueError(
+                f"the mesh {text!r} is malformed; expected for example data=2,tensor=2"
+            )
         if name in given:
             raise ValueError("an axis of the mesh is named twice")
         given[name] = int(size)

@@ -25,11 +25,11 @@ class Mistake(msgspec.Struct, frozen=True, kw_only=True):
 
 MISTAKES: Mapping[str, Mistake] = {
     "no-sync": Mistake(says="a missing sync", of_ranks=True),
-    "lost-rank": Mistake(says="a lost rank", of_ranks=True),
-    "doubled-rank": Mistake(says="a rank that is added twice", of_ranks=True),
+    "lost-rank": Mistake(says="a dropped rank", of_ranks=True),
+    "doubled-rank": Mistake(says="a duplicated rank", of_ranks=True),
     "times-world": Mistake(says="a missing division"),
     "divided-by-world": Mistake(says="a second division"),
-    "stale": Mistake(says="a gradient that is a step old", of_exchange=False),
+    "stale": Mistake(says="a gradient from the previous step", of_exchange=False),
     "other-parameter": Mistake(
         says="the gradient of another parameter of the same shape", of_exchange=False
     ),
@@ -140,7 +140,7 @@ def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
             share = f"{share} of {possible:,}"
         by_share.setdefault(share, []).append(MISTAKES[name].says)
     text = [
-        f"{share}{' would have shown' * (number == 0)} {listed(says)}"
+        f"{share}{' would have revealed' * (number == 0)} {listed(says)}"
         for number, (share, says) in enumerate(by_share.items())
     ]
     silent = [name for name, one in shown.items() if not one.counts]
@@ -148,7 +148,7 @@ def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
         zero = all(shown[name].zero for name in silent)
         more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
         text.append(
-            f"{', '.join(silent[:_MOST_NAMED])}{more} could show no mistake"
+            f"{', '.join(silent[:_MOST_NAMED])}{more} could reveal no mistake"
             + (" (gradient zero on every rank)" if zero else "")
         )
     return f"of {len(shown):,} tensors, {'; '.join(text)}"

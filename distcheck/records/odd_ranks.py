@@ -43,10 +43,10 @@ class CallsApart:
             called.sort(key=lambda words: not words.startswith(f"{ranks_in_words(self.odd)} "))
         text = f"at call {self.number}, {' and '.join(called)}"
         if self.unknown:
-            text += f", and {ranks_in_words(self.unknown)} gave no data"
+            text += f", and {ranks_in_words(self.unknown)} reported no data"
         tie = len({len(ranks) for ranks in self.groups.values()}) == 1
         why = "the groups are equally large, so" if tie else "so"
-        return text if self.odd else f"{text}; {why} it is not known which is wrong"
+        return text if self.odd else f"{text}; {why} it is unknown which is wrong"
 
 
 def usual(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:

@@ -149,8 +149,8 @@ def meeting_in_words(
     """
     groups = _alike(sorted(calls, key=lambda call: call.rank))
     said = called_in_words(calls)
-    absent = f"; {ranks_in_words(missing)} did not come to it" if missing else ""
-    absent += f"; {ranks_in_words(unknown)} gave no data" if unknown else ""
+    absent = f"; {ranks_in_words(missing)} did not make it" if missing else ""
+    absent += f"; {ranks_in_words(unknown)} reported no data" if unknown else ""
     odd = _odd(groups, unknown=len(unknown))
     return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
 
@@ -223,8 +223,8 @@ def _by_group(groups: Mapping[str, Sequence[Posted]]) -> Iterator[str]:
 def _odd(groups: Mapping[str, Sequence[Posted]], *, unknown: int) -> str:
     ranks = {words: [call.rank for call in calls] for words, calls in groups.items()}
     if unknown and not usual(ranks, unknown=unknown):
-        return "so it is not known which is wrong"
+        return "so it is unknown which is wrong"
     odd = outside_the_majority(ranks)
     if not odd:
-        return "the groups are equally large, so it is not known which is wrong"
-    return f"most ranks agree, and {ranks_in_words(odd)} did something else"
+        return "the groups are equally large, so it is unknown which is wrong"
+    return f"most ranks agree, and {ranks_in_words(odd)} made a different call"

@@ -52,7 +52,7 @@ def read_schedule(text: str) -> Schedule:
         choice, colon, rank = word.partition(":")
         if not colon or not all(_is_number(one) for one in (choice, rank)):
             raise UsageError(
-                f"--schedule {text!r} is not a schedule; give a seed, or what a report has printed"
+                f"--schedule {text!r} is not a schedule; pass a seed, or a schedule from a report"
             )
         switches.append((int(choice), int(rank)))
     return Schedule(buffered=buffered, switches=tuple(switches))

@@ -97,7 +97,7 @@ def _cycle_in_words(cycle: Sequence[int]) -> str:
 def _unmatched(calls: Sequence[Posted]) -> str:
     call = min(calls, key=lambda call: (call.rank, call.number))
     kind, other = ("receive", "send") if call.kind == "recv" else ("send", "receive")
-    return f"the {kind} of rank {call.rank}{call.where} has no {other} that fits it"
+    return f"the {kind} of rank {call.rank}{call.where} has no matching {other}"
 
 
 def _other_tag(waits: Mapping[int, Wait]) -> str:

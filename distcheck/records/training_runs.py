@@ -44,6 +44,6 @@ def read_training(path: Path) -> TrainedRun:
     """Read a document of `train --json`. Raises UsageError."""
     return read_written(
         path, TrainedRun, schema=SCHEMA, name=f"--beside {path}",
-        why="holds no figures of distcheck train: {error}; give a file that distcheck train --json "
-        "has written",
+        why="has no measurements of distcheck train: {error}; pass a file that distcheck train "
+            "--json wrote",
     )  # fmt: skip

@@ -32,7 +32,7 @@ _MOST_OF_FORM = 9  # lines of a note on the form, which is never cut
 _MOST_TRACEBACK = 3  # lines, the last ones
 # The properties a reader most likely needs next, among those that neither a pass nor the code
 # covers.
-_TELLING = ("unequal shards", "accumulation", "clipping", "loss scaling", "a resumed run")
+_TELLING = ("uneven shards", "accumulation", "clipping", "loss scaling", "a resumed run")
 _MORE = "-v"
 
 
@@ -61,7 +61,7 @@ def print_group(
             lines.add("ok", ", ".join(passed), most=2)
     remarks = (one for case in cases for one in case.remarks if one.cause != NOT_EXERCISED)
     for one in dict.fromkeys(remarks):
-        lines.add("remark", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
+        lines.add("warning", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     right = [c.modules for c in cases if c.modules is not None and c.verdict == "pass"]
     for found in dict.fromkeys(map(of_modules, right)):
         lines.add("module", found, most=3)
@@ -100,7 +100,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
     whole = f'    # all of "{CUT}": {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
-        ("replay" if step.startswith("distcheck replay ") else ("next", "again")[is_job], step),
+        ("replay" if is_job or step.startswith("distcheck replay ") else "next", step),
         ("saved", report.saved_to or ""),
         (
             "more",
@@ -150,8 +150,8 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     """Add the results of a pass: equal results, the largest error, and the sensitivity."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
-        ("exact", EXACT, "equal to the bit in whole numbers"),
-        ("bitwise", BITWISE, "equal to the bit in the promised order"),
+        ("exact", EXACT, "bit-identical in exact integer arithmetic"),
+        ("bitwise", BITWISE, "bit-identical in the promised order"),
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
         if names:
@@ -159,7 +159,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     closest = _closest(results)
     if closest is not None:
         share, of = closest
-        lines.add("rounding", f"worst error {share:.2g} % of what rounding allows ({of})")
+        lines.add("rounding", f"max error {share:.2g} % of the rounding bound ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
         lines.add("repeat", _of_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
@@ -176,15 +176,15 @@ def _of_reruns(reasons: Sequence[str]) -> str:
     apart = " in fresh interpreters" * all(one.startswith(SEPARATELY) for one in reasons)
     other = [text for one in reasons if (text := one.partition(DIFFERS)[2].partition(";")[0])]
     if not other:
-        return f"a second run{apart} gave the same bits"
+        return f"a second run{apart} is bit-identical"
     cases = f" in {len(other)} of {len(reasons)} cases" * (len(reasons) > 1)
-    return f"a second run{apart} left other bits{cases}{other[0]}"
+    return f"a second run{apart} is not bit-identical{cases}{other[0]}"
 
 
 _SAID = ("outcome", "rerun", SENSITIVITY)
 _SHORT = {
     "no-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
-    "stale": "stale step", "lost-rank": "lost rank", "doubled-rank": "doubled rank",
+    "stale": "stale step", "lost-rank": "dropped rank", "doubled-rank": "duplicated rank",
     "other-parameter": "swapped parameters",
 }  # fmt: skip
 
@@ -202,7 +202,7 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
     found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
     factors = [limits[1] for part in several if (limits := scales(part)) is not None]
     if factors:
-        found.append(f"a factor wrong by {max(factors):.0e}")
+        found.append(f"a scale that is off by {max(factors):.0e}")
     return "; ".join(found) or "none of the simplest mistakes"
 
 
@@ -253,8 +253,8 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None
             add_failure(case, causes, lines)
             for world in dict.fromkeys(said.world_of(case, one) for one in known):
                 there = [one.cause for one in known if said.world_of(case, one) == world]
-                of = f"with {world} ranks: " * (world != case.case.world)
-                lines.add("as", f"{of}{', '.join(there)}", most=2)
+                of = f"world size {world}: " * (world != case.case.world)
+                lines.add("same as", f"{of}{', '.join(there)}", most=2)
             said.add(case, causes)
             if others:
                 lines.add("also in", _cases(others), most=2)
@@ -263,7 +263,7 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None
     for why, left in not_run.items():
         lines.add("unknown", f"{_cases(left)}: {why}", most=3)
     for key in alike.keys() & said.failures.keys():
-        lines.add("as", f"with {said.failures[key]} ranks: {_cases(alike[key])}", most=2)
+        lines.add("same as", f"world size {said.failures[key]}: {_cases(alike[key])}", most=2)
     said.failures |= {key: found[0].case.world for key, found in alike.items() if key in new}
 
 
@@ -287,8 +287,10 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         lines.add("cause", evidence, most=3 if len(seen) == 1 else 2)
         if len(alike) > 1:
             others = ", ".join(one.cause for one in alike[1:])
-            larger = "; --world 3 tells them apart" * any("world of 3" in a.evidence for a in alike)
-            lines.add("or", f"{others}, of which the same is seen{larger}", most=2)
+            larger = "; --world 3 distinguishes them" * any(
+                "world of 3" in a.evidence for a in alike
+            )
+            lines.add("or", f"{others}, which look the same here{larger}", most=2)
     if case.modules is not None:
         lines.add("module", of_modules(case.modules), most=3)
     if first is not None and first.first is not None:

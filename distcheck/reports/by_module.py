@@ -8,10 +8,10 @@ from distcheck.records.by_module import ByModule
 _DEEPEST = 32  # levels of a tree; deeper modules keep their full name
 _MARKS = {"wrong": "fail", "follows": "unknown", "near": "pass", "same": "pass", "unseen": "unseen"}
 _SAID = {
-    "wrong": "what it is given is right, what it makes of that is not",
-    "follows": "not right: it is given, or gets back, what is not",
-    "near": "right within rounding",
-    "same": "the same bits",
+    "wrong": "inputs match, outputs do not",
+    "follows": "differs because its inputs or incoming gradients differ",
+    "near": "matches within rounding",
+    "same": "bit-identical",
     "unseen": "not compared",
 }
 
@@ -33,9 +33,11 @@ def of_modules(found: ByModule) -> str:
     if found.compiled:
         names = ", ".join(name or "the model" for name in found.compiled[:3])
         more = f" and {len(found.compiled) - 3} more" if len(found.compiled) > 3 else ""
-        said.append(f"nothing is seen within {names}{more}, which torch.compile has compiled")
+        said.append(
+            f"modules inside {names}{more} were not recorded, because torch.compile compiled them"
+        )
     if found.left_out:
-        said.append(f"{found.left_out} further calls of a step were not watched")
+        said.append(f"{found.left_out} further module calls of a step were not recorded")
     return "; ".join(said)
 
 

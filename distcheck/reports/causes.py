@@ -29,7 +29,7 @@ def listed() -> Iterator[str]:
                 yield f"  {name:{longest}}  {first}"
                 yield from (f"  {'':{longest}}  {line}" for line in rest)
         yield ""
-    yield "distcheck explain CAUSE shows one, with a wrong and a right example."
+    yield "distcheck explain CAUSE describes one, with a wrong and a right example."
 
 
 def explained(cause: Cause) -> Iterator[str]:

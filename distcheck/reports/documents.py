@@ -79,8 +79,8 @@ def _contradictions(document: Document) -> Iterator[str]:
         yield from _of_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
             yield (
-                f"the search of {one.strategy!r} has the verdict {one.verdict}, but its cases "
-                "have another"
+                f"the search of {one.strategy!r} has the verdict {one.verdict}, which does not "
+                "follow from its cases"
             )
     verdict = verdict_of(document)
     if document.verdict != verdict:
@@ -105,7 +105,7 @@ def _of_totals(document: Document) -> Iterator[str]:
     """Yield errors in the totals: a failed case is not one that was left out."""
     totals = totals_of([case.verdict for case in document.cases], document.left_out)
     if document.totals is None and document.left_out:
-        yield "it has cases that were left out, and no totals"
+        yield "it lists excluded cases but has no totals"
     if document.totals is not None and document.totals != totals:
         there, here = (
             ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -118,11 +118,11 @@ def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
     """Yield contradictions between a search, the plan and its own numbers."""
     searches = () if plan is None else plan.searches
     if one.strategy not in {search.strategy for search in searches}:
-        yield f"it searched for a failure of {one.strategy!r}, which its plan does not have"
+        yield f"it searched for a failure of {one.strategy!r}, which is not in its plan"
     if one.verdict == "pass" and not 0 < one.passed <= one.cases:
         yield (
-            f"a search of {one.strategy!r} has passed, and {one.passed} of its {one.cases} cases "
-            "have"
+            f"a search of {one.strategy!r} passed, but only {one.passed} of its {one.cases} "
+            "cases did"
         )
 
 
@@ -130,7 +130,7 @@ def _of_case(case: CaseEntry) -> Iterator[str]:
     """Yield contradictions within a case."""
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
-            yield f"has a {name} that is not one distcheck command"
+            yield f"has a {name} that is not a single distcheck command"
     verdict = merge_verdicts([check.verdict for check in case.checks])
     if case.verdict != verdict:
         yield f"has the verdict {case.verdict}, but its checks give {verdict}"
@@ -140,7 +140,7 @@ def _of_case(case: CaseEntry) -> Iterator[str]:
     if "pass" in ended and not (finished and ranks == list(range(case.world))):
         yield f"passed its outcome check, although not all {case.world} ranks finished"
     if ranks_failed(case) and ended and "fail" not in ended:
-        yield "has a rank that did not finish, but no failed check of it"
+        yield "has a rank that did not finish, but no failed outcome check"
     for check in case.checks:
         if problem := _wrong_bound(check):
             yield f"has a bound in its check {check.check!r} that {problem}"
@@ -162,7 +162,7 @@ def _of_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
             yield f"passed without the check {name!r}, which every case has"
     for check in case.checks:
         if check.first is not None or (check.worst is not None and _is_beyond(check.worst)):
-            yield f"passed the check {check.check!r}, although an error is beyond its bound"
+            yield f"passed the check {check.check!r}, although an error exceeds its bound"
         if less := _compared_too_little(case, check):
             yield f"passed the check {check.check!r}, although it compared {less}"
 

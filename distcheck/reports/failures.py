@@ -64,7 +64,7 @@ def by_evidence(
     found: dict[str, list[Diagnosis]] = {}
     for one in causes:
         differs, _, rest = one.evidence.partition("; ")
-        if rest and first is not None and differs.startswith(f"{first.check} differ first: "):
+        if rest and first is not None and differs.startswith(f"{first.check} diverge first: "):
             one = msgspec.structs.replace(one, evidence=rest)
         seen, apart, _ = one.evidence.partition(f"; {APART} ")
         found.setdefault(seen if apart else one.evidence, []).append(one)

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Option: module of `distcheck.reports`, and help text.
 FORMATS = {
     "json": ("json_report", "Write the report as JSON; - for standard output."),
-    "junit": ("junit", "Write the report as JUnit XML, with a test case for each cell."),
+    "junit": ("junit", "Write the report as JUnit XML, with one test case per cell."),
     "html": ("html_report", "Write the report as one HTML page, with pictures."),
 }
 GITHUB = "github"
@@ -38,7 +38,7 @@ def output_options(command: F) -> F:
     command = click.option(
         f"--{GITHUB}",
         is_flag=True,
-        help="Annotate failed cells on GitHub, and write the step's summary.",
+        help="Annotate failed cells on GitHub, and write the job summary.",
     )(command)
     for name in reversed(FORMATS):
         command = click.option(
@@ -77,11 +77,11 @@ def check_outputs(files: Mapping[str, str]) -> None:
             check_writable(path, option=f"${_SUMMARY}")
     if len(set(files.values())) < len(files):
         options = " and ".join(f"--{name} {path}" for name, path in files.items())
-        raise UsageError(f"{options} name the same file; give each its own")
+        raise UsageError(f"{options} name the same file; give each option a different file")
     for name, path in files.items():
         if path == _STDOUT and GITHUB in files:
             raise UsageError(
-                f"--{name} - and --{GITHUB} would both write to standard output; give --{name} a "
+                f"--{name} - and --{GITHUB} would both write to standard output; pass --{name} a "
                 "file"
             )
 
@@ -168,7 +168,7 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
     except OSError as error:
         why = error.strerror
         if isinstance(error, FileNotFoundError):
-            why = f"the folder {Path(path).parent} does not exist; make it first"
+            why = f"the folder {Path(path).parent} does not exist; create it first"
         raise CannotRunError(f"{option} {path} cannot be written: {why}") from error
 
 

@@ -50,7 +50,7 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
     remarks = case.remarks or ()
     parts = [
         *(f"cause: {cause}" for cause in found.causes),
-        *(f"remark: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks),
+        *(f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         found.headline if found.ranks else "",
         found.first or found.headline if case.verdict != "pass" else "",
@@ -137,7 +137,7 @@ def _told(found: CaseGist) -> list[tuple[str, str]]:
 
 def _fit(pieces: Sequence[str], room_bytes: int) -> str:
     """Join as many whole pieces as fit, and the number of omitted ones."""
-    closing = "\n{} more lines of cells and details do not fit here; they are in the JSON.\n"
+    closing = "\n{} more lines do not fit here; the JSON report has all of them.\n"
     room = room_bytes - len(closing.encode()) - 10
     taken: list[str] = []
     spent = 0

@@ -33,7 +33,7 @@ _ORDER = ("fail", "unknown", "pass")
 _PICTURED_CASES = 24  # beyond, passing cases have no pictures, or the page gets too long
 _ELEMENTS = 5  # of one check; the JSON has more
 _FIRST_CAUSES = 3  # at the top of the page
-_FOLLOWS = "and may follow from that"  # in the reason of a failure that may be a consequence
+_FOLLOWS = "and may follow from it"  # in the reason of a failure that may be a consequence
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
 )

@@ -85,7 +85,7 @@ def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
     if case.strategy_line:
         element.set("line", str(case.strategy_line))
     remarks = case.remarks or ()
-    said = [f"remark: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks]
+    said = [f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks]
     if case.verdict == "pass":
         if said:
             ElementTree.SubElement(element, "system-out").text = _clean("\n".join(said) + "\n")

@@ -77,7 +77,7 @@ class LiveProgress:
         """Record a judged case; a rerun case is counted once."""
         self._done.add(case.id)
         beside = self._cases and all(case.id != planned.id for planned in self._cases)
-        text = f"{'a closer look at what failed, ' * bool(beside)}{case.id}: {verdict}"
+        text = f"{'inspecting failures, ' * bool(beside)}{case.id}: {verdict}"
         self._show(text, silently=True)
         self._write(text)
 

@@ -48,7 +48,7 @@ def next_step(report: Report) -> str:
     if not worlds & set(_LARGER_WORLDS) and max(case.adaptation.without_data, default=0) < 3:
         asked = [word for world in _LARGER_WORLDS for word in ("--world", str(world))]
         line = shlex.join([*words_without(words, ("--world",)), *asked])
-        return f"{line}    # are unequal shards weighted? other orders"
+        return f"{line}    # covers uneven shards and other reduction orders"
     if "--world" not in words:
         words = [*words, "--world", str(case.world)]
     if all(c.case.workload != "vgg11" for c in report.cases):

@@ -48,10 +48,10 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
 def _print_head(report: Report, found: list[scale.Curve], console: Console) -> None:
     case = report.cases[0].case
     sentences = [
-        f"{case.workload} {case.dtype}; total batch {case.batch} in every world "
-        f"and in the single-process reference, {case.steps} steps, seed {case.seed}",
-        f"error and bound: of the {scale.described(found[0].layer)}, where the error comes closest "
-        "to its bound or exceeds it most",
+        f"{case.workload} {case.dtype}; global batch size {case.batch} in every world and in the "
+        f"single-process reference, {case.steps} steps, seed {case.seed}",
+        f"error and bound: of the {scale.described(found[0].layer)}, at the largest ratio of "
+        "error to bound",
         *([f"accepted: {case.accept}"] if case.accept else []),
     ]
     for sentence in sentences:

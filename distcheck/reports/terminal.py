@@ -151,7 +151,7 @@ def _print_headline(
     sentence = f"{of}: {names}; batch {case.batch}, {steps}seed {case.seed}"
     print_verdict(sentence, verdict, console, bold=of)
     for one in dict.fromkeys(one for c in cases for one in c.remarks):
-        said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
+        said = f"warning: {one.cause}: {one.evidence}; {one.suggestion}"
         print_hanging(said, console, indent=2, style=STYLE["unknown"])
 
 
@@ -163,7 +163,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
     shown = _columns(console.width)
     for what in shown:
         table.add_column(what, no_wrap=True, justify="right")
-    table.add_column("worst error of its bound")
+    table.add_column("max error / bound")
     last = ""
     for result in _rows(cases):
         table.add_row(
@@ -236,7 +236,7 @@ def _print_legend(report: Report, console: Console) -> None:
     used = {result.layer for case in report.cases for result in case.checks}
     shown = [f"{one.name} ({one.alias}), {one.about}" for a, one in LAYERS.items() if a in used]
     if shown:
-        text = f"Layers, and what each compares with: {'; '.join(shown)}."
+        text = f"Layers and the reference that each compares with: {'; '.join(shown)}."
         print_hanging(text, console, indent=0, style="dim")
 
 
@@ -248,14 +248,15 @@ def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool,
     if judged and verbose:
         _print_legend(report, console)
         if report.verdict == "pass" and report.not_shown:
-            shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
+            shown = f"Not covered by this pass: {'; '.join(report.not_shown)}."
             print_hanging(shown, console, indent=0, style="dim")
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
         console.print(
             Text(
-                f"{part}: {cells} planned cells; distcheck merge shows whether the other parts ran"
+                f"{part}: {cells} planned cells; run distcheck merge to check that the other "
+                "parts ran"
             ),
             soft_wrap=True,
         )

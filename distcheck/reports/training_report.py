@@ -39,7 +39,8 @@ def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
     timed = max(row["steps"] - 1, 1)
     text = (
         f"loss {row['loss']:.4f}, accuracy {accuracy}, {row['mean_step_s']:.3f} s per step (mean "
-        f"of {timed}{', first left out' * (row['steps'] > 1)}; median {row['median_step_s']:.3f}, "
+        f"of {timed}{', excluding the first' * (row['steps'] > 1)}; median "
+        f"{row['median_step_s']:.3f}, "
         f"max {row['max_step_s']:.3f})"
     )
     name = f"epoch {row['epoch']}/{epochs}:"
@@ -59,7 +60,7 @@ def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> 
     if case.strategy:
         words = ["distcheck", "verify", "--strategy", case.strategy, *case.adapter_words]
         words += ["--world", str(case.world)]
-        console.print(Text(f"next   {shlex.join(words)}    # names the cause"), soft_wrap=True)
+        console.print(Text(f"next   {shlex.join(words)}    # reports the cause"), soft_wrap=True)
 
 
 _SHARED = ("workload", "data", "batch", "seed", "dtype")

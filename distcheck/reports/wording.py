@@ -38,7 +38,7 @@ def describe_site(site: CallSite | None, strategy_file: str) -> str:
     if site is None:
         return ""
     if not site.file:
-        return "it was given to no collective or message"
+        return "no collective or message used it"
     path, folder = PurePath(site.file), PurePath(strategy_file).parent
     inside = strategy_file != "" and path.is_relative_to(folder)
     place = f"{path.relative_to(folder) if inside else path}:{site.line}"
@@ -94,7 +94,8 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
     if factors:
         least = ", ".join(f"{factor:.1e} in {dtype}" for dtype, factor in factors.items())
         text += (
-            f"; every tensor that counts would have shown a factor that is wrong by {least} or more"
+            "; every tensor that can reveal a wrong scale would have revealed one that is off "
+            f"by {least} or more"
         )
     yield text
 
@@ -130,13 +131,13 @@ def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
 def describe_search(explored: Explored) -> str:
     if not explored.cases:
         return f"explore: {explored.strategy}: {explored.reason}"
-    found = "a failure found" if explored.verdict == "fail" else "nothing found"
+    found = "found a failure" if explored.verdict == "fail" else "found nothing"
     text = (
         f"explore: {explored.strategy}: {found} in {explored.cases} cases, worlds 1 to "
         f"{explored.most_world}, up to {explored.most_steps} steps; {explored.spent_s:.0f} s of "
         f"{explored.budget_s:g} s, seed {explored.seed}"
     )
     if explored.insensitive:
-        text += f"; {explored.insensitive} cases could not show every simple mistake"
-    text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
+        text += f"; {explored.insensitive} cases could not have revealed every simple mistake"
+    text += "".join(f"; {word} was excluded: {why}" for word, why in explored.left_out.items())
     return "; ".join(filter(None, [text, explored.reason]))

@@ -62,8 +62,8 @@ def check_place(backend: str, device: str) -> None:
     backends.check_name(backend)
     if backend not in BACKENDS:
         raise UsageError(
-            f"--backend {backend}: what must catch each mutant is known for gloo's order of "
-            f"additions; expected {' or '.join(BACKENDS)}"
+            f"--backend {backend}: the check that must catch each mutant is known only for "
+            f"gloo's reduction order; expected {' or '.join(BACKENDS)}"
         )
     if device not in devices.DEVICES:
         raise UsageError(f"unknown --device {device!r}; known are {' and '.join(devices.DEVICES)}")
@@ -87,7 +87,7 @@ def plan_selftest(
             first = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UsageError(
                 f"-k {pattern}: no mutant and no correct strategy has such a name; names begin "
-                f"with {first}, as in {names[0]}"
+                f"with {first}, for example {names[0]}"
             )
     mutants = tuple(m for m in zoo.mutants if _is_meant(f"{m.file}.{m.name}", patterns))
     strategies = tuple(s for s in zoo.strategies if _is_meant(f"correct.{s}", patterns))
@@ -150,7 +150,7 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
         elif contract.backend not in (None, "gloo"):
             elsewhere.append((name, f"needs backend {contract.backend}"))
         elif contract.parallel:
-            elsewhere.append((name, "divides a model's layers; give it to distcheck verify"))
+            elsewhere.append((name, "shards a model's layers; use distcheck verify"))
         else:
             here.append(name)
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
@@ -177,7 +177,7 @@ def _planted(package: str) -> Iterator[Planted]:
         )
 
 
-_OF_PROCESSES = "it shows only where ranks are processes; give --backend gloo"
+_OF_PROCESSES = "it is visible only if ranks are processes; pass --backend gloo"
 
 
 def look() -> Zoo:
@@ -268,7 +268,7 @@ def selftest_command(
     environment: dict[str, Any] = {}
     try:
         with LiveProgress(Console(stderr=True)) as live:
-            live.preparing("looking at the zoo")
+            live.preparing("inspecting the zoo")
             plan = plan_selftest(
                 look(), patterns=patterns, quick=quick, backend=backend, device=device
             )

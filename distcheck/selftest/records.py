@@ -10,7 +10,7 @@ from distcheck.records import CaseReport, Report
 from distcheck.worlds.jobs import Job
 
 Naming = Literal["right", "wrong", "unexplained", "-"]
-Verdict = Literal["caught", "missed", "passed", "false alarm", "left out", "unknown"]
+Verdict = Literal["caught", "missed", "passed", "false positive", "left out", "unknown"]
 _UNEXPLAINED = "unexplained"
 
 
@@ -101,7 +101,7 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts
         return sum(all(getattr(r, n) == value for n, value in wanted.items()) for r in matching)
 
     caught, missed = of("mutant", verdict="caught"), of("mutant", verdict="missed")
-    passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false alarm")
+    passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false positive")
     left_out = of("correct", verdict="left out")
     planted -= of("mutant", verdict="left out")
     return DetectionCounts(
@@ -154,7 +154,9 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
 
 def judge_correct(case: CaseReport) -> Row:
     """Return the verdict on a correct case: a failed check is a false positive."""
-    verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
+    verdict: Verdict = {"fail": "false positive", "pass": "passed", "unknown": "unknown"}[
+        case.verdict
+    ]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
     return Row(
         kind="correct",

@@ -17,14 +17,17 @@ from distcheck.cli.options import json_option, setting_option, setting_options
     "patterns",
     multiple=True,
     metavar="PATTERN",
-    help="Only those whose name, as shown, contains this text; * and ? are wildcards.",
+    help="Run only mutants whose displayed name contains this text, with wildcards * and ?.",
 )
-@setting_option("backend", help="gloo; or simulated, where ranks are threads of one process.")
+@setting_option(
+    "backend", help="Backend: gloo; or simulated, whose ranks are threads of one process."
+)
 @setting_options("device")
 @json_option("table")
-@click.option("-v", "--verbose", is_flag=True, help="Show every correct case.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every correct case.")
 def command(**asked: Any) -> int:
-    """Run the mutant zoo: is every planted bug caught and named, and no correct code accused?
+    """Run the mutant zoo: check that every planted bug is caught and named, and that correct code
+    passes.
 
     \b
     distcheck selftest

@@ -20,7 +20,7 @@ _STYLES: dict[Verdict, str] = {
     "passed": "green",
     "left out": "dim",
     "missed": "bold red",
-    "false alarm": "bold red",
+    "false positive": "bold red",
     "unknown": "bold yellow",
 }
 _NAMING: dict[Naming, str] = {
@@ -74,21 +74,21 @@ def totals(found: Detection) -> Iterator[str]:
     if counts.planted:
         yield (
             f"mutants   {counts.planted} planted: {counts.caught} caught, {counts.missed} missed; "
-            f"{counts.named_right} named right, {counts.named_wrong} named wrong, "
+            f"{counts.named_right} named correctly, {counts.named_wrong} named incorrectly, "
             f"{counts.unexplained} unexplained"
         )
     if counts.correct:
         yield (
             f"correct   {counts.correct} cases: {counts.passed} passed, "
-            f"{counts.false_alarms} false alarms"
+            f"{counts.false_alarms} false positives"
         )
     out = [(row.name, row.detail) for row in found.rows if row.verdict == "left out"]
     for name, why in dict.fromkeys(out):
-        yield f"          {name} is left out: {why}"
+        yield f"          {name} is excluded: {why}"
     for name, why in found.elsewhere:
         yield f"          {name} is not among them: it {why}"
     if counts.unknown:
-        yield f"unknown   {counts.unknown} of those planned have no verdict"
+        yield f"unknown   {counts.unknown} planned cases have no verdict"
     yield f"time      {found.seconds:.0f} s"
 
 

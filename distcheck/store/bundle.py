@@ -56,8 +56,8 @@ A run of distcheck {version}, with the code that it judged.
 
     distcheck replay {name}
 
-runs its {count} again; that executes the files in sources/. The report says what differs where
-you are (versions, machine, settings, files).
+reruns its {count}, which executes the files in sources/. The report lists all differences on your
+machine (versions, settings, files).
 """
 
 
@@ -86,7 +86,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     Raises UsageError for a folder that is not a run, CannotRunError if the zip cannot be written.
     """
     if target.exists() and not zipfile.is_zipfile(target):
-        raise UsageError(f"{target} exists and is not a zip; give the bundle another name")
+        raise UsageError(f"{target} exists and is not a zip; pass a different name for the bundle")
     files = sorted(run.glob("cases/*.json"))
     if not files:
         raise UsageError(f"{run} holds no cases; {store.KEPT_RUNS}")
@@ -116,7 +116,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     if traces and not kept:
         raise UsageError(f"{run} holds no traces; remove --traces, or verify with --save")
     if kept and not any(path.suffix == ".safetensors" for path in kept):
-        remarks.append(f"{run} keeps digests and no tensors, so recheck cannot read its traces")
+        remarks.append(f"{run} has digests but no tensors, so recheck cannot judge its traces")
     _write(target, members, run, kept)
     return manifest, remarks
 
@@ -159,7 +159,7 @@ def read_replay(given: str) -> Replay:
         raise UsageError(f"{path} holds no cases; {store.KEPT_RUNS}")
     cases = [store.read_case(file, jobs=True) for file in files]
     if len(cases) > 1 and any(case.job for case in cases):
-        raise UsageError(f"{path} holds a whole job beside other cases; give one case file")
+        raise UsageError(f"{path} has a whole job in addition to other cases; pass one case file")
     found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
     order = _order_of(path / "report.json")
     return Replay(
@@ -239,7 +239,7 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
         if not is_file_name(name) or f"cases/{name}.json" not in files:
             raise UsageError(f"{path} is damaged: it has no file of case {name!r}")
     if not manifest.cases:
-        raise UsageError(f"{path} holds no cases; bundle a run that has some")
+        raise UsageError(f"{path} holds no cases; bundle a run that has cases")
     for source in manifest.sources:
         inside = source.file.startswith("sources/") and source.file in files
         if not inside or (source.runs and not source.spec.rpartition(":")[0].endswith(".py")):
@@ -289,15 +289,14 @@ def _sources(
         if not path.is_file():
             if runs:
                 raise UsageError(
-                    f"the file of {what} {spec} is missing; bundle the run in the folder in which "
-                    "it was made"
+                    f"the file of {what} {spec} is missing; bundle the run in its original folder"
                 )
             continue
         now = code_digest(what, spec)
         if digest and now != digest:
             remarks.append(
-                f"the code of {what} {spec} has changed since the run; the bundle has it as it is "
-                "now"
+                f"the code of {what} {spec} has changed since the run; the bundle contains the "
+                "current version"
             )
         folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
         try:

@@ -64,7 +64,7 @@ def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
 
 def the_others(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
     """Return the ids of the cases that did not fail, with the reason to leave them out."""
-    why = "you gave --last-failed, and it did not fail when it was last run"
+    why = "you passed --last-failed, and it did not fail in its last run"
     return {case.id: why for case in cases if case.id not in failed}
 
 

@@ -103,9 +103,9 @@ class Store:
         if launch is not None and _takes_up(folder, launch):
             return cls(folder, keep_everything=True, run=run, tensors=tensors)
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file; give a new or an empty folder")
+            raise UsageError(f"{folder} is a file; pass a new or an empty folder")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; give a new or an empty folder")
+            raise UsageError(f"{folder} is not empty; pass a new or an empty folder")
         store = cls(folder, keep_everything=True, run=run, tensors=tensors)
         store._make()
         if run:
@@ -251,7 +251,7 @@ def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
     except OSError as error:
         raise CannotRunError(
             f"{error.filename or place} cannot be written: {error.strerror}; save elsewhere, or "
-            "work in a writable folder of your own"
+            "work in a writable folder"
         ) from error
     return place
 
@@ -296,14 +296,14 @@ def stored_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-KEPT_RUNS = f"distcheck runs lists those that are kept in {DEFAULT_FOLDER} here"
+KEPT_RUNS = f"run distcheck runs to list those in {DEFAULT_FOLDER} here"
 
 
 def latest_run() -> Path:
     """Return the latest run in `.distcheck/`. Raises UsageError if there is none."""
     runs = kept_runs()
     if not runs:
-        raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of a run")
+        raise UsageError(f"{DEFAULT_FOLDER} has no run; pass the folder of a run")
     return runs[-1]
 
 
@@ -323,7 +323,7 @@ def read_case(path: Path, *, jobs: bool = False) -> Case:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         if path.name == "report.json":
-            raise UsageError(f"{path} is a report; give its folder, {path.parent}") from error
+            raise UsageError(f"{path} is a report; pass its folder, {path.parent}") from error
         raise UsageError(f"{path} is not a case file: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path} is not a case that can run: {error}") from error
@@ -331,9 +331,9 @@ def read_case(path: Path, *, jobs: bool = False) -> Case:
 
 def _check_job(case: Case, *, allowed: bool) -> Case:
     if not allowed:
-        raise UsageError("it is a whole job's, which distcheck replay and open take")
+        raise UsageError("it belongs to a job; use distcheck replay or open")
     if any("\0" in word for word in case.job):
-        raise UsageError("a word of its command holds a NUL character")
+        raise UsageError("a word of its command contains a NUL character")
     return case
 
 

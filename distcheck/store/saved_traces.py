@@ -49,8 +49,8 @@ def _read_about(folder: Path) -> SavedTrace:
         name = saved.case.id
         if name != folder.name or not is_file_name(name):
             raise UsageError(
-                f"the trace in {folder} is of case {name}; the name of its folder must be the "
-                "case's"
+                f"the trace in {folder} is of case {name}; the name of its folder must be that "
+                "of the case"
             )
         for outcomes in (saved.outcomes, saved.rerun_outcomes):
             ranks = {outcome.rank for outcome in outcomes}
@@ -80,7 +80,7 @@ def _check_memory(folder: Path) -> None:
 def require_tensors(trace: SavedTrace) -> None:
     if not trace.saved.tensors:
         raise UsageError(
-            f"the trace in {trace.folder} keeps digests and no tensors; judging needs the tensors; "
+            f"the trace in {trace.folder} has digests but no tensors, which judging needs; "
             "compare it with distcheck compare, or record the run again without --digests"
         )
 
@@ -102,7 +102,7 @@ def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) 
         )
     if not 1 <= len(indexes) <= len(TRACES):
         raise UsageError(
-            f"the trace in {folder} is damaged: it is of {len(indexes)} runs, and a case has 1 or 2"
+            f"the trace in {folder} is damaged: it has {len(indexes)} runs, but a case has 1 or 2"
         )
     _check_memory(folder)
     fds = [os.memfd_create("distcheck-saved") for _ in indexes]

@@ -222,14 +222,14 @@ def require_trust(
     what = "a command" if commands else "untrusted code"
     runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
+        raise UsageError(f"{runs}: {'; '.join(listed)}; review it, then pass --trust to run it")
     # Files that need no confirmation are trusted, and may be in the same folders as those that do.
     others = [_described(what, spec, unpacked) for case in cases for what, spec in named(case)]
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
-        raise UsageError(f"{given} was not run; add --trust to run its code without asking")
+        raise UsageError(f"{given} was not run; pass --trust to run its code without asking")
     agreed = {file: digest for one in (*others, *code) for file, digest in one.files.items()}
     around = (handed_over, os.getcwd(), *(one.root for one in code))
     sources_only.begin(agreed, around=around)

@@ -15,15 +15,15 @@ import pytest
 from distcheck.testing import hypothesis_compat
 
 _DRAWS = (
-    "draws while the test runs, and ranks would draw apart; draw what they need with @given or "
-    "st.composite, above the world"
+    "draws while the test runs, so ranks would draw different values; draw all values with "
+    "@given or st.composite, outside the world"
 )
 _TRUE = "st.randoms() without use_true_random=True"
 # Arguments that no test in a world accepts, by Hypothesis' class name.
 _REFUSED = {
     "DataObject": f"st.data() {_DRAWS}",
     "ArtificialRandom": f"{_TRUE} {_DRAWS}",
-    "RandomSeeder": "st.random_module() seeds the pytest process alone, ranks start from the "
+    "RandomSeeder": "st.random_module() seeds only the pytest process, but ranks start from the "
     "marker's seed; draw a seed with st.integers(), and set it in the test",
 }
 
@@ -227,4 +227,4 @@ def _made() -> Any:
 
 def _refuse_draw(*_: Any, **__: Any) -> NoReturn:
     __tracebackhide__ = True
-    pytest.fail(f"what is used here, of st.data(), st.functions() or {_TRUE}, {_DRAWS}")
+    pytest.fail(f"a strategy of this test (st.data(), st.functions() or {_TRUE}) {_DRAWS}")

@@ -146,11 +146,11 @@ def _bystanders(ended: Ended) -> list[str]:
     for outcome in (o for o in ended.outcomes if _is_victim(o) and o.rank not in told):
         victims.setdefault(outcome.lost_at, []).append(outcome.rank)
     for where, ranks in victims.items():
-        lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}, and raised for it")
+        lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}: secondary failure")
     for outcome in ended.outcomes:
         if outcome.outcome == RankEnd.ENDED:
             where = f" ({outcome.last_call})" if outcome.call else ""
-            lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
+            lines.append(f"{name_of([outcome.rank], ended.size)} was terminated with them{where}")
     silent = any(
         outcome.outcome in (RankEnd.HUNG, RankEnd.KILLED, RankEnd.EXITED)
         for outcome in ended.outcomes

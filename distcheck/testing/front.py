@@ -126,7 +126,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     """Run a test in a world; with Hypothesis, every example in its own world."""
     __tracebackhide__ = True
     if item.config.getoption("trace", False):  # pdb would quit, and the test pass
-        _refuse("--trace: a rank has no terminal that a debugger could use")
+        _refuse("--trace is not supported: a rank has no terminal for a debugger")
     if options.is_simulated:
         registry.load("simulated").threads().prepare(item)
     args = {name: item.funcargs[name] for name in pytest_compat.argument_names(item)}
@@ -138,7 +138,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         ("generator", inspect.isgeneratorfunction),
     ):
         if is_one(body):
-            _refuse(f"{item.name} is a {kind} function: a test in a world is a plain one")
+            _refuse(f"{item.name} is a {kind} function; a test in a world must be a plain function")
     if handle is None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
@@ -188,11 +188,11 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
                 with _pool(prepared) as pool:
                     ended = _run_in(pool, prepared)
         except NotSimulatedError as error:
-            instead = 'leave backend="simulated" away'
-            refused = str(error).replace("give --backend gloo", instead)
+            instead = 'remove backend="simulated"'
+            refused = str(error).replace("pass --backend gloo", instead)
         except DistcheckError as error:
             lost = isinstance(error, HelperError)
-            what = "the world was lost" if lost else "no world could be made"
+            what = "the world was lost" if lost else "no world could be created"
             raise pytest.fail.Exception(f"{what}: {error}", pytrace=False) from None
     if refused:
         _refuse(refused)
@@ -326,7 +326,9 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
         pytest.exit(reasons["exit"])
     if all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes) and not ended.timeout:
         if len(ends) < ended.size:
-            raise AssertionError(f"{len(ends)} of {ended.size} ranks reported: nothing is shown")
+            raise AssertionError(
+                f"{len(ends)} of {ended.size} ranks reported, so there is no result"
+            )
         if set(ends.values()) == {"passed"}:
             return
         if set(ends.values()) == {"skipped"}:
@@ -398,18 +400,18 @@ def _why_not_compared(found: Searched) -> str:
             return (
                 f"the test passed, and ended in a {run.end} when it was run again under the same "
                 f"schedule ({run.what}): it depends on something that no schedule controls, such "
-                "as the clock, or the system's random numbers"
+                "as the clock or system randomness"
             )
     if found.other is not None and not found.repeats:
         return (
             f"the test passed, and ended in a {found.other.end} under schedule "
             f"{found.other.schedule} ({found.other.what}), but not each time: it depends on "
-            "something that no schedule controls, such as the clock, or the system's random numbers"
+            "something that no schedule controls, such as the clock or system randomness"
         )
     if found.other is None and found.late:
         return (
-            f"{len(found.late)} of {found.ran} schedules did not end in time (first "
-            f"{found.late[0]}); give a longer deadline_s"
+            f"{len(found.late)} of {found.ran} schedules did not finish in time (first "
+            f"{found.late[0]}); pass a longer deadline_s"
         )
     return ""
 

@@ -174,6 +174,6 @@ def _pickled(prepared: Prepared) -> bytes:
         except Exception as error:
             reason = f"{name}: {error}"
     pytest.fail(
-        f"what the test is given cannot be sent to a kept world ({reason}); {KEPT_ELSE}",
+        f"the arguments of the test cannot be sent to a reused world ({reason}); {KEPT_ELSE}",
         pytrace=False,
     )

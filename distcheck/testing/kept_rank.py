@@ -70,7 +70,8 @@ def _arguments(test: KeptTest) -> _Arguments:
         args, kwargs, asked, filters = pickle.loads(test.arguments)
     except Exception as error:
         raise CannotRunError(
-            f"what the test is given cannot be made again in a kept world ({error}); {KEPT_ELSE}"
+            f"the arguments of the test cannot be recreated in a reused world ({error}); "
+            f"{KEPT_ELSE}"
         ) from error
     return args, kwargs, asked, filters
 

@@ -81,7 +81,7 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
     if mark.args:
         arguments["size"], *rest = mark.args
         if rest or "size" in mark.kwargs:
-            raise _refuse("takes one size, or a list of them")
+            raise _refuse("takes one size or a list of sizes")
     if "size" not in arguments:
         raise _refuse("needs the number of ranks")
     sizes = _sizes(arguments.pop("size"), arguments.get("backend", "gloo"))
@@ -106,7 +106,7 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
 def _check_simulated(options: WorldOptions) -> None:
     if options.is_simulated:
         for name, given, why in (
-            ("reuse", options.reuse, "each test has a process of its own, which all ranks share"),
+            ("reuse", options.reuse, "each test has its own process, which all ranks share"),
             ("device", options.device != "cpu", "its tensors are on the CPU"),
         ):
             if given:
@@ -124,7 +124,7 @@ def _check_simulated(options: WorldOptions) -> None:
             switches=options.switches,
         )
     except UsageError as error:
-        raise _refuse(f"was given another value than it takes: {error}") from None
+        raise _refuse(f"was given an invalid value: {error}") from None
 
 
 def _sizes(given: object, backend: object) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 # Advice if a value cannot be sent to a persistent world.
 KEPT_ELSE = (
-    "have that fixture depend on `world`, so that every rank sets it up, or leave reuse=True away"
+    "make that fixture depend on `world`, so that every rank sets it up, or remove reuse=True"
 )
 
 

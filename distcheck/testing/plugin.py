@@ -24,7 +24,7 @@ _HELP = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the conformance suite."""
-    group = parser.getgroup("distcheck", "gradient synchronisation under test")
+    group = parser.getgroup("distcheck", "gradient synchronization under test")
     for name, kind, what in (
         (
             "strategy",

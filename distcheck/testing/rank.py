@@ -103,8 +103,8 @@ def enter(
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if options.device == "cuda" and compat.is_cuda_lost_by_fork():
         raise CannotRunError(
-            "the pytest process itself has asked CUDA for something, so that its forks cannot use "
-            "it; ask in a test in a world, or with PYTORCH_NVML_BASED_CUDA_CHECK=1 set"
+            "the pytest process itself has queried CUDA, so its forks cannot use CUDA; query it "
+            "in a test in a world, or set PYTORCH_NVML_BASED_CUDA_CHECK=1"
         )
     device = devices.enter(options.device, rendezvous.rank)
     reporter.progress(0, "rendezvous")

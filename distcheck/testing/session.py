@@ -39,7 +39,7 @@ def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
 
 
 def _no_debugger(*_: Any, **__: Any) -> None:
-    pytest.fail("a rank has no terminal that a debugger could use: print, or log", pytrace=True)
+    pytest.fail("a rank has no terminal for a debugger; print or log instead", pytrace=True)
 
 
 def tell(report: pytest.TestReport) -> None:

@@ -66,7 +66,7 @@ class Ingredients:
         training = getattr(self.loaded.workload, "training", Training())
         if not isinstance(training, Training):
             raise UsageError(
-                f"workload {self.case.workload}: its training is {training!r}, and has to be a "
+                f"workload {self.case.workload}: its training is {training!r}; expected a "
                 "distcheck.contract.Training(...)"
             )
         try:
@@ -74,7 +74,7 @@ class Ingredients:
         except msgspec.ValidationError as error:
             raise UsageError(
                 f"workload {self.case.workload}: its training is {training!r}, which the loop "
-                f"cannot do: {error}"
+                f"does not support: {error}"
             ) from None
 
     @property
@@ -88,7 +88,7 @@ class Ingredients:
             return of_tokens + msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
         except (msgspec.ValidationError, TypeError) as error:
             raise UsageError(
-                f"workload {self.case.workload}: its must_happen is {declared!r}, and has to be a "
+                f"workload {self.case.workload}: its must_happen is {declared!r}; expected a "
                 f"tuple of events of distcheck.records.expected_events: {error}"
             ) from None
 
@@ -151,8 +151,8 @@ def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
     if not isinstance(real, torch.Tensor) or real.dtype is not torch.bool:
         kind = str(real.dtype) if isinstance(real, torch.Tensor) else type(real).__name__
         raise UsageError(
-            f"workload {name}: tokens(batch) returned {kind}; it must return a bool tensor "
-            "[n, positions], True where the loss counts a position"
+            f"workload {name}: tokens(batch) returned {kind}; expected a bool tensor [n, "
+            "positions] that is True if the loss includes a position"
         )
     if real.dim() < 1 or real.shape[0] != rows:
         raise UsageError(
@@ -303,8 +303,8 @@ def _take_step(ingredients: Ingredients, optimizer: torch.optim.Optimizer) -> No
         if not is_torchs_own(optimizer):
             raise
         raise UsageError(
-            f"workload {ingredients.case.workload}: {type(optimizer).__name__} does not step on "
-            f"dense gradients alone, as references do: {error}"
+            f"workload {ingredients.case.workload}: {type(optimizer).__name__} does not step "
+            f"with only dense gradients, which references use: {error}"
         ) from None
 
 
@@ -353,8 +353,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in BYTES:
         raise UsageError(
-            f"{name} is of dtype {dtype}, whose elements cannot be recorded and compared; "
-            f"those of {', '.join(BYTES)} can"
+            f"{name} is of dtype {dtype}, which is not supported; supported are {', '.join(BYTES)}"
         )
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
@@ -390,6 +389,6 @@ def load_initial(model: nn.Module, file: str) -> None:
                     tensor.copy_(initial)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"the recorded initial state {file} does not go with the model: "
+            f"the recorded initial state {file} does not match the model: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -65,7 +65,7 @@ def check_single(spec: str) -> None:
     places = {point.value for point in _registered() if point.name == spec}
     if len(places) > 1:
         raise UsageError(
-            f"strategy {spec!r} is registered by several installed packages; give one of "
+            f"strategy {spec!r} is registered by several installed packages; pass one of "
             f"{', '.join(sorted(places))}"
         )
 
@@ -122,18 +122,18 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
             )
         if not attribute:
             raise UsageError(
-                f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
-                f"for instance {place}:{scripts.first_definition(Path(place))}"
+                f"{what} {spec!r} names a file but no object in it; pass {place}:NAME, for "
+                f"example {place}:{scripts.first_definition(Path(place))}"
             )
         _check_object(what, spec, Path(place))
     elif not place and attribute:
-        raise UsageError(f"{what} {spec!r} names no file; write path/to/file.py{spec}")
+        raise UsageError(f"{what} {spec!r} names no file; pass path/to/file.py{spec}")
     elif attribute and Path(place).is_file():
-        raise UsageError(f"{what} file {place} is not Python; give a file whose name ends in .py")
+        raise UsageError(f"{what} file {place} is not Python; pass a file whose name ends in .py")
     elif not attribute and place not in set(known):
         raise UsageError(
             f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "
-            f"{', '.join(sorted(known))}, or give path/to/file.py:object or package.module:object"
+            f"{', '.join(sorted(known))}, or pass path/to/file.py:object or package.module:object"
         )
     elif attribute and (file := _file_of_module(place)) is not None:
         _check_object(what, spec, file)
@@ -252,7 +252,7 @@ def load_workload(spec: str) -> LoadedWorkload:
     missing = [m for m in ("model", "loss", "optimizer") if not callable(getattr(target, m, None))]
     if missing:
         raise UsageError(
-            f"workload {spec!r} lacks {', '.join(missing)}; it needs model(sample_shape=, "
+            f"workload {spec!r} has no {', '.join(missing)}; expected model(sample_shape=, "
             "classes=), loss(model, batch) and optimizer(parameters)"
         )
     return LoadedWorkload(
@@ -274,7 +274,7 @@ def load_backend(spec: str) -> str:
         return backends.register(spec) if spec in backends.backend_names() else spec
     check_spelling("backend", spec, backends.backend_names())
     target, _, _ = _resolve("backend", spec, {})
-    wanted = "expected is a function without arguments that registers it and returns torch's name"
+    wanted = "expected a function without arguments that registers it and returns its name in torch"
     if not callable(target):
         raise UsageError(f"backend {spec!r} is a {type(target).__name__}; {wanted}")
     try:
@@ -343,8 +343,8 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
             raise missing from None
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
             raise UsageError(
-                f"{what} module {place} cannot be found; it is looked for in the current folder "
-                "and in the installed packages"
+                f"{what} module {place} was not found in the current folder or the installed "
+                "packages"
             ) from None
         raise UsageError(_raised_on_import(what, place, error)) from None
     except (Exception, SystemExit) as error:
@@ -366,7 +366,7 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
     where = f" ({last[0].filename}, line {last[0].lineno})" if last else ""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if "default process group twice" in text:
-        text += " distcheck has initialised it already; guard it with dist.is_initialized()"
+        text += " distcheck has already initialized it; guard the call with dist.is_initialized()"
     return f"importing {what} {place} raised {text}{where}"
 
 

@@ -260,14 +260,14 @@ class Loop:
         if len(steps) > 1:
             raise RuntimeError(
                 f"the strategy called optimizer.step() {len(steps)} times in step {number}: it "
-                "must call it once, after all parameters are synchronised (a call inside a loop "
-                "over the parameters updates with gradients that are not synchronised yet)"
+                "must call it once, after all parameters are synchronized (a call inside a loop "
+                "over the parameters uses gradients that are not synchronized yet)"
             )
         if not steps:
             raise UsageError(
-                "torch's optimizer took 0 steps where it should take one: the strategy has to call "
-                "its step() once in every step on every rank; where one rank steps for all and "
-                "sends its parameters, give --as steps-inside"
+                "torch's optimizer took 0 steps instead of one: the strategy has to call its "
+                "step() once in every step on every rank; if one rank steps for all and sends "
+                "its parameters, pass --as steps-inside"
             )
 
     @property
@@ -323,7 +323,7 @@ class Loop:
                 share = part.share_of(batch)
                 mean_part = self._backward_one(loss_of(part) * share, step)
             mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
-        assert mean_loss is not None, "a shard holds at least one sample"
+        assert mean_loss is not None, "a shard needs at least one sample"
         return float(mean_loss)
 
     def _stand_by(self, step: Step) -> float:
@@ -387,7 +387,7 @@ def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> N
         raise UsageError(
             f"{strategy} replaced parameters of the model: {gone[0]} is gone, and {new[0]} is new "
             f"({len(gone)} are gone in all). Parameters are compared by name: build such a model "
-            "in a workload (--workload FILE.py:NAME), and give the code that synchronises it"
+            "in a workload (--workload FILE.py:NAME), and pass the code that synchronizes it"
         )
 
 
@@ -406,7 +406,7 @@ def _refuse_steps_in_backward(strategy: str, before: list[float], model: nn.Modu
     if any(p.grad is not None for p in trained) or not trained or _lengths(model) == before:
         return
     raise UsageError(
-        f"{strategy} updates the parameters in backward and leaves no gradients, so they are "
-        "never seen; leave out the step and the zero_grad() of its hooks, and give the part that "
-        "synchronises: the loop takes the optimizer's step after backward"
+        f"{strategy} updates the parameters in backward and leaves no gradients to record; "
+        "remove the step and the zero_grad() from its hooks, and pass the part that "
+        "synchronizes: the loop performs the optimizer step after backward"
     )

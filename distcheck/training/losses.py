@@ -146,7 +146,7 @@ class OwnBackward:
             or_none = ", or None on a rank that does not have it" if self._may_lack else ""
             raise TypeError(
                 "the strategy's backward() must return the shard's mean loss, a tensor"
-                f"{or_none}, and returned {returned!r}"
+                f"{or_none}, but returned {returned!r}"
             )
         loss = returned.detach()
         loss = loss / self._loss_scale if self._loss_scale != 1.0 else loss

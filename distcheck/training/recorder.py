@@ -116,7 +116,7 @@ class Owners:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise UsageError(
                 'the strategy promises gradients="owner", so each parameter must be in the '
-                "optimizer of exactly one rank; in the optimizers of so many ranks are: "
+                "optimizer of exactly one rank; the numbers of ranks are: "
                 f"{', '.join(wrong[:3])}{more}"
             )
         pairs = zip(named, owner.tolist(), strict=True)

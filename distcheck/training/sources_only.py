@@ -111,12 +111,14 @@ def checked(path: str, data: bytes) -> bytes:
     asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
     if digests - {hashlib.sha256(data).hexdigest()}:
-        raise ImportError(f"{path} has changed since you were asked about it; run this again")
+        raise ImportError(
+            f"{path} has changed since you were asked about it; run the command again"
+        )
     within = (one for one in places for folder in asked["around"] if one.is_relative_to(folder))
     if not digests and any(not any(map(one.is_relative_to, _OWN)) for one in within):
         raise ImportError(
-            f"{path} is not among the files that you were asked about; add --trust to run it all "
-            "the same"
+            f"{path} is not among the files that you were asked about; pass --trust to run it "
+            "anyway"
         )
     return data
 

@@ -26,7 +26,9 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; bisection of a rerun
 
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's time
-_INTERRUPTED = "the run was interrupted before it; let it end, and the cause is looked for"
+_INTERRUPTED = (
+    "the run was interrupted before this case; run again without interruption to find the cause"
+)
 _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further": "further run"}
 
 

@@ -28,29 +28,29 @@ _FEATURES: Mapping[str, str] = {
     "tied": "tied parameters",
     "tied_or_unused": "absent gradients",
     "sparse": "sparse gradients",
-    "not_contiguous": "another memory order",
-    "views": "views of one storage",
+    "not_contiguous": "a different memory layout",
+    "views": "views that share one storage",
     "absent_on_some": "gradients absent on some ranks",
     "zero_on_some": "gradients zero on some ranks only",
     "non_finite": "infinite or NaN gradients",
     "frozen": "frozen parameters",
-    "unfrozen": "parameters that train later",
+    "unfrozen": "parameters unfrozen later",
     "several_dtypes": "several dtypes",
     "complex": "complex parameters",
     "buffers": "buffers",
-    "integer_buffers": "buffers of integers",
+    "integer_buffers": "integer buffers",
     "batch_norm": "BatchNorm",
     "eval_mode": "eval mode",
     "random_numbers": "random numbers in the forward pass",
-    "unequal_shards": "unequal shards",
+    "unequal_shards": "uneven shards",
     "accumulation": "accumulation",
     "clipping": "clipping",
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
     "keeps_gradients": "zero_grad(set_to_none=False)",
     "evaluates": "evaluation between steps",
-    "starts_apart": "ranks that begin apart",
-    "late_ranks": "ranks that are slowed down",
+    "starts_apart": "ranks that start with different parameters",
+    "late_ranks": "delayed ranks (stragglers)",
     "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
 }
 
@@ -141,31 +141,28 @@ def not_shown(cases: Sequence[Contents]) -> tuple[str, ...]:
 
 
 def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
-    yield f"worlds other than {', '.join(map(str, sorted({case.world for case in cases})))}"
+    yield f"world sizes other than {', '.join(map(str, sorted({case.world for case in cases})))}"
     batches = ", ".join(map(str, sorted({case.batch for case in cases if case.batch})))
-    yield f"batches other than {batches}" if batches else "batches of other sizes"
+    yield f"global batch sizes other than {batches}" if batches else "other global batch sizes"
     yield (
-        f"models of more than {max(case.tensors for case in cases)} tensors or "
-        f"{max(case.elements for case in cases):,} elements, tensors of more than "
+        f"models with more than {max(case.tensors for case in cases)} tensors or "
+        f"{max(case.elements for case in cases):,} elements, tensors with more than "
         f"{max(case.most_elements for case in cases):,} elements or "
         f"{max(case.most_dimensions for case in cases)} dimensions, modules nested deeper than "
         f"{max(case.depth for case in cases)}"
     )
     together = max(case.elements * _bytes_of(case.dtype) for case in cases) / (1 << 20)
-    yield (
-        f"a second bucket where one takes {together:.2g} MiB or more, which is what all gradients "
-        "have together"
-    )
+    yield (f"a second bucket of {together:.2g} MiB or more, the size of all gradients together")
     kinds = sorted({kind for case in cases for kind in case.kinds})
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
-    yield f"kinds of module other than {named}{more}"
+    yield f"module types other than {named}{more}"
     least, most = range_of([case.steps for case in cases])
     more = f" ({most:.0f} in some cases)" if least < most else ""
-    yield f"what begins after step {least:.0f}{more}, or after the last step"
+    yield f"bugs that first appear after step {least:.0f}{more}, or after the last step"
     if sizes := range_of([size for case in cases for size in case.sizes]):
         least, most = sizes
-        yield f"gradients outside {least:.2g} to {most:.2g}"
+        yield f"gradient magnitudes outside {least:.2g} to {most:.2g}"
     else:
         yield "huge or denormal gradients"
     there = {feature for case in cases for feature in case.features}
@@ -174,11 +171,11 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
     simulated = any(name_of(case.backend) == "simulated" for case in cases)
-    yield f"orders of arrival other than those of {worlds}{_of_schedules(cases, simulated)}"
+    yield f"interleavings other than those of {worlds}{_of_schedules(cases, simulated)}"
     if simulated:
         yield (
-            "ranks in processes of their own, and a real transport (ranks of backend simulated are "
-            "threads of one process: they share C code, and what packages change in place)"
+            "ranks in separate processes, and a real transport (ranks of backend simulated are "
+            "threads of one process, so they share C code and all module state)"
         )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"
@@ -194,7 +191,7 @@ def _of_schedules(cases: Sequence[Contents], simulated: bool) -> str:
     counts = [case.schedules for case in cases if case.schedules]
     if not counts:
         which = (
-            ": which message a receive from any rank takes, for instance (--schedules tries others)"
+            ", for example which message a receive from any rank takes (--schedules tries others)"
         )
         return which if simulated else ""
     of = "one case" if len(counts) == 1 else f"each of {len(counts)} cases"

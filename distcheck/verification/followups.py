@@ -43,8 +43,8 @@ Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # Parameters that code may not handle: description, replacement, example.
 _ODD = {
-    "no scalar": ("without dimensions", "a vector of one element", "a logit scale"),
-    "no volume": ("of five dimensions", "one of four", "a 3-d convolution"),
+    "no scalar": ("scalar (0-d) parameters", "a vector of one element", "a logit scale"),
+    "no volume": ("five-dimensional parameters", "a four-dimensional one", "a 3-d convolution"),
 }
 _WITHOUT: dict[Kind, dict[str, str]] = {
     "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
@@ -143,9 +143,9 @@ def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> 
         return report
     odd, another, such = _ODD[follow_up.kind]
     note = (
-        f"parameters {odd} are not judged: the code fails on the one of {of.workload} "
-        f"({_error(follow_up.of)}), but not on {another}, which was run instead; a model with such "
-        f"a parameter ({such}) fails; --workload {of.workload} makes it count"
+        f"{odd} are not judged: the code fails on the one in {of.workload} "
+        f"({_error(follow_up.of)}), but not on {another}, which ran instead; a model with such a "
+        f"parameter ({such}) fails; pass --workload {of.workload} to judge it"
     )
     return msgspec.structs.replace(done, notes=(*done.notes, note))
 
@@ -156,7 +156,7 @@ def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> Cas
     found = [_hinted(cause, follow_up.case, done) for cause in report.diagnosis]
     named = [one for one in done.diagnosis if one.cause != "unexplained"]
     if named and {one.cause for one in found} == {"unexplained"}:
-        said = f"with --batch {follow_up.case.batch}, where all shards are equal: "
+        said = f"with --batch {follow_up.case.batch}, which makes all shards equal: "
         found = [msgspec.structs.replace(one, evidence=said + one.evidence) for one in named]
     return msgspec.structs.replace(report, diagnosis=tuple(found))
 
@@ -169,8 +169,8 @@ def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
     if not misuses or not same or len(left) == len(report.diagnosis):
         return report
     note = (
-        "named by a simulated world, which was run since the gradients may be those of a race: "
-        f"{follow_up.case.command_line}"
+        "identified in a simulated world, which ran because the gradients may be the result of a "
+        f"race condition: {follow_up.case.command_line}"
     )
     return msgspec.structs.replace(report, diagnosis=(*misuses, *left), notes=(*report.notes, note))
 
@@ -186,8 +186,10 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
         return cause
     shards = len(case.with_data)
     if done.verdict == "pass":
-        first = f"right where all ranks have as many samples ({case.workload} {case.dtype} passes "
-        evidence = f"{first}with --batch {case.batch}), and not with these shards: {cause.evidence}"
+        first = (
+            f"correct if all ranks have equally many samples ({case.workload} {case.dtype} passes "
+        )
+        evidence = f"{first}with --batch {case.batch}), but not with these shards: {cause.evidence}"
         suggestion = f"{cause.suggestion}, as with --batch {case.batch}, a multiple of {shards}"
         return msgspec.structs.replace(cause, evidence=evidence, suggestion=suggestion)
     causes = ", ".join(dict.fromkeys(one.cause for one in done.diagnosis))
@@ -213,7 +215,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         ran = bool(same) and all(r.ranks_finished for r in same)
         passed = ran and all(r.verdict == "pass" for r in alike)
         if why and (passed or (ran and report.ranks_failed)):
-            out[report.case.id] = _float64_note(report, why, passed=passed)
+            out[report.case.id] = _float64_note(report, why)
     kept = [r for r in reports if r.case.id not in out]
     left = [(r, out[r.case.id]) for r in reports if r.case.id in out]
     for report in untrained:
@@ -239,7 +241,7 @@ def _is_companion(case: Case) -> bool:
 def _why_not_float64(report: CaseReport) -> str:
     rounded = report.verdict == "fail" and report.rounded_to == "float32"
     if rounded and not report.ranks_failed:
-        return "every gradient that it leaves is a float32 number"
+        return "all of its gradients are representable in float32"
     return f"it fails on other gradients ({_error(report)})" if _names_dtype(report) else ""
 
 
@@ -248,12 +250,11 @@ def _names_dtype(report: CaseReport) -> bool:
     return _crashed(report) and _DTYPE.search(_error(report)) is not None
 
 
-def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
-    so = "it says nothing about the gradients" if passed else "it says nothing of the gradients"
+def _float64_note(report: CaseReport, why: str) -> str:
     return (
-        f"{report.case.workload} in float64 does not count: the code computes in float32 alone, "
-        f"{why}; {so}, which cannot show errors below about 1e-7 of a gradient; --dtype float64 "
-        "makes it count"
+        f"{report.case.workload} in float64 is not judged: the code computes only in float32, "
+        f"{why}; only float32 cases judge its gradients, and they cannot reveal errors below about "
+        "1e-7 of a gradient; pass --dtype float64 to judge it"
     )
 
 
@@ -291,16 +292,17 @@ def _untrained_note(report: CaseReport) -> str:
     first = next(iter(report.diagnosis), None)
     if _exchanged_nothing(report):
         return (
-            f"optional check {report.case.workload} skipped: where a rank does not use some layer, "
-            "no gradient of the other layers is exchanged either, and no error says so; that is "
-            "right for models in which every rank uses every layer; --workload "
-            f"{report.case.workload} requires it"
+            f"optional check {report.case.workload} skipped: if a rank does not use some layer, "
+            "the gradients of the other layers are not synchronized either, and no error is "
+            "raised; that is correct for models in which every rank uses every layer; pass "
+            f"--workload {report.case.workload} to require it"
         )
     ended = _error(report) if first is None or first.cause == "crash" else first.evidence
     name = report.case.workload
     return (
-        f"optional check {name} skipped: p.grad is None on some ranks ({_shortened(ended)}); that "
-        f"is right for models in which every rank uses every layer; --workload {name} requires it"
+        f"optional check {name} skipped: p.grad is None on some ranks ({_shortened(ended)}); "
+        "that is correct for models in which every rank uses every layer; pass --workload "
+        f"{name} to require it"
     )
 
 

@@ -15,19 +15,19 @@ from distcheck.records.run_facts import Use
 # By feature: the uncovered property, and the option that covers it. Features in
 # `contents._FEATURES` are exercised if a case has them, the others as in `_EXERCISED`.
 _GAPS: Mapping[str, tuple[str, str]] = {
-    "late": ("what begins at step {number}", "--workload twelve_steps --steps {after}"),
+    "late": ("bugs that first appear at step {number}", "--workload twelve_steps --steps {after}"),
     "size": ("tensors or buckets of {number:,} elements or bytes", "--workload over_25_mib"),
     "narrow": (
-        "more elements or rows than such an integer counts",
+        "more elements or rows than such an integer can count",
         "--workload over_2_24_elements",
     ),
-    "world": ("other numbers of ranks", "--world 2 --world 3 --world 5"),
+    "world": ("other world sizes", "--world 2 --world 3 --world 5"),
     "non_finite": ("infinite or NaN gradients", "--workload non_finite"),
     "huge": ("gradients of 1e30", "--workload huge_gradients"),
     "denormal": ("denormal gradients", "--workload denormal_gradients"),
     "several_dtypes": ("several dtypes", "--workload mixed_dtypes"),
     "default_dtype": (
-        "gradients in another dtype than torch's default, as of model.double()",
+        "gradients in a dtype other than torch's default (model.double())",
         "--workload mixed_dtypes",
     ),
     "complex": ("complex parameters", "--workload complex"),
@@ -35,19 +35,19 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "clipping": ("clipping", "--workload clipping"),
     "loss_scaling": ("loss scaling", "--workload loss_scaling"),
     "frozen": ("frozen parameters", "--workload frozen_later"),
-    "unfrozen": ("parameters that train later", "--workload unfrozen_later"),
+    "unfrozen": ("parameters unfrozen later", "--workload unfrozen_later"),
     "sparse": ("sparse gradients", "--workload sparse"),
-    "starts_apart": ("ranks that begin apart", "--workload different_starts"),
+    "starts_apart": ("ranks that start with different parameters", "--workload different_starts"),
     "resume": ("a resumed run", "--workload resume"),
     "eval_mode": ("eval mode", "--workload evaluation"),
     "buffers": ("buffers", "--workload reassigned_buffers"),
     "tied": ("tied parameters", "--workload tied_weights"),
-    "not_contiguous": ("another memory order", "--workload transposed"),
-    "views": ("views of one storage", "--workload one_storage"),
+    "not_contiguous": ("a different memory layout", "--workload transposed"),
+    "views": ("views that share one storage", "--workload one_storage"),
     "schedule": ("a learning-rate schedule", "--workload schedule"),
-    "draws": ("other random numbers", "--workload dropout --seed 1"),
-    "closure": ("a step with a closure, which no case takes", ""),
-    "async": ("other orders of arrival", "--backend simulated --schedules 20"),
+    "draws": ("other RNG seeds", "--workload dropout --seed 1"),
+    "closure": ("a step with a closure, which no case uses", ""),
+    "async": ("other interleavings", "--backend simulated --schedules 20"),
 }
 _ORDER = tuple(_GAPS)
 _EXERCISED: Mapping[str, Callable[[Use, Sequence[Contents]], bool]] = {

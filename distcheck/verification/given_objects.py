@@ -28,7 +28,10 @@ from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.store.run_folder import own_folder
 
-_HEADER = '"""Copied by distcheck: {name} of a notebook or a running script, and what it names."""'
+_HEADER = (
+    '"""Copied by distcheck: {name} of a notebook or a running script, and the names that '
+    'it uses."""'
+)
 _PLAIN = (int, str, bytes, bool, type(None))
 
 
@@ -95,8 +98,8 @@ class _Copy:
         else:
             kind = type(value).__name__
             raise UsageError(
-                f"{self._root} uses {name}, a {kind}, which cannot be copied from here for ranks "
-                "to import; make it within the function, or put the code into a file and give "
+                f"{self._root} uses {name}, a {kind}, which ranks cannot import; create it "
+                "inside the function, or put the code into a file and pass "
                 f'"path/to/file.py:{self._root}"'
             )
 
@@ -106,8 +109,8 @@ class _Copy:
         )
         if found is None or value.__qualname__ != name:
             raise UsageError(
-                f"the source of {name} is not known here, and ranks have to import it; put it "
-                f'into a file, and give "path/to/file.py:{self._root}"'
+                f"the source of {name} is not available, and ranks have to import it; put it "
+                f'into a file and pass "path/to/file.py:{self._root}"'
             )
         node, source, future = found
         if future:
@@ -217,19 +220,19 @@ def names_of(
             return tuple(os.fspath(name) for name in names)
     if not callable(strategy):
         raise UsageError(
-            f"strategy {strategy!r} is of a type that is not supported; give a name, "
+            f"strategy {strategy!r} is of an unsupported type; pass a name, "
             '"path/to/file.py:object", a function or class, or several names'
         )
     module, name = getattr(strategy, "__module__", ""), getattr(strategy, "__qualname__", "")
     if not module or not name or "<" in name:
         raise UsageError(
-            f"strategy {strategy!r} has no name that ranks could import; define it at the top "
-            'level of a module, or give "path/to/file.py:object"'
+            f"strategy {strategy!r} has no importable name; define it at the top "
+            'level of a module, or pass "path/to/file.py:object"'
         )
     if not _is(strategy, _found(module, name)):
         raise UsageError(
-            f"strategy {strategy!r} is not the object that ranks find as {name} in {module}; "
-            'assign it to a name at the top level of a module and give "module:name"'
+            f"strategy {strategy!r} is not the object that ranks import as {name} in {module}; "
+            'assign it to a name at the top level of a module and pass "module:name"'
         )
     if module == "__main__":
         script = sys.modules[module]

@@ -94,7 +94,7 @@ def trial_of(run: CaseRun) -> Trial:
     way = run.case.adaptation
     if run.refused is not None:
         why = str(run.refused).partition(". ")[0].partition("\n")[0]
-        return Trial(way=way, seen=f"it is refused ({why})")
+        return Trial(way=way, seen=f"distcheck rejects it ({why})")
     if run.like is not None:
         return replace(trial_of(run.like), way=way)
     report = verdicts.report_of(run, replay="")
@@ -112,7 +112,7 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
-        seen=f"it raises {raised}" if raised else f"it ends in {', '.join(causes)}",
+        seen=f"it raises {raised}" if raised else f"it ends with {', '.join(causes)}",
     )
 
 
@@ -291,9 +291,9 @@ def _smallest(case: Case) -> Case:
 
 def note_on(taken: Trial) -> str:
     """Return the report's note on a way that replaced the guess."""
-    report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
+    report = "passes" if taken.passed else f"synchronizes gradients, and {taken.seen}"
     return (
-        f"{FOUND_AS}the first guess failed, and of the code's other forms only "
+        f"{FOUND_AS}the first detected form failed, and of the other possible forms only "
         f"{_words(taken.way)} {report}; pin it with these options"
     )
 
@@ -302,9 +302,9 @@ def question(case: Case, decision: Decision) -> UsageError:
     """Return the question to the user."""
     passed = [trial for trial in decision.ways if trial.passed]
     how = (
-        f"passes in {len(passed)} ways"
+        f"passes in {len(passed)} different forms"
         if passed
-        else f"fails in all {1 + len(decision.ways)} ways that were tried (as guessed, "
+        else f"fails in all {1 + len(decision.ways)} forms that were tried (as detected, "
         f"{decision.seen[:_MOST_SEEN]})"
     )
     words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
@@ -312,8 +312,8 @@ def question(case: Case, decision: Decision) -> UsageError:
         f"\n    {shlex.join(words)} {_words(trial.way)}" for trial in decision.ways[:_MOST_ASKED]
     )
     return UsageError(
-        f"strategy {case.strategy!r} does not say how it is called, and {how}. Give the options of "
-        f"the one by which your training loop calls it:{''.join(lines)}"
+        f"strategy {case.strategy!r} does not determine how it is called, and {how}. Pass the "
+        f"options of the form that your training loop uses:{''.join(lines)}"
     )
 
 
@@ -329,15 +329,15 @@ def _not_set_up(runs: Sequence[CaseRun]) -> UsageError | None:
     at = f" ({raised[0].place})" if raised[0].place else ""
     if runs[0].case.device == "cpu" and all(_NEEDS_GPU.search(one.error) for one in raised):
         return UsageError(
-            f"strategy {runs[0].case.strategy!r} raised {error}{at}: it needs a GPU. Verify it "
-            "with --device cuda on a machine that has one"
+            f"strategy {runs[0].case.strategy!r} raised {error}{at}: it needs a GPU. Pass "
+            "--device cuda on a machine with a GPU"
         )
     if not all(_LACKS.search(one.error) for one in raised):
         return None
     return UsageError(
-        f"strategy {runs[0].case.strategy!r} raised {error}{at} before it exchanged anything: it "
-        "needs what the training script sets up. Give it by --set NAME=VALUE or --arg, or set it "
-        "up in a file beside it and give a function of that file"
+        f"strategy {runs[0].case.strategy!r} raised {error}{at} before its first collective: it "
+        "needs state that the training script sets up. Pass it by --set NAME=VALUE or --arg, or "
+        "set it up in a function of a file next to it and pass that function"
     )
 
 
@@ -350,10 +350,10 @@ def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
     if not marks or raised or any(trial_of(run).exchanged for run in runs):
         return None
     return UsageError(
-        f"strategy {runs[0].case.strategy!r} exchanged nothing, and looks for the attribute "
-        f"{' or '.join(marks)}, which nothing in these models has. Set it as your training script "
-        "does, in a workload of your own (--workload FILE.py:CLASS) or in a function that sets it "
-        "and calls this code"
+        f"strategy {runs[0].case.strategy!r} called no collective, and reads the attribute "
+        f"{' or '.join(marks)}, which these models do not have. Set it as your training script "
+        "does, in your own workload (--workload FILE.py:CLASS) or in a function that sets it and "
+        "calls this code"
     )
 
 

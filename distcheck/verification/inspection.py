@@ -48,8 +48,8 @@ def check_loss(case: Case, strategy: LoadedStrategy) -> None:
     promised = strategy.contract.loss
     if promised and strategy.backward is not None:
         raise UsageError(
-            f"strategy {case.strategy} promises loss={promised!r} and has its own backward(); the "
-            "promise says what the training loop's backward gets; remove one of the two"
+            f"strategy {case.strategy} promises loss={promised!r} and has its own backward(); "
+            "the promise applies to the loss of the training loop's backward; remove one of the two"
         )
     if promised and case.loss not in ("mean", promised):
         raise UsageError(
@@ -60,8 +60,8 @@ def check_loss(case: Case, strategy: LoadedStrategy) -> None:
         return
     if not takes_loss(strategy):
         raise UsageError(
-            f"--loss {case.loss} is for code without promises; {case.strategy} promises how it "
-            "weights and scales, or has its own backward(); leave --loss at mean"
+            f"--loss {case.loss} is for code without promises; {case.strategy} promises its "
+            "weights and scale, or has its own backward(); remove --loss"
         )
 
 
@@ -69,8 +69,9 @@ def check_global_sum(case: Case, facts: CaseFacts) -> None:
     """Raise UsageError for a loss that needs the tokens of all ranks before backward."""
     if case.loss == "sum/global" and facts.by_tokens:
         raise UsageError(
-            f"--loss sum/global counts samples, and workload {case.workload} counts tokens; give "
-            "--loss tokens, for code that divides by the tokens of all ranks itself"
+            f"--loss sum/global is a sum over samples, but the loss of workload {case.workload} "
+            "is a mean over tokens; pass --loss tokens if your code divides by the tokens of all "
+            "ranks"
         )
 
 
@@ -81,7 +82,7 @@ def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
     if strategy.backward is not None or not strategy.contract.is_bare:
         raise UsageError(
             "--without-data is for code without promises that is called after backward; "
-            f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "
+            f"{case.strategy} promises how every rank's gradient is synchronized, or has its own "
             "backward(); remove --without-data, or the promise"
         )
 
@@ -92,7 +93,7 @@ def check_mesh(case: Case, contract: Contract) -> None:
         mesh = contract.mesh(case.world)
     except ValueError as error:
         raise UsageError(
-            f"strategy {case.strategy}: {error}; give another --world, or another parallel="
+            f"strategy {case.strategy}: {error}; change --world or parallel="
         ) from None
     if mesh is None:
         return
@@ -103,7 +104,8 @@ def check_mesh(case: Case, contract: Contract) -> None:
     ):
         if given:
             raise UsageError(
-                f"{option} is for code in which every rank has the whole model; {case.strategy} "
+                f"{option} is for code that replicates the whole model on every rank; "
+                f"{case.strategy} "
                 f"promises the mesh {mesh}; remove {option}"
             )
 
@@ -353,8 +355,8 @@ def _check_statistics(case: Case, model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
             raise UsageError(
                 f"workload {case.workload}: {name or 'its model'} is a SyncBatchNorm, which "
-                "exchanges statistics in the forward pass, so no rank's part can be computed "
-                "again for comparison; give the model BatchNorm"
+                "synchronizes statistics in the forward pass, so the local gradients cannot be "
+                "recomputed for comparison; use BatchNorm in the model"
             )
 
 

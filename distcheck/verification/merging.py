@@ -90,7 +90,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
                 found_by_search.append(case)
                 continue
             if name not in planned:
-                raise UsageError(f"{part.file} holds case {name}, which is not in its own plan")
+                raise UsageError(f"{part.file} has case {name}, which is not in its plan")
             if name in cases:
                 _check_alike(name, holders[name], cases[name], part, case)
                 continue
@@ -188,14 +188,14 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
         other = part.document["plan"]
         if other["digest"] != plan["digest"] or other["shards"] != plan["shards"]:
             raise UsageError(
-                f"{part.file} has another plan than {first.file} ({other['digest']} in "
-                f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): other options, "
-                "files or versions; merge the parts of one run"
+                f"{part.file} has a different plan than {first.file} ({other['digest']} in "
+                f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): options, files "
+                "or versions differ; merge parts of the same run"
             )
         if other["cases"] != plan["cases"]:
             raise UsageError(
-                f"{part.file} and {first.file} have one plan, but different cases in it; use the "
-                "reports as they were written"
+                f"{part.file} and {first.file} have the same plan digest, but different cases; "
+                "use the reports as they were written"
             )
     return plan
 
@@ -207,7 +207,7 @@ def _check_alike(
     different = [key for key in keys if case.get(key) != again.get(key)]
     if different:
         raise UsageError(
-            f"{one.file} and {other.file} both hold case {name}, but differ in "
+            f"{one.file} and {other.file} both have case {name}, but differ in "
             f"{', '.join(different)} (verdict {case['verdict']} there, {again['verdict']} here); "
             "remove one of them"
         )

@@ -63,7 +63,7 @@ class Allowed:
     def check(self, target: str, payload: bytes) -> None:
         """Raise CannotRunError if a rank's job would run code that is not allowed."""
         if target not in _TARGETS:
-            raise CannotRunError(f"rank 0 asks for {target}; that is not a job of a rank")
+            raise CannotRunError(f"rank 0 requested {target}, which is not a rank job")
         try:
             if target == CALIBRATE.target:
                 job = msgspec.msgpack.decode(payload, type=_Calibration)
@@ -72,12 +72,12 @@ class Allowed:
                 training = msgspec.msgpack.decode(payload, type=_Training)
                 asked = {*named(training.case), ("backend", training.rendezvous.backend)}
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise CannotRunError(f"rank 0 asks for a job that is malformed: {error}") from None
+            raise CannotRunError(f"rank 0 requested a malformed job: {error}") from None
         for what, spec in sorted(asked - self._named):
             if not is_built_in(what, spec):
                 raise CannotRunError(
-                    f"rank 0 asks for {what} {spec}; this process was started for other code; "
-                    "start every process with the same options"
+                    f"rank 0 requested {what} {spec}, but this process was started for different "
+                    "code; start every process with the same options"
                 )
 
 

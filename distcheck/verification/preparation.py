@@ -55,7 +55,7 @@ from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
-_BY_THE_KERNEL = "the kernel does that where memory is short, and so does kill -9"
+_BY_THE_KERNEL = "sent by the kernel's out-of-memory killer or by kill -9"
 
 
 def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
@@ -68,17 +68,17 @@ def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
     loaded = child.progress.phase if child.progress is not None else "the strategy"
     killed = child.exit_signal == signal.SIGKILL
     if child.stopped:
-        how = "was stopped (state T), as SIGSTOP does"
+        how = "was stopped (state T, SIGSTOP)"
     elif world.hung:
-        how = f"hung: it did nothing for {deadline_s:g} s{_where(child)}"
+        how = f"hung: it made no progress for {deadline_s:g} s{_where(child)}"
     elif child.exit_signal is not None:
         how = f"was killed by {signal.Signals(child.exit_signal).name}{_where(child)}"
     else:
-        how = f"left with exit code {child.exit_code}{_where(child)}"
+        how = f"exited with code {child.exit_code}{_where(child)}"
     said = f"the process that loads {loaded} {how}"
     if killed and not world.hung:
         return CannotRunError(f"{said}: {_BY_THE_KERNEL}")
-    return UsageError(f"{said}; loading must end and leave the process as it is")
+    return UsageError(f"{said}; loading must return and must not change the process")
 
 
 def _where(child: Child) -> str:
@@ -126,8 +126,8 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
         for where, other in pool.share_data(name, folder, download=download).items():
             if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
                 raise CannotRunError(
-                    f"{where} has other files of {name} than rank 0; copy the same files to every "
-                    "machine"
+                    f"{where} has different files of {name} than rank 0; copy the same files to "
+                    "every machine"
                 )
         yield Data(fd, description, about.note)
     finally:
@@ -181,13 +181,13 @@ def plan_runs(
     for case, about in zip(cases, facts, strict=True):
         if about.contract.backend not in (None, case.backend):
             raise CannotRunError(
-                f"strategy {case.strategy} works on backend {about.contract.backend} only, not on "
-                f"{case.backend}; give --backend {about.contract.backend}"
+                f"strategy {case.strategy} works only on backend {about.contract.backend}, not "
+                f"on {case.backend}; pass --backend {about.contract.backend}"
             )
         if about.contract.device not in (None, case.device):
             raise CannotRunError(
-                f"strategy {case.strategy} works on device {about.contract.device} only, not on "
-                f"{case.device}; give --device {about.contract.device}"
+                f"strategy {case.strategy} works only on device {about.contract.device}, not on "
+                f"{case.device}; pass --device {about.contract.device}"
             )
     left_out: list[tuple[Case, str]] = []
     calibrations: dict[tuple[str, int], Calibration] = {}
@@ -276,11 +276,11 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
         siblings = [run for run in runs if run.case.strategy == case.strategy]
     if not siblings:
         raise LeftOutError(
-            f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
-            f"{reason}; give another workload, or another batch"
+            f"workload {case.workload} cannot run with {case.strategy} at world size "
+            f"{case.world}: {reason}; pass a different --workload or --batch"
         )
     for run in siblings:
-        run.notes += (f"workload {case.workload} is left out: {reason}",)
+        run.notes += (f"workload {case.workload} is skipped: {reason}",)
 
 
 def _calibrate_for(
@@ -357,9 +357,7 @@ def calibrate(
             lost = [child.lost for child in ranks.children if child.lost]
             if lost:
                 raise RankLostError(lost[0])
-            why = (
-                f"there was no progress for {deadline_s:g} s; raise --deadline, or use fewer ranks"
-            )
+            why = f"no progress for {deadline_s:g} s; raise --deadline, or use fewer ranks"
             if not ranks.hung:
                 raised = blame.own_defect(ranks.children, hung=False)
                 if raised is not None and name_of(backend) in backend_names():

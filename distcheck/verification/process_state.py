@@ -42,9 +42,9 @@ _BY_CHANCE = "chance"
 _FACTORS_OF = {
     "iterates over a set": ("interpreters", "memory", _BY_CHANCE),
     "calls hash()": ("interpreters", "memory", _BY_CHANCE),
-    "reads an address": ("interpreters", "memory", _BY_CHANCE),
-    "reads a clock, a process id or random bytes": (_BY_CHANCE,),
-    "reads which machine a rank is on": ("nodes",),
+    "reads a memory address": ("interpreters", "memory", _BY_CHANCE),
+    "reads a clock, a process ID or random bytes": (_BY_CHANCE,),
+    "reads the node or local rank": ("nodes",),
     "iterates over the environment": ("environment",),
 }
 
@@ -195,9 +195,9 @@ class _Finder:
         elif isinstance(node, ast.Call):
             self._called(node)
         elif isinstance(node, ast.Constant) and node.value in _NODES:
-            self._note(node, "reads which machine a rank is on")
+            self._note(node, "reads the node or local rank")
         elif isinstance(node, ast.Attribute) and node.attr in _ADDRESSES:
-            self._note(node, "reads an address")
+            self._note(node, "reads a memory address")
 
     def _called(self, node: ast.Call) -> None:
         name = _name_of(node.func)
@@ -205,11 +205,11 @@ class _Finder:
         if plain and name == "hash":
             self._note(node, "calls hash()")
         elif plain and name == "id":
-            self._note(node, "reads an address")
+            self._note(node, "reads a memory address")
         elif name == "get_node_local_rank":
-            self._note(node, "reads which machine a rank is on")
+            self._note(node, "reads the node or local rank")
         elif name in _CHANGING:
-            self._note(node, "reads a clock, a process id or random bytes")
+            self._note(node, "reads a clock, a process ID or random bytes")
         elif name in _IN_ORDER:
             for argument in node.args:
                 self._iterates(argument)
@@ -218,7 +218,7 @@ class _Finder:
         for keyword in node.keywords:
             if keyword.arg == "key" and _name_of(keyword.value) in ("id", "hash"):
                 called = _name_of(keyword.value) == "hash"
-                self._note(keyword.value, "calls hash()" if called else "reads an address")
+                self._note(keyword.value, "calls hash()" if called else "reads a memory address")
 
     def _iterates(self, node: ast.expr) -> None:
         if self._is_set(node):

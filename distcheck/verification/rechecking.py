@@ -52,7 +52,7 @@ def recheck(
                 return reports[-1].verdict
 
             session.rejudge(run_of(saved, fds), on_finished=enter)
-    why = "not judged: it failed when it ran, and its trace is not in this folder"
+    why = "not judged: it failed when it ran, and this folder does not have its trace"
     reports += nothing_judged(lost, why, None, origin).cases
     shown = not_shown([report.contents for report in reports if report.contents])
     return Report(
@@ -77,9 +77,10 @@ def _check_planned(trace: SavedTrace) -> None:
     for planned in needed:
         if (planned.check, planned.layer, planned.scope, planned.required) not in there:
             raise UsageError(
-                f"the trace in {trace.folder} lacks what its case needs of the check "
-                f"{planned.check!r}: it was edited, or another version saved it; record the run "
-                "again"
+                f"the trace in {trace.folder} does not have the tensors that its case needs for "
+                "the check "
+                f"{planned.check!r}: it was edited, or a different version saved it; record the "
+                "run again"
             )
 
 

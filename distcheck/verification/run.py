@@ -145,7 +145,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
     listener.preparing(f"preparing data {data_name}")
     where = cases[0].data_dir
     with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
-        listener.preparing("looking at strategies and workloads")
+        listener.preparing("inspecting strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
         # PYTHONHASHSEED of the first world, and of the rerun's interpreters
         hash_seeds = [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
@@ -275,7 +275,7 @@ def _follow_up(
                 book.replace(run)
             return report.verdict
 
-        listener.progress(each.case, "once more, after a failure")
+        listener.progress(each.case, "rerun after a failure")
         session.run([run], on_finished=enter)
     book.take_in(done)
 

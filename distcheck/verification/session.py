@@ -178,7 +178,7 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
         return JUDGE.decode(job_result(world))
     except DistcheckError as raised:
         error = raised
-    reason = f"the check itself failed: {error}"
+    reason = f"the check itself raised an error: {error}"
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
         CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
@@ -240,7 +240,7 @@ def _way(run: CaseRun) -> object:
 
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # Heuristic: each holds a CUDA context and a model there
-_SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
+_SAID_OF = {"world": "", "rerun": "rerun, ", "further": "isolating the rerun difference, "}
 # Takes a finished case, and returns its verdict; after None its traces stay open.
 OnFinished = Callable[[CaseRun], str | None]
 _Awaited = tuple[CaseRun, WorldName]  # a world that is queued
@@ -451,7 +451,7 @@ class Session:
             self._worlds.remove((run, what))
             run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
-            self._listener.progress(run.case, "not run, after a hang")
+            self._listener.progress(run.case, "not run after a hang")
             self._finish(run)
 
     def end_after(self, case: Case) -> None:

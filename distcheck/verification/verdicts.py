@@ -97,7 +97,7 @@ def _taken_from(run: CaseRun) -> list[str]:
     if run.like is None or run.like.case.workload == run.case.workload:
         return []
     return [
-        f"{run.case.workload} {run.case.dtype}: its causes are those of {run.like.case.workload} "
+        f"{run.case.workload} {run.case.dtype}: it has the causes of {run.like.case.workload} "
         f"{run.like.case.dtype}, in which the same check fails first, at the same step"
     ]
 
@@ -136,11 +136,11 @@ def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
         return []
     if wrong == {PURPOSE}:
         own = CELLS[workload].steps
-        few = f"{workload} trains {own} steps by itself, and this run took {case.steps}"
+        few = f"{workload} trains {own} steps by default, but this run took {case.steps}"
         return [f"{few}; remove --steps"] if case.steps < own else []
     return [
-        f"{workload} is a cell in which {CELLS[workload].about}; if the code need not support "
-        f"this, give --without {workload}, or decline it in the contract"
+        f"{workload} is a cell: {CELLS[workload].about}; if your code does not need to support "
+        f"this, pass --without {workload} or decline it in the contract"
     ]
 
 
@@ -155,7 +155,9 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
     ]
     if not other:
         return ""
-    return f"recorded elsewhere ({'; '.join(other)}): bits computed here may differ"
+    return (
+        f"recorded elsewhere ({'; '.join(other)}): results computed here may not be bit-identical"
+    )
 
 
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
@@ -233,7 +235,7 @@ def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":
         result = msgspec.structs.replace(result, verdict="pass")
         factor = run.separation.factors[0]
-        note += f"{DIFFERS}, because of {factor} alone, and every check passes as well"
+        note += f"{DIFFERS}, caused only by {factor}, and every check passes as well"
     return _with_note(result, note) if result.verdict != "unknown" else result
 
 
@@ -258,7 +260,7 @@ def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
         _with_note(
             result,
             f"begins after {cause.check} had diverged at step {cause.first.step}, and may follow "
-            "from that",
+            "from it",
         )
         if result is not cause and _may_follow(result, cause)
         else result
@@ -289,7 +291,7 @@ def _outcome_check(
         result = msgspec.structs.replace(
             result,
             verdict="unknown",
-            reason=f"internal error in {rank}: {defect}; this is a defect of distcheck, and the "
+            reason=f"internal error in {rank}: {defect}; this is a bug in distcheck, and the "
             "case was not judged",
             defect=defect.traceback,
         )
@@ -300,7 +302,7 @@ def _why_not_judged(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return "not judged: interrupted"
     if any(o.outcome != RankEnd.FINISHED for o in outcomes):
-        return "not judged: the ranks did not finish a step"
+        return "not judged: the ranks finished no step"
     return "not judged"
 
 

@@ -279,7 +279,7 @@ def described(words: str) -> CompositeWorkload:
     """
     if words not in ("no-scalar", "no-volume"):
         raise UsageError(
-            f"workload composite:{words} is not known; there are composite:no-scalar and "
+            f"workload composite:{words} is unknown; known are composite:no-scalar and "
             "composite:no-volume"
         )
     return CompositeWorkload((1,)) if words == "no-scalar" else CompositeWorkload(flat=True)

@@ -113,8 +113,8 @@ class Results(nn.Module):
         found = self._measured(inputs, labels)
         if found.shape != self.compute.shape:
             raise ValueError(
-                f"the metric's compute() gives {len(found)} numbers, and gave "
-                f"{len(self.compute)} of other samples; distcheck compares results of one size"
+                f"the metric's compute() returns {len(found)} numbers, but {len(self.compute)} "
+                "for other samples; distcheck needs results of the same size"
             )
         return (self.compute * found.to(self.compute)).sum()
 

@@ -146,5 +146,5 @@ workload = Lattice()
 def described(words: str) -> Lattice:
     """Return the variant `no-scalar`, for code without scalars (0-d). Raises UsageError."""
     if words != "no-scalar":
-        raise UsageError(f"workload lattice:{words} is not known; there is lattice:no-scalar")
+        raise UsageError(f"workload lattice:{words} is unknown; known is lattice:no-scalar")
     return Lattice((1,))

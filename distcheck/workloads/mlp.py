@@ -48,5 +48,5 @@ workload = MLP()
 def described(words: str) -> MLP:
     """Return the variant `small`: 17 thousand parameters, for large worlds. Raises UsageError."""
     if words != "small":
-        raise UsageError(f"workload mlp:{words} is not known; there is mlp:small")
+        raise UsageError(f"workload mlp:{words} is unknown; known is mlp:small")
     return MLP(_FEW_INPUTS)

@@ -31,9 +31,9 @@ _PYTHONS = os.path.dirname(os.__file__)
 SIZES_DIFFER = "collective mismatch"  # gloo's message on the receiving rank
 Known = dict[str, Any]  # fields of an Outcome
 
-_STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
-_OWN_CODE = "distcheck fell over what the code under test left behind, or over itself"
-_NO_ANSWER = "did not answer when it was asked what it was doing"
+_STOPPED = "stopped (state T, SIGSTOP), so it did not respond"
+_OWN_CODE = "an internal error of distcheck, possibly caused by state that the code under test left"
+_NO_ANSWER = "did not respond to a request for its stack"
 
 # Frames below this one, in faulthandler's order, belong to the process that forked this one.
 _FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
@@ -204,11 +204,11 @@ def _of_process(child: Child, *, hung: bool) -> Known:
     if child.ended and killed:
         return {"outcome": ends, "silence": "no answer", "ended_by": _NO_ANSWER}
     if child.exit_signal is not None:
-        hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
+        hint = "; sent by the kernel's out-of-memory killer or by kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
         return {"outcome": RankEnd.KILLED, "ended_by": f"killed by {name}"}
-    after = " after its last step" if child.done is not None else " without a word"
-    left = f"left with exit code {child.exit_code}{after}"
+    after = " after its last step" if child.done is not None else " without an error message"
+    left = f"exited with code {child.exit_code}{after}"
     # The stack shows the call of os._exit.
     return {"outcome": RankEnd.EXITED, "ended_by": left, **_of_stacks(child.stacks)}
 
@@ -232,12 +232,12 @@ def _of_raised(child: Child, raised: messages.Raised) -> Known:
 def _went_on(child: Child) -> str:
     if child.raised is not None:
         return (
-            "went on when it was asked, after the deadline, and raised "
+            "resumed when its stack was requested, after the deadline, and raised "
             f"{child.raised.kind}: {child.raised.message}"
         )
     if child.late:
-        return "went on when it was asked, after the deadline"
-    return "answered only after a signal, which can wake a rank; it was here before"
+        return "resumed when its stack was requested, after the deadline"
+    return "responded only after a signal, which can wake a rank; its position before the signal"
 
 
 def _lost_at(raised: messages.Raised) -> str:

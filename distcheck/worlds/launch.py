@@ -212,8 +212,8 @@ def error_of(child: Child) -> DistcheckError:
         how = f"signal {child.exit_signal}" if child.exit_signal else f"code {child.exit_code}"
         if child.spawn_error:
             how = child.spawn_error
-        said = child.output.strip().splitlines()[-1:] or ["it said nothing"]
-        return CannotRunError(f"a process of distcheck's ended with {how}: {said[0]}")
+        said = child.output.strip().splitlines()[-1:] or ["no error message"]
+        return CannotRunError(f"a process of distcheck ended with {how}: {said[0]}")
     if raised.exit_code == ExitCode.USAGE:
         return UsageError(raised.message)
     if raised.exit_code is not None:

@@ -201,7 +201,7 @@ AnyEvent = Event | ChildEvent
 def garbled() -> Raised:
     """Return the event that replaces the messages of a child whose pipe was corrupted."""
     text = (
-        "distcheck's own pipe holds something that it did not write: the code wrote to a "
+        "distcheck's internal pipe has data that distcheck did not write: the code wrote to a "
         "descriptor that it had not opened"
     )
     return Raised("ProtocolError", text, text, time.monotonic())
@@ -211,7 +211,7 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:  # raised by user code
-        return f"(its text cannot be had: {type(another).__name__})"
+        return f"(its text is not available: {type(another).__name__})"
 
 
 def printable(text: str) -> str:

@@ -33,7 +33,7 @@ class Interpreter(Forker):
         self.let_go()
         if self._ready is not None:
             super()._helper_died()
-        self._ready = messages.Ready("", self._helper.last_words() or "it ended")
+        self._ready = messages.Ready("", self._helper.last_words() or "it exited")
 
 
 class Interpreters:

@@ -35,7 +35,9 @@ class Reporter:
         the rank only, exits here.
         """
         if os.getpid() != self._pid:
-            sys.stderr.write("distcheck: a fork of this rank ran on as if it were the rank\n")
+            sys.stderr.write(
+                "distcheck: a forked child of this rank continued as if it were the rank\n"
+            )
             flush()
             leave(0)
         if not self._lock.acquire(timeout=patience_s):

@@ -95,12 +95,12 @@ class Surroundings(msgspec.Struct, frozen=True):
             local = world // nodes
             parts.append(f"LOCAL_RANK as on {nodes} machines with {local} rank{'s' * (local > 1)}")
         if "memory" in self.factors:
-            parts.append("other addresses")
+            parts.append("different memory addresses")
         if "environment" in self.factors:
-            parts.append("another order of the environment")
+            parts.append("a different order of the environment")
         if "delays" in self.factors:
             most = _MOST_BACKWARD_MS + _MOST_COLLECTIVE_MS
-            parts.append(f"ranks up to {most} ms late")
+            parts.append(f"ranks up to {most} ms delayed")
         where = SEPARATELY if "interpreters" in self.factors else "in one process"
         return f"{where}: {', '.join(parts)}"
 

@@ -3,7 +3,7 @@
 It wants gradients by name, a compressor, and hands back what only it does:
 
 $ distcheck verify --strategy examples/forms/adapter_by_hand.py:exchange --world 4
-refused: nothing is known of compressor, on_done; give --arg compressor=VALUE
+refused: unknown parameters compressor, on_done; pass --arg compressor=VALUE
 
 $ distcheck verify --strategy examples/forms/adapter_by_hand.py:sync --world 4
 PASS

@@ -14,7 +14,7 @@ $ distcheck verify --strategy examples/forms/free_names.py:average_over_copies -
 FAIL wrong-divisor
 
 $ distcheck verify --strategy examples/forms/free_names.py:average_over_copies --world 4
-refused: uses copies, which its module does not define; give --set copies=VALUE
+refused: uses copies, which its module does not define; pass --set copies=VALUE
 """
 
 import argparse

@@ -17,7 +17,7 @@ $ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled -
 FAIL wrong-divisor
 
 $ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --world 4
-refused: nothing is known of parts; give --arg parts=VALUE
+refused: unknown parameters parts; pass --arg parts=VALUE
 
 The list that is gathered into is one tensor, named four times: what comes last is all that is left.
 

@@ -12,7 +12,7 @@ $ distcheck verify --strategy examples/forms/methods.py:PPO.scaled --arg self.co
 PASS
 
 $ distcheck verify --strategy examples/forms/methods.py:PPO.scaled --world 4
-refused: uses self.coef, which distcheck does not know; give --arg self.coef=VALUE
+refused: uses self.coef, which distcheck does not know; pass --arg self.coef=VALUE
 
 A `break` where `continue` was meant leaves all that follows the first bias alone:
 

@@ -22,7 +22,7 @@ $ distcheck verify --strategy examples/forms/server_without_data.py:stepped_by_s
 PASS
 
 $ distcheck verify --strategy examples/forms/server_without_data.py:stepped_by_server --without-data 0 --batch 255 --world 4
-refused: give --as steps-inside
+refused: pass --as steps-inside
 
 The last rank may be the server as well; this one keeps nothing of what it hands on:
 

@@ -406,7 +406,7 @@ def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) ->
 def test_mpi4py_on_another_backend(file: str, name: str) -> None:
     ran = command(file, name)
     assert ran.returncode == 3
-    assert "works on backend mpi only, not on gloo; give --backend mpi" in ran.stderr
+    assert "works only on backend mpi, not on gloo; pass --backend mpi" in ran.stderr
 
 
 def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("functions:needs_a_word", {}, "nothing is known of divisor; give --arg divisor=VALUE"),
+        ("functions:needs_a_word", {}, "unknown parameters divisor; pass --arg divisor=VALUE"),
         ("functions:with_odd_names", {}, "uses HOW_MANY, which its module does not define"),
         ("functions:average_gradients", {"finish": "x"}, "--finish x is for a wrapper"),
         ("functions:average_gradients", {"arguments": {"lr": 1}}, "takes no 'lr'; it takes model"),
@@ -450,35 +450,40 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("functions:needs_a_word", {"arguments": {"divisor": "@none"}}, "@none stands for nothing"),
         ("functions:mean_in_place", {"arguments": {"tensor": 1}}, "is what it is called with"),
         ("functions:adds_its_step", {}, "updates the parameters itself"),
-        ("functions:decays", {}, "also where every gradient is zero: by weight decay"),
+        ("functions:decays", {}, "even if every gradient is zero: by weight decay"),
         ("functions:descends_by_hand", {"arguments": {"lr": 0.1}}, "is not a power of two"),
-        ("functions:average_gradients", {"form": "steps-inside"}, "which is not known; make it"),
-        ("functions:averages_with_rate", {"form": "steps-inside"}, "wrote none"),
-        ("classes:NaiveDDP", {"form": "sharded-module"}, "whole on every rank; give --as wrapper"),
-        ("classes:DividedInPlace", {"form": "wrapper"}, "give --as sharded-module"),
+        ("functions:average_gradients", {"form": "steps-inside"}, "which is unknown; make it"),
+        ("functions:averages_with_rate", {"form": "steps-inside"}, "did not update zero "
+            "parameters"),
+        ("classes:NaiveDDP", {"form": "sharded-module"}, "every parameter on every rank; pass "
+            "--as wrapper"),
+        ("classes:DividedInPlace", {"form": "wrapper"}, "pass --as sharded-module"),
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
-        ("classes:Copies", {}, "trains other parameters than those"),
+        ("classes:Copies", {}, "trains parameters other than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
-        ("bound:ListsItsParameters.mingle", {}, r"sets that: nothing is known of is_server; give "),
+        ("bound:ListsItsParameters.mingle", {}, r"sets that: unknown parameters is_server; pass "),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
-        ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
-        ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
-        ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=@world_size"),
-        ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
-        ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
-        ("guessed:EitherWay", {}, r"passes in 2 ways. Give the (.|\n)*--as wrapper --finish one"),
-        ("guessed:sum_or_mean", {}, r"passes in 2 ways. (.|\n)*--as tensor-sum\n.* average=True"),
-        ("guessed:of_marked_parameters", {}, "for the attribute is_replicated, which nothing"),
-        ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before it exchanged anything"),
-        ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before it exchanged anything: it needs"),
-        ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
-        ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
+        ("published:averaged", {"form": "hooks"}, "never enter; pass --as context"),
+        ("published:reads_args", {}, "reads args.num_learners, .* pass --arg args.num_learners="),
+        ("published:Trainer.average_by_args", {}, "pass --arg args.num_learners=@world_size"),
+        ("published:needs_a_communicator_of_its_module", {}, "pass --set comm_dp=@comm"),
+        ("published:ScalesByOptimizer", {}, r"expected scale_loss\(loss\) or scale_loss"),
+        ("guessed:EitherWay", {}, r"passes in 2 different forms. Give the (.|\n)*--as wrapper "
+            r"--finish one"),
+        ("guessed:sum_or_mean", {}, r"passes in 2 different forms. (.|\n)*--as tensor-sum\n.* "
+            r"average=True"),
+        ("guessed:of_marked_parameters", {}, "reads the attribute is_replicated, which these"),
+        ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before its first collective"),
+        ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before its first collective: it needs"),
+        ("guessed:needs_a_setting", {}, "before its first collective: it needs state that the "
+            "training"),
+        ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),
         ("published:StepsInBackward", {}, "updates the parameters in backward and leaves no gr"),
         ("published:Normed", {}, r"0.weight is gone, and 0.parametrizations.weight.original0 is n"),
-        ("published:OwnMomentum", {}, "also where every gradient is zero: by weight decay"),
-        ("classes:NeverSteps", {}, "took 0 steps where it should take one"),
-        ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "leave --loss at mean"),
+        ("published:OwnMomentum", {}, "even if every gradient is zero: by weight decay"),
+        ("classes:NeverSteps", {}, "took 0 steps instead of one"),
+        ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "remove --loss"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(

@@ -229,7 +229,7 @@ ADDED = {
         files={"distcheck/worlds/launchers/mine.py": LAUNCHER},
         lines={"distcheck/worlds/launchers/__init__.py": ("_LAUNCHERS = (", "")},
         use=("verify", "--strategy", "allreduce"),
-        says="mine says rank 3 of 2 ranks",
+        says="mine: rank 3 of 2 ranks",
         code=3,
     ),
     "backend": Added(

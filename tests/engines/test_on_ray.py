@@ -92,5 +92,5 @@ def test_a_task_that_is_lost_is_unknown(tmp_path: Path, cluster: str, what: str)
         assert verdicts[3] == "unknown"
         assert "Ray lost its task" in json.dumps(whole["cases"])
     else:
-        assert "no part came back from ray: Ray lost its task" in err
+        assert "no part returned from ray: Ray lost its task" in err
     assert not [rank for rank in ranks if psutil.pid_exists(rank)], "its ranks end with the task"

@@ -98,10 +98,13 @@ def test_reports_that_come_back_are_one(run: Any) -> None:
         (Lost("Ray lost its task: OOM"), "Ray lost its task: OOM"),
         (
             (2, "", "x\ndistcheck: no such file\n\n"),
-            "its distcheck ended with code 2 and said: dis",
+            "its distcheck exited with code 2: dis",
         ),
-        ((137, "", ""), "its distcheck ended with code 137 and said: nothing"),
-        (ended(3, digest="e"), "it has another plan: other files or versions than here"),
+        ((137, "", ""), "its distcheck exited with code 137: nothing"),
+        (
+            ended(3, digest="e"),
+            "it has a different plan: its files or versions differ from those here",
+        ),
         ((0, '{"schema": "distcheck.report/1", "verdict": "pass"}', ""), ""),
         ((0, "[" * 100_000, ""), ""),
     ],
@@ -136,11 +139,11 @@ def test_ctrl_c_ends_the_tasks_and_shows_what_there_is(run: Any) -> None:
     assert code == ExitCode.INTERRUPTED
     assert engine.closed
     assert [case["verdict"] for case in whole["cases"]] == ["pass", "unknown", "unknown"]
-    assert "interrupted before it had ended" in whole["cases"][1]["notes"][0]
+    assert "interrupted before it finished" in whole["cases"][1]["notes"][0]
 
 
 def test_nothing_that_came_back_is_no_verdict(run: Any) -> None:
-    with pytest.raises(CannotRunError, match="no part came back from slurm: gone"):
+    with pytest.raises(CannotRunError, match="no part returned from slurm: gone"):
         run(_1=Lost("gone"), _2=Lost("gone"), _3=Lost("gone"))
 
 
@@ -150,9 +153,13 @@ def test_nothing_that_came_back_is_no_verdict(run: Any) -> None:
         (
             "dask",
             UsageError,
-            "--on 'dask' names no engine; it takes ray, slurm, or ray://HOST:PORT",
+            "--on 'dask' is not an engine; expected ray, slurm, or ray://HOST:PORT",
         ),
-        ("slurm://there", CannotRunError, "Slurm has no address, it is that of sbatch here"),
+        (
+            "slurm://there",
+            CannotRunError,
+            "Slurm takes no address, because distcheck uses the local sbatch",
+        ),
         ("slurm", CannotRunError, "--on slurm needs sbatch, which is not on PATH"),
         ("ray", CannotRunError, "needs ray, which is not installed; run pip install 'distcheck[ra"),
     ],

@@ -26,4 +26,4 @@ def test_parts_are_judged_and_joined(distcheck: Run, tmp_path: Path) -> None:
 def test_what_goes_with_no_engine_is_said(distcheck: Run) -> None:
     ran = distcheck(*WORDS, "--on", "slurm", "--shard", "1/2")
     assert ran.returncode == 2
-    assert "--on does not go with --shard: it cuts the whole matrix into tasks" in ran.stderr
+    assert "--on cannot be combined with --shard: it splits the whole matrix" in ran.stderr

@@ -18,7 +18,7 @@ STRATEGIES = ("allreduce", "ddp", "gather_scatter")
 FEWER = ("--workload", "lattice", "--workload", "cnn", "--dtype", "float32")
 TO_SHARE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 NO_GPU = re.compile(
-    r"no NVIDIA (GPU|driver)|needs an? (NVIDIA )?GPU(, and there is|; this machine has) none"
+    r"no NVIDIA (GPU|driver)|needs an? (NVIDIA )?GPU(, but|;) this machine has none"
 )
 SHARDS = 4
 

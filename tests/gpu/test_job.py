@@ -54,7 +54,9 @@ for step in range(6):
         parameter.grad /= world
     optimizer.step()
 """
-BY_RANK = "each rank's batches by themselves, and the mean of their gradients (on a GPU a kernel,"
+BY_RANK = (
+    "each rank's batches separately, and the mean of their gradients, since on a GPU the kernel"
+)
 
 
 def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]:
@@ -120,5 +122,5 @@ def test_a_copy_that_fails_says_why(tmp_path: Path) -> None:
     )
     case = judge(tmp_path, "on a GPU", text, "1")
     (reference,) = [c for c in case["checks"] if c["check"] == "reference"]
-    said = "as one process the script fails in its first step: AssertionError: alone"
+    said = "in a single process the script fails in its first step: AssertionError: alone"
     assert said in reference["reason"]

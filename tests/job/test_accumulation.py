@@ -221,7 +221,7 @@ def test_samples_that_interact_are_seen_and_not_judged(
     assert (folding.kind, folding.why) == ("mean", "")
     found[roles[3]] = wrote(1.1)
     assert folding.results(found, 0) == {}
-    assert folding.why == "the loss of a larger batch is not the mean of its parts' losses"
+    assert folding.why == "the loss of a larger batch is not the mean of its micro-batches' losses"
     assert folding.roles(1, 2) == []
 
 
@@ -244,7 +244,7 @@ def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
     ("about", "why"),
     [
         ({"draws": True}, "the forward pass draws random numbers"),
-        ({"autocast": "torch.bfloat16"}, "autocast rounds by the shape of a batch"),
+        ({"autocast": "torch.bfloat16"}, "the rounding of autocast depends on the batch shape"),
         ({"rows": ()}, "no samples were seen"),
     ],
 )

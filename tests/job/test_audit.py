@@ -134,7 +134,7 @@ def test_a_right_exchange_passes(world: Any, exchange: Exchange, passes: int) ->
         model, guard = train(world.rank, exchange, passes=passes)
     assert guard is not None
     assert (guard.checks, guard.divergences) == (3, [])
-    said = [one for one in guard.remarks if "ranks count by" in one]
+    said = [one for one in guard.remarks if "ranks have weights" in one]
     assert len(said) == (exchange is weighted), guard.remarks
     assert len(guard.remarks) == len(said), "something was audited"
     alone, _ = train(world.rank, exchange, passes=passes, bare=True)

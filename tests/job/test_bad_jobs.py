@@ -171,8 +171,8 @@ def test_a_script_for_gpus_cannot_run_here(tmp_path: Path) -> None:
         pytest.skip("this machine has a GPU")
     ran, _ = run(tmp_path, NEEDS_A_GPU)
     assert ran.returncode == 3
-    assert "the job needs a GPU, and there is none here" in said(ran)
-    assert "--on-cpu runs it on CPUs" in said(ran)
+    assert "the job needs a GPU, but this machine has none" in said(ran)
+    assert "pass --on-cpu to run it on CPUs" in said(ran)
 
 
 @pytest.mark.sweep

@@ -86,7 +86,7 @@ def other_update(facts: Facts) -> None:
         (other_rate, "optimizer's settings", 0, 0),
         (other_rows, "sample ids", 1, 0),
         (other_local, "local gradients", 1, 1),
-        (other_exchange, "exchanged gradients", 2, 0),
+        (other_exchange, "reduced gradients", 2, 0),
         (other_clip, "gradients", 0, 0),
         (other_update, "parameters", 2, 0),
     ],
@@ -155,7 +155,7 @@ def test_a_sum_of_the_ranks_is_named(tmp_path: Path) -> None:
     one = compare_jobs(then, now, bits=False)[0]
     assert (one.verdict, [cause.cause for cause in one.diagnosis]) == ("fail", ["missing-division"])
     assert one.found.beyond is not None
-    assert (one.found.beyond.step, one.found.beyond_kind) == (0, "exchanged gradients")
+    assert (one.found.beyond.step, one.found.beyond_kind) == (0, "reduced gradients")
 
 
 def test_random_numbers_of_other_worlds_are_others(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_moved_runs_are_off_by_is_the_yardstick(
     assert len(one.found.yardstick) == (2 if verdict == "fail" else 3)
     if verdict == "fail":
         assert one.found.beyond is not None
-        assert (one.found.beyond.step, one.found.beyond_kind) == (1, "exchanged gradients")
+        assert (one.found.beyond.step, one.found.beyond_kind) == (1, "reduced gradients")
     if verdict == "unknown":
         assert "have diverged as far as the gradients themselves" in one.reason
 
@@ -222,7 +222,7 @@ def test_an_exchange_that_is_scaled_back_is_right(tmp_path: Path) -> None:
     then = measured(kept(tmp_path / "then", verdict="pass"))
     now = measured(kept(tmp_path / "now", scaled, verdict="pass"))
     one = compare_jobs(then, now, bits=False)[0]
-    assert (one.verdict, one.found.kind) == ("pass", "exchanged gradients")
+    assert (one.verdict, one.found.kind) == ("pass", "reduced gradients")
 
 
 def test_changed_bits_without_a_bound_are_no_pass(tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_a_failed_job_is_not_right_because_it_fails_alike(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["then"], "does not run again; give the folder of the second one"),
-        (["then", "empty"], "does not hold the recording of a job"),
-        (["empty", "then"], "does not hold the recording of a job"),
+        (["then"], "does not rerun; pass the folder of the second recording"),
+        (["then", "empty"], "does not have the recording of a job"),
+        (["empty", "then"], "does not have the recording of a job"),
     ],
 )
 def test_what_cannot_be_compared_gets_a_sentence(
@@ -345,7 +345,7 @@ def other_digest(folder: Path) -> None:
 def test_an_edited_recording_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     then, now = (kept(tmp_path / name) for name in ("then", "now"))
     harm(now)
-    said = "is damaged|cannot be read|is cut short|holds the ranks 0|by another version"
+    said = "is damaged|cannot be read|is truncated|has only the ranks 0|by a different version"
     with pytest.raises(UsageError, match=f"{now}.* ({said})"):
         compare_jobs(then, now, bits=False)
 

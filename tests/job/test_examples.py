@@ -70,7 +70,7 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
     (run,) = (tmp_path / ".distcheck" / "runs").iterdir()
     refused = cli("replay", tmp_path, str(run))
     assert refused.returncode == 2
-    assert f"runs a command: {case['replay']}; read it, then add --trust" in refused.stderr
+    assert f"runs a command: {case['replay']}; review it, then pass --trust" in refused.stderr
     if keeps:
         compared, _ = compare_jobs(tmp_path / "kept", tmp_path / "kept", bits=True)
         assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)

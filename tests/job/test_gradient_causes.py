@@ -165,7 +165,7 @@ def centralized(g: torch.Tensor) -> torch.Tensor:
         (decays, "adds 0.1 times each parameter to its gradient"),
         (decays_weights_alone, "adds 0.1 times each parameter to its gradient"),
         (ascends, "negates gradients, as for gradient ascent"),
-        (takes_out_a_scale, "takes a loss scale of 1024 out of gradients"),
+        (takes_out_a_scale, "divides gradients by a loss scale of 1024"),
         (per_tensor(lambda g: WORLD * g), ""),
         (of_torch, ""),
         (lambda facts: None, ""),
@@ -177,4 +177,4 @@ def test_what_scripts_do_on_purpose_is_a_note(
     job = make(tmp_path, change, world=WORLD)
     found, note = remarks(job, job.steps, causes.of_gradients)
     assert not found
-    assert note == (f"the script {meant}, as a single process does" if meant else "")
+    assert note == (f"the script {meant}, and so does a single process" if meant else "")

@@ -322,7 +322,7 @@ def test_copies_and_files_of_the_model_have_no_guard(world: Any) -> None:
 @pytest.mark.world(1, reuse=True)
 def test_one_rank_compares_nothing_and_says_so(world: Any) -> None:
     job = Job(world.rank)
-    with pytest.warns(GuardWarning, match="one rank, and nothing is compared"):
+    with pytest.warns(GuardWarning, match="one rank, so nothing is compared"):
         made = train(job, right, lambda j: distcheck.guard(j.optimizer, every=5))
     assert made.checks == 0
 
@@ -498,8 +498,8 @@ def test_rounding_of_state_and_parameters_is_named() -> None:
         (b"", "is not a bundle"),
         (b"\xff{", "is not a bundle"),
         (msgspec.json.encode(bundle(schema="distcheck.guard/9")), "has the schema"),
-        (msgspec.json.encode(bundle(findings=())), "holds no finding"),
-        (msgspec.json.encode(bundle(ranks=(0, 1, 2), sums=sums(1.0))), "do not fit its ranks"),
+        (msgspec.json.encode(bundle(findings=())), "has no finding"),
+        (msgspec.json.encode(bundle(ranks=(0, 1, 2), sums=sums(1.0))), "do not match its ranks"),
     ],
 )
 def test_a_damaged_bundle_is_refused(tmp_path: Path, content: bytes, said: str) -> None:

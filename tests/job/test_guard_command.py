@@ -135,7 +135,7 @@ def test_options_of_a_guard_without_one(words: list[str], tmp_path: Path) -> Non
     command = [sys.executable, "-m", "distcheck", "job", *words, "--", "true"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ})
     assert ran.returncode == 2
-    assert "give --guard as well" in ran.stderr
+    assert "pass --guard as well" in ran.stderr
 
 
 def test_a_bundle_that_cannot_be_read_leaves_the_finding(tmp_path: Path) -> None:

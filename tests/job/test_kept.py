@@ -48,10 +48,10 @@ def test_a_command_runs_after_a_yes_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_no_command_is_refused(tmp_path: Path) -> None:
     error = replayed(written(tmp_path, "python", "a\0b"), "--trust").exception
     assert isinstance(error, UsageError)
-    assert "holds a NUL character" in str(error)
+    assert "contains a NUL character" in str(error)
 
 
 def test_a_job_is_not_bundled(tmp_path: Path) -> None:
     written(tmp_path, "python", "train.py")
-    with pytest.raises(UsageError, match="a whole job's, which distcheck replay and open take"):
+    with pytest.raises(UsageError, match="it belongs to a job; use distcheck replay or open"):
         make_bundle(tmp_path, tmp_path / "bundle.zip", traces=False)

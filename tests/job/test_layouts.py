@@ -139,7 +139,7 @@ def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     make(folder, steps=1)
     in_parts(folder, missing=True)
-    with pytest.raises(UsageError, match="do not make up the whole"):
+    with pytest.raises(UsageError, match="do not cover the whole"):
         condensed(reading.read(folder), tmp_path / "whole")
 
 
@@ -289,8 +289,8 @@ def test_an_axis_is_known_by_its_name(name: str, kind: str) -> None:
 def test_a_mesh_is_read_from_text() -> None:
     assert mesh_from_text("data=-1, tensor=2", 4).axes == (("data", 2), ("tensor", 2))
     for text, said in (
-        ("tensor", "is not understood"), ("tensor=2,tensor=2", "named twice"),
-        ("rows=2", "has the axis 'rows'"), ("tensor=3", "needs 3 ranks"),
+        ("tensor", "is malformed"), ("tensor=2,tensor=2", "named twice"),
+        ("rows=2", "has the unknown axis 'rows'"), ("tensor=3", "needs 3 ranks"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             mesh_from_text(text, 4)

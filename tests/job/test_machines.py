@@ -120,7 +120,9 @@ def test_one_machine_is_asked_nothing(tmp_path: Path) -> None:
 def test_a_machine_that_does_not_come_is_named_by_its_ranks(tmp_path: Path) -> None:
     here = recorded(tmp_path / "a", HERE, free_port())
     with (
-        pytest.raises(CannotRunError, match="ranks 2, 3 were recorded on machines of which"),
+        pytest.raises(
+            CannotRunError, match="ranks 2, 3 were recorded on machines that sent nothing"
+        ),
         machines.gathered(here, Ran(0, ()), patience_s=0.5),
     ):
         pass
@@ -142,7 +144,7 @@ def test_without_the_secret_nothing_is_taken(
     thread.start()
     coming.set()
     with (
-        pytest.raises(CannotRunError, match="came without this run's secret"),
+        pytest.raises(CannotRunError, match="did not have this run's secret"),
         machines.gathered(here, Ran(0, ()), patience_s=2.5),
     ):
         pass
@@ -172,7 +174,11 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
     thread = threading.Thread(target=hostile)
     thread.start()
     with (
-        pytest.raises(CannotRunError, match=r"evil did not arrive whole \(it sent a file that no"),
+        pytest.raises(
+            CannotRunError,
+            match=r"evil did not arrive completely \(it sent a file "
+            r"that no",
+        ),
         machines.gathered(here, Ran(0, ()), patience_s=10.0),
     ):
         pass

@@ -44,7 +44,7 @@ def cut(file: Path) -> None:
             lambda f: (f / "rank-0001" / "step-000001.json").rename(
                 f / "rank-0001/step-000009.json"
             ),
-            "of another rank or step",
+            "a different rank or step",
         ),
     ],
 )

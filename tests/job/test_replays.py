@@ -171,7 +171,7 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
     assert gradients is not None
     assert gradients["w"].tolist() == [1]
     assert found[wrong] is found[raises] is None
-    assert forks.why == {wrong: "it was ended by signal 6", raises: "ValueError: no such sample"}
+    assert forks.why == {wrong: "it was killed by signal 6", raises: "ValueError: no such sample"}
 
 
 def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> None:

@@ -26,7 +26,7 @@ def test_a_failure_that_nothing_explains_gets_a_second_look(tmp_path: Path) -> N
     case = json.loads((tmp_path / "report.json").read_text())["cases"][0]
     assert [one["cause"] for one in case["diagnosis"]] == ["module-differs"]
     assert (case["modules"]["name"], case["modules"]["is_found"]) == ("blocks.1", True)
-    assert any("with its modules watched" in note for note in case["notes"])
+    assert any("to record its modules" in note for note in case["notes"])
     assert '<ul class="modules">' in (tmp_path / "page.html").read_text()
 
 
@@ -49,5 +49,5 @@ def test_two_jobs_name_the_operator(tmp_path: Path) -> None:
 def test_operators_are_for_a_recording_that_is_kept(tmp_path: Path) -> None:
     ran = cli("job", tmp_path, "--ops", "--", "touch", "was-run")
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert "give --save as well" in ran.stderr
+    assert "pass --save as well" in ran.stderr
     assert not (tmp_path / "was-run").exists()

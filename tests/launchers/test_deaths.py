@@ -87,7 +87,7 @@ def test_packets_that_are_dropped_without_a_word(tmp_path: Path) -> None:
         network.drop(1, to=0)
         ends = finish(running)
     assert [code for code, _, _ in ends] == [4, 4], ends
-    assert "nothing was heard of it for 6 s" in " ".join(ends[0][1].split()), ends[0][1]
+    assert "it sent no heartbeat for 6 s" in " ".join(ends[0][1].split()), ends[0][1]
     assert_lost(tmp_path, 1, 2)
 
 

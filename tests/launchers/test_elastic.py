@@ -146,7 +146,7 @@ def test_a_run_that_loses_a_machine_goes_on_and_verifies_nothing(tmp_path: Path)
     assert code == 1, err
     assert "exitcode  : 5" in err, err
     assert "UNKNOWN mine.py:falls_asleep   1 rank" in out, out
-    assert "began this run with 2 ranks and has started it anew with 1" in " ".join(out.split())
+    assert "started this run with 2 ranks and restarted it with 1" in " ".join(out.split())
     assert "torch None" not in out, out
     report = json.loads((tmp_path / "r.json").read_text())
     assert [case["verdict"] for case in report["cases"]] == ["unknown"]
@@ -178,8 +178,6 @@ def test_another_number_of_ranks_is_unknown(tmp_path: Path) -> None:
         store.kill()
         store.wait()
     assert [code for code, _, _ in ends] == [5, 5], ends
-    assert "began this run with 4 ranks and has started it anew with 2" in " ".join(
-        ends[0][1].split()
-    )
+    assert "started this run with 4 ranks and restarted it with 2" in " ".join(ends[0][1].split())
     report = json.loads((tmp_path / "r.json").read_text())
     assert [case["verdict"] for case in report["cases"]] == ["unknown"]

@@ -58,4 +58,4 @@ def test_data_of_which_one_label_differs_is_other_data(tmp_path: Path) -> None:
     ends = _on_two_machines(tmp_path, differ=True)
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "rank 1 on" in ends[0][2], ends[0][2]
-    assert "has other files of mnist than rank 0" in ends[0][2], ends[0][2]
+    assert "has different files of mnist than rank 0" in ends[0][2], ends[0][2]

@@ -152,7 +152,7 @@ def test_calls_that_do_not_match_are_named_under_mpirun(tmp_path: Path, backend:
     assert cause["cause"] == "collective-mismatch"
     assert "at call 2, ranks 0, 2 called all_reduce(SUM) of [128] float32 at " in cause["evidence"]
     assert "rank 1 called all_reduce(SUM) of [64] float32 at " in cause["evidence"]
-    assert "most ranks agree, and rank 1 did something else" in cause["evidence"]
+    assert "most ranks agree, and rank 1 made a different call" in cause["evidence"]
     assert left_over(tmp_path) == []
 
 
@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     assert code == 4
     assert re.search(r"rank 1 +lost, last heard of at step \d, \w+", out), out
     assert "2 ranks: unreachable" in out, out
-    assert "can no longer be reached: its process has ended" in out, out
+    assert "can no longer be reached: its process exited" in out, out
     assert left_over(tmp_path) == []
 
 
@@ -180,7 +180,7 @@ def test_a_front_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     front.send_signal(signal.SIGKILL)
     _, (code, _, err) = finish([front, other])
     assert code == 4
-    assert "rank 1: rank 0 has ended without a verdict" in err, err
+    assert "rank 1: rank 0 exited without a verdict" in err, err
     assert left_over(tmp_path) == []
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     command = by_hand(3, "--world", "3", "--deadline", "5")[0]
     ((code, _, err),) = finish([start_warm(command, tmp_path)])
     assert code == 3
-    assert "ranks 1, 2 of 3 did not come within 5 s" in err, err
+    assert "ranks 1, 2 of 3 did not connect within 5 s" in err, err
 
 
 @pytest.mark.sweep
@@ -234,7 +234,7 @@ def test_another_matrix_on_one_of_the_machines(tmp_path: Path) -> None:
         (place / "pyproject.toml").write_text(MATRIX.replace("steps = 2", f"steps = {steps}"))
     ends = finish([start_warm(c, p) for c, p in zip(commands, places, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
-    assert "what was asked for differs: " in ends[0][2], ends[0][2]
+    assert "the request differs: " in ends[0][2], ends[0][2]
 
 
 def test_no_file_on_one_of_the_machines(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_different_worlds(tmp_path: Path) -> None:
         start([*PYTHON, *QUICK], tmp_path, **place, RANK="1", WORLD_SIZE="3"),
     ])  # fmt: skip
     assert [code for code, _, _ in ends] == [3, 3], ends
-    assert "was started for a world of 3 ranks, rank 0 for 2" in ends[0][2], ends[0][2]
+    assert "was started for a world of 3 ranks, but rank 0 for 2" in ends[0][2], ends[0][2]
 
 
 @pytest.mark.sweep
@@ -276,8 +276,8 @@ def test_a_bad_option_is_said_once_by_each_and_waits_for_nobody(tmp_path: Path) 
     words = [*TORCHRUN, "2", *MODULE, *QUICK, "--world", "3"]
     ((code, _, err),) = finish([start(words, tmp_path)])
     assert code == 1, "torchrun's own"
-    assert "--world 3 was given, and torchrun has started 2 ranks" in err, err
-    assert "did not come" not in err, err
+    assert "--world 3 was given, but torchrun started 2 ranks" in err, err
+    assert "did not connect" not in err, err
     assert "could not be reached" not in err, err
 
 
@@ -365,8 +365,8 @@ def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
     (code, out, err), _ = finish([front, other])
     assert code in (3, 4), err
     said = " ".join((out + err).split())
-    lost = "rank 1 on" in said and "can no longer be reached: its process has ended" in said
-    assert lost or "rank 1 of 2 did not come" in said, "killed before it had connected"
+    lost = "rank 1 on" in said and "can no longer be reached: its process exited" in said
+    assert lost or "rank 1 of 2 did not connect" in said, "killed before it had connected"
 
 
 @pytest.mark.sweep

@@ -344,14 +344,15 @@ def test_what_draws_in_ranks_is_refused(run: Run) -> None:
     """Ranks would draw apart, and the pytest process, which varies examples, would not know."""
     text = run(DRAWS)
     assert "6 failed, 1 passed" in text, text
-    here = "what is used here, of st.data(), st.functions() or st.randoms() without use_true_random"
-    assert "test_nested[fresh] - rank 1 of 2: Failed: what is used here" in text
-    assert "test_functions[fresh] - all 2 ranks: Failed: what is used here" in text
+    here = "a strategy of this test (st.data(), st.functions() or st.randoms() without use_true"
+    assert "test_nested[fresh] - rank 1 of 2: Failed: a strategy of this test" in text
+    assert "test_functions[fresh] - all 2 ranks: Failed: a strategy of this test" in text
     assert text.count(f"E   Failed: {here}") == 2
-    assert "given cannot be made again in a kept world (ArtificialRandom.__init__() miss" in text
-    assert "what the test is given cannot be sent to a kept world (f: Can't pickle" in text
-    assert "st.randoms() without use_true_random=True draws while the test runs, and ranks" in text
-    assert "st.random_module() seeds the pytest process alone" in text
+    told = "the arguments of the test cannot be"
+    assert f"{told} recreated in a reused world (ArtificialRandom.__init__() miss" in text
+    assert f"{told} sent to a reused world (f: Can't pickle" in text
+    assert "st.randoms() without use_true_random=True draws while the test runs, so ranks" in text
+    assert "st.random_module() seeds only the pytest process" in text
 
 
 def test_a_users_class_may_be_called_as_one_that_draws() -> None:

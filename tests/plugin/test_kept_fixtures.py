@@ -125,4 +125,4 @@ def test_a_fixture_of_the_test_is_one_for_its_ranks_and_their_fixtures(text: str
 
 
 def test_what_ranks_ask_for_and_cannot_be_sent_is_named(text: str) -> None:
-    assert "cannot be sent to a kept world (lock: cannot pickle" in text, text
+    assert "cannot be sent to a reused world (lock: cannot pickle" in text, text

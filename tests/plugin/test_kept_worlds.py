@@ -36,7 +36,7 @@ def test_kept_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran.assert_outcomes(failed=2, passed=30, skipped=1, warnings=2)
     ran.stdout.fnmatch_lines(
         [
-            "what the test is given cannot be sent to a kept world (cannot_be_sent: Can't *",
+            "the arguments of the test cannot be sent to a reused world (cannot_be_sent: Can't *",
             "rank 1 of 3 failed:",
             "ranks 0, 2 of 3 lost a peer at *test_kept.py:* (last collective: barrier*",
             "*LeakWarning: *test_first left on rank 0, 1: 1 process group not destroyed",

@@ -172,7 +172,7 @@ def test_the_cause_is_in_the_summary(session: pytest.RunResult) -> None:
         ),
         ("test_exception_without_text", ["in test_exception_without_text", "NoText: <"]),
         ("test_no_utf8", ["in test_no_utf8", "E     + \\udcff"]),
-        ("test_debugger", ["in test_debugger", "a rank has no terminal that a debugger"]),
+        ("test_debugger", ["in test_debugger", "a rank has no terminal for a debugger"]),
         ("test_segfault", ["rank 1 of 3 was killed:", "SIGSEGV", "in test_segfault"]),
         ("test_segfault_after_the_last_collective", ["rank 1 of 2 was killed:", "SIGSEGV"]),
         (
@@ -187,7 +187,7 @@ def test_the_cause_is_in_the_summary(session: pytest.RunResult) -> None:
         ),
         (
             "test_leaves_with_success",
-            ["rank 1 of 2 exited:", "left with exit code 0 without a word\nlast collective: "
+            ["rank 1 of 2 exited:", "exited with code 0 without an error message\nlast collective: "
              "all_reduce of [3], number 1 at /", "in test_leaves_with_success", "os._exit(0)",
              "rank 0 of 2 had finished"],
         ),
@@ -245,9 +245,9 @@ def test_what_ranks_were_in_when_they_lost_a_peer(pytestconfig: pytest.Config) -
     assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
         "rank 1 of 5 was killed:",
         "killed by SIGKILL",
-        "ranks 0, 2 of 5 lost a peer at mine.py:3 (last collective: barrier of [], number 2), "
-        "and raised for it",
-        "rank 3 of 5 lost a peer, and raised for it",
+        "ranks 0, 2 of 5 lost a peer at mine.py:3 (last collective: barrier of [], number 2): "
+        "secondary failure",
+        "rank 3 of 5 lost a peer: secondary failure",
         "rank 4 of 5 had finished",
     ]
 
@@ -270,9 +270,9 @@ def test_ranks_that_were_ended_with_one_that_was_killed(pytestconfig: pytest.Con
     assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
         "rank 3 of 4 was killed:",
         "killed by SIGKILL",
-        "rank 1 of 4 lost a peer, and raised for it",
-        "rank 0 of 4 was ended with them (last collective: barrier of [], number 1)",
-        "rank 2 of 4 was ended with them",
+        "rank 1 of 4 lost a peer: secondary failure",
+        "rank 0 of 4 was terminated with them (last collective: barrier of [], number 1)",
+        "rank 2 of 4 was terminated with them",
     ]
 
 

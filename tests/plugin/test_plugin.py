@@ -33,7 +33,7 @@ BAD_MARKERS = {
     "world(0)": "was given the size 0; it takes 1 to 256 ranks",
     "world('4')": "was given the size '4'",
     "world([])": "was given an empty list of sizes: nothing would run",
-    "world(2, 3)": "takes one size, or a list of them",
+    "world(2, 3)": "takes one size or a list of sizes",
     "world(2, backend='simulated:heap')": "unknown order 'heap' of backend simulated",
     "world(2, backend='simulated', reuse=True)": "was given reuse with backend='simulated', where",
     "world(2, schedules=5)": "was given schedules, which needs backend='simulated'",
@@ -277,7 +277,7 @@ def test_no_debugger_starts_in_a_rank(run: Run) -> None:
     text = "@pytest.mark.world(2)\ndef test_it(world): assert 0\n"
     ran = run(text, "--trace", stdin=subprocess.DEVNULL)
     assert "1 failed" in ran.stdout, ran.stdout
-    assert "--trace: a rank has no terminal that a debugger could use" in ran.stdout
+    assert "--trace is not supported: a rank has no terminal for a debugger" in ran.stdout
 
 
 def test_output_is_live_without_capture(run: Run) -> None:
@@ -385,7 +385,7 @@ def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "give --distcheck-strategy NAME"),
+        ([], "pass --distcheck-strategy NAME"),
         (["-p", "no:distcheck"], "remove -p no:distcheck"),
     ],
     ids=["alone", "without-the-plugin"],

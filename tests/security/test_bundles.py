@@ -203,7 +203,7 @@ def test_code_of_others_is_named_and_not_run(tmp_path: Path) -> None:
     (code,) = trust.unknown_code(*unpacked(bundle))
     assert len(code.digest) == 32
     assert code.digest in said
-    assert "add --trust" in said
+    assert "pass --trust" in said
     assert not (tmp_path / "ran").exists()
     # Whatever comes with the code changes its digest: it may be imported by any name.
     files = zips.members(tmp_path / "ran") | {"sources/there/other.py": b"x = 1"}
@@ -293,7 +293,7 @@ def test_a_yes_on_a_terminal_is_asked_for(tmp_path: Path) -> None:
     text = said.decode()
     assert "Run it? [y/N]:" in text
     assert "SHA-256" in text
-    assert "was not run; add --trust" in text
+    assert "was not run; pass --trust" in text
     assert not (tmp_path / "ran").exists()
 
 

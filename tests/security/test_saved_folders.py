@@ -130,7 +130,7 @@ def test_code_of_a_saved_run_is_asked_about(command: str, gift: Path, tmp_path: 
         run(command, gift, "-q")
     assert "runs untrusted code" in str(caught.value)
     assert "../gift/w.py" in str(caught.value)
-    assert str(caught.value).endswith("read it, then add --trust to run it")
+    assert str(caught.value).endswith("review it, then pass --trust to run it")
     assert not (tmp_path / "ran").exists()
 
 
@@ -209,7 +209,9 @@ def test_a_run_that_is_to_be_judged_by_less_is_refused(what: str, made: Path) ->
     if what == "nothing":
         rechecking._check_planned(trace)
     else:
-        with pytest.raises(UsageError, match="lacks what its case needs of the check"):
+        with pytest.raises(
+            UsageError, match="does not have the tensors that its case needs for the check"
+        ):
             rechecking._check_planned(trace)
 
 
@@ -222,7 +224,7 @@ def test_a_case_that_is_called_otherwise_than_its_folder_is_refused(
     for name, folder in ((f"{place.name}\\n::error::x", place), ("a b", place.with_name("a b"))):
         place = place.rename(folder)
         rewrite_about(place, lambda text, name=name: text.replace(CASE_ID, name))  # type: ignore[misc]
-        with pytest.raises(UsageError, match="the name of its folder must be the case's"):
+        with pytest.raises(UsageError, match="the name of its folder must be that of the case"):
             saved_traces(run)
         rewrite_about(place, lambda text, name=name: text.replace(name, CASE_ID))  # type: ignore[misc]
 

@@ -126,7 +126,7 @@ def test_a_secret_is_masked(name: str) -> None:
         "distcheck verify --strategy sync.py:token_weighted --loss tokens --world 4",
         "--arg tokens=512 --arg key=3 --token-embedding-dim 512 --max-tokens 4096",
         "tokenizer=AutoTokenizer.from_pretrained(name), pad_token='<pad>', eos_token_id=50256",
-        "nothing is known of secret; give --arg secret=VALUE",
+        "unknown parameters secret; pass --arg secret=VALUE",
         "Basic misunderstandings of Bearer authentication",
         "http://127.0.0.1:8000/page tcp://host:29500 file:///home/me/x.py ssh://ubuntu@host",
         "see https://a:80/b@c and user@host, 3e-05@step",

@@ -153,7 +153,7 @@ def test_a_long_text_is_cut_before_it_is_wrapped(characters: int, unit: str) -> 
 
 def test_what_is_left_out_is_counted() -> None:
     text = shown("a" * MOST_CHARACTERS + "b" * 10)
-    assert "... 10 characters are left out here; the JSON report has them ..." in text
+    assert "... 10 characters are omitted here; the JSON report has them ..." in text
     assert text.endswith("b" * 10)
     assert shown("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
 
@@ -164,7 +164,7 @@ def test_a_rank_sends_the_ends_of_a_text_that_is_too_long() -> None:
         assert len(event.message) < MOST_REPORTED + 200
         assert event.message.startswith(text[:10])
         assert event.message.endswith(text[-10:])
-        assert ("characters are left out here; a rank reports" in event.message) == (
+        assert ("characters are omitted here; a rank reports" in event.message) == (
             len(text) > MOST_REPORTED
         )
 

@@ -282,7 +282,9 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
     Path("gift").mkdir()
     Path("distcheck_strategies.run").mkdir()
     if is_asked:
-        with pytest.raises(UsageError, match=rf"{pair[0]}=.* for \S*mine.py:mean; read it, then"):
+        with pytest.raises(
+            UsageError, match=rf"{pair[0]}=.* for \S*mine.py:mean; review it, then pass"
+        ):
             trust.require_trust("gift", [case], made, doing="replaying", trusted=False)
     else:
         trust.require_trust("gift", [case], made, doing="replaying", trusted=False)

@@ -321,7 +321,7 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_strategy(f"{tmp_path / 'asks.py'}:sync")
     assert str(caught.value).endswith(
-        "nothing is known of coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
+        "unknown parameters coef_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; pass "
         "--arg coef_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
         "--arg odd=VALUE --arg size_mib=25 --arg cap_bytes=26214400"
     )
@@ -330,7 +330,7 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
         loaded.sync(nn.Linear(1, 1), STEP)
     assert str(caught.value) == (
         "the code reads args.coef, args.num_learners, args.odd, which distcheck does not know; "
-        "give --arg args.coef=0.5 --arg args.num_learners=@world_size --arg args.odd=VALUE"
+        "pass --arg args.coef=0.5 --arg args.num_learners=@world_size --arg args.odd=VALUE"
     )
 
 
@@ -364,7 +364,7 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
         ),
         (
             "def __init__(self, n_nodes=1, rank=0, size=1): pass\n def sync_grads(self, net): pass",
-            "n_nodes=@n_nodes, rank=@rank (--arg says otherwise)",
+            "n_nodes=@n_nodes, rank=@rank (override with --arg)",
         ),
     ],
 )

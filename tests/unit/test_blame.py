@@ -40,7 +40,7 @@ def test_a_victim_says_where_it_was_when_it_lost_its_peer(
     child.take(messages.Raised("RuntimeError", "Connection reset", _FRAMES, 1.0, None, collective))
     first, *_ = blame.outcomes([child], hung=False)[0].detail.splitlines()
     last = f" (last collective: {said})" if said else ""
-    assert first == f"before the first step; its peer was gone at /x/mean.py:3{last}"
+    assert first == f"before the first step; secondary failure (peer exited) at /x/mean.py:3{last}"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_rank_that_leaves_as_its_world_ends_has_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "told"), [("", "did not answer"), (_SAID, "line 3 in sync")], ids=["nothing", "low"]
+    ("heard", "told"), [("", "did not respond"), (_SAID, "line 3 in sync")], ids=["nothing", "low"]
 )
 def test_a_silent_rank_that_outlives_its_peers_hung_too(heard: str, told: str) -> None:
     child = RemoteChild(gone=True, exit_code=1, shaken=True, low_level_stacks=heard)
@@ -128,7 +128,7 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
     outcome = blame.outcomes([child], hung=True)[0]
     assert outcome.outcome == "hung"
     assert ("line 3 in sync" if shaken else "line 9 in later") in outcome.detail
-    assert "went on when it was asked" in outcome.detail
+    assert "resumed when its stack was requested" in outcome.detail
     assert blame.outcomes([child], hung=False)[0].outcome == "finished"
 
 
@@ -148,12 +148,12 @@ def _in_call(number: int) -> messages.Stacks:
 @pytest.mark.parametrize(
     ("later", "said"),
     [
-        (_in_call(8), "answered only after a signal, which can wake a rank"),
+        (_in_call(8), "responded only after a signal, which can wake a rank"),
         (
             messages.Raised("OSError", "interrupted", _FRAMES, 1.0),
             "and raised OSError: interrupted",
         ),
-        (messages.Done(b""), "went on when it was asked, after the deadline"),
+        (messages.Done(b""), "resumed when its stack was requested, after the deadline"),
     ],
     ids=["next call", "raised", "done"],
 )
@@ -182,7 +182,7 @@ def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
     stopped.stopped = True
     found = blame.outcomes([_child(_in_call(7)), stopped], hung=True)
     assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung")]
-    assert "stopped (state T), as SIGSTOP does" in found[0].detail
+    assert "stopped (state T, SIGSTOP)" in found[0].detail
     (cause,) = explain(found)
     assert cause.evidence == "rank 1 was stopped; rank 0 in all_reduce of [5], number 7"
 

@@ -87,8 +87,8 @@ def test_what_cannot_do_a_cell() -> None:
         "accumulation", Contract(micro_batches=3), own_backward=True
     )
     assert why("loss_scaling", own_backward=True) == ""
-    assert "within the optimizer's step" in why("clipping", own_update=True)
-    assert "within the optimizer's step" in why("loss_scaling", own_update=True)
+    assert "inside the optimizer step" in why("clipping", own_update=True)
+    assert "inside the optimizer step" in why("loss_scaling", own_update=True)
     assert why("clipping", Contract(optimizer_state="cut")) == ""
     assert "on their owners" in why("clipping", Contract(gradients="owner"))
     assert why("accumulation", Contract(optimizer_state="cut")) == ""
@@ -113,14 +113,14 @@ def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
 
     mesh = Contract(parallel=(("tensor", 4),), optimizer_state="cut", sync="out-of-sight")
     clips = training.clip_norm is not None
-    asks = "the loop would clip by the norm of what a rank holds; give the strategy clip("
+    asks = "the loop would clip by the norm of a rank's shards; define clip("
     assert (asks if clips else "in a layout the loop does not accumulate, scale") in why(mesh)
     about = CELLS[cell].about
     assert why(Contract(declines=(cell,))) == f"its contract declines {cell} ({about})"
     assert why(Contract(declines=("sparse",))) == ""
     uneven = why(Contract(micro_batches=3), own_backward=True)
     assert ("runs backward" in uneven) == (cell == "accumulation")
-    assert ("within the optimizer's step" in why(Contract(), own_update=True)) == (
+    assert ("inside the optimizer step" in why(Contract(), own_update=True)) == (
         cell in ("clipping", "loss_scaling")
     )
     ingredients = open_ingredients(cases(workloads=[cell])[0], b"", None)
@@ -147,29 +147,28 @@ def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
     assert "in bfloat16" in why(64, Contract(wire="bfloat16"))
     assert why(64, Contract(wire="float32")) == ""
     assert why(1, accept="quantised:8") == why(2, accept="low-precision:bf16") == ""
-    assert "has a bound for one exchange in a step" in why(2, accept="quantised:8")
+    assert "has a bound for one all-reduce per step" in why(2, accept="quantised:8")
     assert [bool(why_overflow(kind)) for kind in ("quantised:8", "low-rank:2", "local-sgd:2")] == [
         True, True, False,
     ]  # fmt: skip
     assert [bool(why(1, worlds=[world])) for world in (118, 119, 300)] == [False, True, True]
     assert why(1, worlds=[128]) == (
-        "gradients exchanged over 128 ranks in bfloat16 may have a rounding error "
-        "as large as the sum itself: no "
-        "bound is left"
+        "gradients reduced over 128 ranks in bfloat16 may have a rounding error as large as the "
+        "sum itself, so no bound exists"
     )
     assert why(1, Contract(wire="bfloat16"), worlds=[128])
     assert why(1, Contract(wire="float16"), worlds=[128]) == ""
-    assert "has a bound for one exchange in a step" in why(2, accept="low-rank:2")
+    assert "has a bound for one all-reduce per step" in why(2, accept="low-rank:2")
     assert why(1, accept="low-rank:2") == ""
 
 
 @pytest.mark.parametrize(
     ("training", "why"),
     [
-        ({"accumulate": 2}, "its training is {'accumulate': 2}, and has to be a"),
+        ({"accumulate": 2}, "its training is {'accumulate': 2}; expected a"),
         (
             Training(accumulate=0),
-            "which the loop cannot do: Expected `int` >= 1 - at `$.accumulate`",
+            "which the loop does not support: Expected `int` >= 1 - at `$.accumulate`",
         ),
         (Training(clip_norm="2"), "Expected `float | null`, got `str` - at `$.clip_norm`"),  # type: ignore[arg-type]
     ],
@@ -349,6 +348,6 @@ def test_a_workload_that_normalises_needs_two_samples_a_rank() -> None:
     facts = facts_of(Contract())
     (case,) = cases(workloads=["composite"], dtype="float32", batch=3, worlds=[3])
     assert why_left_out(case, facts, [[1, 1, 1]]) == (
-        "each rank must have 2 samples for it; --batch 6 gives them"
+        "each rank must have 2 samples; pass --batch 6"
     )
     assert why_left_out(case, facts, [[2, 2, 2]]) == ""

@@ -37,25 +37,25 @@ def refusal(*words: str) -> str:
     [
         (("verfy",), "unknown command 'verfy' (did you mean verify?); known are verify, job"),
         (("xyz",), "unknown command 'xyz'; known are verify"),
-        (("verify", "allreduce"), "'allreduce'; distcheck verify takes only options; give "
+        (("verify", "allreduce"), "'allreduce'; distcheck verify takes only options; pass "
          "--strategy allreduce"),
-        (("verify", "alreduce"), "give --strategy allreduce"),
-        (("verify", "my_sync.py:sync"), "give --strategy my_sync.py:sync"),
-        (("verify", "--world", "2", "mlp"), "give --workload mlp"),
-        (("plan", "ddp"), "distcheck plan takes only options; give --strategy ddp"),
-        (("explore", "ring"), "give --strategy ring"),
-        (("backends", "gloop"), "give --backend gloo"),
-        (("selftest", "no_sync"), "give -k no_sync"),
+        (("verify", "alreduce"), "pass --strategy allreduce"),
+        (("verify", "my_sync.py:sync"), "pass --strategy my_sync.py:sync"),
+        (("verify", "--world", "2", "mlp"), "pass --workload mlp"),
+        (("plan", "ddp"), "distcheck plan takes only options; pass --strategy ddp"),
+        (("explore", "ring"), "pass --strategy ring"),
+        (("backends", "gloop"), "pass --backend gloo"),
+        (("selftest", "no_sync"), "pass -k no_sync"),
         (("help",), "unknown command 'help' (did you mean --help?)"),
         (("version",), "(did you mean --version?)"),
         (("my_sync.py:sync",), "judge it by distcheck verify --strategy my_sync.py:sync"),
         (("train.py",), "the whole script by distcheck job --world 2 -- python train.py"),
-        (("--world", "4", "verify"), "options follow a command: distcheck verify --world ..."),
+        (("--world", "4", "verify"), "options follow the command: distcheck verify --world ..."),
         (("explain", "NO-SYNC"), "(did you mean no-sync?)"),
         (("explain", ""), "unknown cause ''"),
         (("explore", "--strategy", "ddp", "--world", "1"), "--world 1 is out of range; it takes 2"),
         (("backends", "--op", "allreduce"), "unknown --op 'allreduce' (did you mean all_reduce?)"),
-        (("replay", "report.json"), "report.json is a report; give its folder, ."),
+        (("replay", "report.json"), "report.json is a report; pass its folder, ."),
         (("doctor", "x"), "Got unexpected extra argument (x)"),
         (("verify", "--strategy", "alreduce"), "unknown strategy 'alreduce' (did you mean "
          "allreduce?); known are allreduce,"),
@@ -78,26 +78,26 @@ def refusal(*words: str) -> str:
         (("verify", "--strategy"), "Option '--strategy' requires an argument"),
         (("verify", "--world"), "Option '--world' requires an argument"),
         (("verify", "--strategy", "ddp", "--world", "-2"), "--world -2 is out of range"),
-        (("verify", "--world", "2,4"), "'2,4' is not a whole number; repeat the option: --world 2 "
+        (("verify", "--world", "2,4"), "'2,4' is not an integer; repeat the option: --world 2 "
          "--world 4"),
-        (("verify", "--seed", "2,4"), "'2,4' is not a whole number"),
+        (("verify", "--seed", "2,4"), "'2,4' is not an integer"),
         (("verify", "--strategy", "ddp", "--world", "2", "3"), "repeat the option: --world 2 "
          "--world 3"),
         (("verify", "-w", "4"), "No such option '-w'; distcheck verify --help lists them"),
         (("compare",), "Missing argument 'DIR'; write distcheck compare [OPTIONS] DIR [DIR]"),
         (("compare", "a", "b", "c"), "extra argument (c); write distcheck compare [OPTIONS] DIR "),
-        (("verify", "--strategy", ":f"), "strategy ':f' names no file; write path/to/file.py:f"),
-        (("verify", "--strategy", "text.txt:f"), "text.txt is not Python; give a file whose name "
-         "ends in .py"),
-        (("verify", "--strategy", "ddp", "--explore-s", "5"), "--explore-s belongs to --thorough"),
-        (("verify", "--strategy", "ddp", "--data-dir", "x"), "give --data cifar10 or --data mnist"),
-        (("train", "--data-dir", "x"), "give --data cifar10 or --data mnist"),
+        (("verify", "--strategy", ":f"), "strategy ':f' names no file; pass path/to/file.py:f"),
+        (("verify", "--strategy", "text.txt:f"), "text.txt is not Python; pass a file whose name "
+            "ends in .py"),
+        (("verify", "--strategy", "ddp", "--explore-s", "5"), "--explore-s requires --thorough"),
+        (("verify", "--strategy", "ddp", "--data-dir", "x"), "pass --data cifar10 or --data mnist"),
+        (("train", "--data-dir", "x"), "pass --data cifar10 or --data mnist"),
         (("train", "--epochs", "0"), "--epochs 0 is out of range; it takes 1 or more"),
         (("train", "--log-every", "-1"), "--log-every -1 is out of range; it takes 0 or more"),
-        (("job", "--guard", "--steps", "4", "--", "x"), "--steps is for a recording, and --guard "
-         "makes none"),
-        (("job", "--reference", "", "--", "x"), "--reference takes a command"),
-        (("job", "--reference", "x", "--no-reference", "--", "x"), "or give --no-reference"),
+        (("job", "--guard", "--steps", "4", "--", "x"), "--steps requires a recording, but "
+         "--guard makes none"),
+        (("job", "--reference", "", "--", "x"), "--reference requires a command"),
+        (("job", "--reference", "x", "--no-reference", "--", "x"), "or pass --no-reference"),
     ],
 )  # fmt: skip
 @needs_all
@@ -133,8 +133,8 @@ def test_a_long_list_of_options_is_in_groups() -> None:
     text = help_of("verify")
     headings = re.findall(r"^(\w.*):$", text, re.M)
     assert headings == [
-        "What is judged", "How the strategy is called", "Data and ranks",
-        "Several machines, without a launcher", "What is written",
+        "Checks", "How the strategy is called", "Data and ranks",
+        "Several machines, without a launcher", "Output",
     ]  # fmt: skip
     command = root_command.get_command(click.Context(root_command), "verify")
     assert command is not None
@@ -230,7 +230,7 @@ def kept_report(date: str, command: str) -> str:
 
 def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(root_command, ["runs"]).output == ".distcheck here holds no runs\n"
+    assert CliRunner().invoke(root_command, ["runs"]).output == ".distcheck here has no runs\n"
     keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "distcheck verify -q"))
     keep_run("20260131-120000-2", report=None)
     keep_run("20260131-130000-3", report="{")
@@ -254,7 +254,7 @@ def test_a_run_that_is_not_there_says_what_is(
     for name, why in (("nowhere", "does not exist"), ("empty", "holds no")):
         said = refusal(command, name)
         assert said.startswith(f"{name} {why}")
-        assert "; distcheck runs lists those" in said
+        assert "; run distcheck runs to list those" in said
     assert not [*Path().rglob("report.html")]
 
 
@@ -270,14 +270,14 @@ def test_open_shows_the_last_page(
         return browser
 
     monkeypatch.setattr(webbrowser, "open", show)
-    assert "holds no run with a report" in refusal("open")
+    assert "has no run with a report" in refusal("open")
     first = keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "one"))
     last = keep_run("20260131-120000-2", report=kept_report("2026-01-31T12:00:00", "two"))
     keep_run("20260131-130000-3", report=None)
     ran = CliRunner().invoke(root_command, ["open"])
     page = last / "report.html"
     assert opened == [page.absolute().as_uri()]
-    said = "" if browser else "no browser started; open "
+    said = "" if browser else "no browser could be started; open "
     assert ran.output == f"{said}{opened[0]}\n"
     assert "<code>two</code>" in page.read_text()
     CliRunner().invoke(root_command, ["open", str(first)])
@@ -296,5 +296,5 @@ def test_too_little_memory_is_no_defect(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli._unexpected(MemoryError()) == ExitCode.CANNOT_RUN
-    assert "there is not enough memory; free some" in capsys.readouterr().err
+    assert "memory is insufficient; free some" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -63,7 +63,7 @@ def test_it_may_have_a_vector_in_place_of_its_scalar() -> None:
     whole = {name: tuple(p.shape) for name, p in built().named_parameters()}
     assert {name for name in whole if whole[name] != shapes[name]} == {"gain"}
     assert min(map(len, shapes.values())) == 1
-    with pytest.raises(UsageError, match="there are composite:no-scalar and"):
+    with pytest.raises(UsageError, match="known are composite:no-scalar and"):
         load_workload("composite:without")
 
 

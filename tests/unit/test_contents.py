@@ -138,7 +138,7 @@ def test_a_separate_rerun_has_late_ranks() -> None:
 def test_a_small_model_shows_one_bucket_alone() -> None:
     small = Run(parameters=(spec("a", 1 << 18),)).contents
     large = Run(parameters=(spec("a", 3 << 18),)).contents
-    one, two = "a second bucket where one takes 1 MiB", "a second bucket where one takes 3 MiB"
+    one, two = "a second bucket of 1 MiB", "a second bucket of 3 MiB"
     assert one in "; ".join(not_shown([small]))
     assert two in (text := "; ".join(not_shown([small, large])))
     assert one not in text
@@ -148,26 +148,26 @@ def test_sizes_are_those_of_the_largest() -> None:
     deep = Run(parameters=(spec("a.b.c.weight", 2, 3, 4, 5, 6), spec("d", 1_100_000)))
     text = "; ".join(not_shown([Run().contents, deep.contents]))
     assert (
-        "models of more than 2 tensors or 1,100,720 elements, tensors of more than 1,100,000 "
+        "models with more than 2 tensors or 1,100,720 elements, tensors with more than 1,100,000 "
         "elements or 5 dimensions, modules nested deeper than 3" in text
     )
     worlds = [
         Run(case=msgspec.structs.replace(PLAIN, world=w, steps=w)).contents for w in (2, 12, 4)
     ]
-    assert not_shown(worlds)[0] == "worlds other than 2, 4, 12"
+    assert not_shown(worlds)[0] == "world sizes other than 2, 4, 12"
     batches = [Run(case=msgspec.structs.replace(PLAIN, batch=b)).contents for b in (64, 8)]
-    assert not_shown(batches)[1] == "batches other than 8, 64"
+    assert not_shown(batches)[1] == "global batch sizes other than 8, 64"
     old = msgspec.structs.replace(Run().contents, batch=0)
-    assert not_shown([old])[1] == "batches of other sizes"
-    begins = "what begins after step 2 (12 in some cases), or after the last step"
+    assert not_shown([old])[1] == "other global batch sizes"
+    begins = "bugs that first appear after step 2 (12 in some cases), or after the last step"
     assert begins in not_shown(worlds)
-    assert "what begins after step 12, or after the last step" in not_shown(worlds[1:2])
+    assert "bugs that first appear after step 12, or after the last step" in not_shown(worlds[1:2])
 
 
 def test_one_world_is_not_two() -> None:
     alone = Run(case=msgspec.structs.replace(PLAIN, rerun=False)).contents
-    assert "orders of arrival other than those of one world" in not_shown([alone])
-    assert "orders of arrival other than those of two worlds" in not_shown([Run().contents])
+    assert "interleavings other than those of one world" in not_shown([alone])
+    assert "interleavings other than those of two worlds" in not_shown([Run().contents])
 
 
 def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     )
     searched = followups.with_schedules(Pool(), report, description=b"", data_fd=None, show=print)
     assert searched.contents is not None
-    two = "orders of arrival other than those of two worlds"
+    two = "interleavings other than those of two worlds"
     assert f"{two}, and of 198 schedules of one case" in not_shown(
         [searched.contents, Run().contents]
     )
@@ -196,8 +196,8 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
 
 def test_gradients_are_named_by_their_sizes() -> None:
     runs = [Run(shown=also(sizes=sizes)).contents for sizes in ((2.0, 523.0), (3e-4, 1.0), ())]
-    assert "gradients outside 0.0003 to 5.2e+02" in not_shown(runs)
-    assert "gradients outside 0.0003 to 1" in not_shown(runs[1:])
+    assert "gradient magnitudes outside 0.0003 to 5.2e+02" in not_shown(runs)
+    assert "gradient magnitudes outside 0.0003 to 1" in not_shown(runs[1:])
     assert "huge or denormal gradients" in not_shown(runs[2:])
     merged = both(also(sizes=(2.0, 3.0)), both(also(), also(sizes=(1.0, 1.0))))
     assert merged.sizes == (1.0, 3.0)
@@ -227,10 +227,10 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "keeps_gradients": "set to zero in place of None", "evaluates": "evaluation",
         "complex": "complex", "eval_mode": "eval mode", "starts_apart": "start with different",
         "tied": "that two modules share", "sparse": "sparse gradients",
-        "not_contiguous": "another memory order", "views": "views of one storage",
+        "not_contiguous": "a different memory layout", "views": "views that share one storage",
         "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
         "integer_buffers": "buffers", "batch_norm": "of another kind",
-        "random_numbers": "random numbers", "unequal_shards": "unequal shards",
+        "random_numbers": "random numbers", "unequal_shards": "uneven shards",
         "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
         "resume": "a resumed run", "late_ranks": "arrival orders",
         "process_state": "--no-separate",

@@ -231,5 +231,5 @@ def test_an_archive_is_not_unpacked_without_a_filter(
 ) -> None:
     """Pythons before 3.11.4 have none."""
     monkeypatch.delattr(tarfile, "data_filter")
-    with pytest.raises(CannotRunError, match=r"unpack it, and name its folder with --data-dir"):
+    with pytest.raises(CannotRunError, match=r"unpack it, and pass its folder with --data-dir"):
         unpack(tmp_path / "data.tar.gz", tmp_path)

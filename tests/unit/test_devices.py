@@ -83,7 +83,7 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (0, {"backend": "nccl"}, "backend nccl needs an NVIDIA GPU; this machine has none"),
         (0, {"device": "cuda"}, "device 'cuda' is not available: this machine has no NVIDIA GPU"),
-        (1, {"backend": "nccl"}, "moves tensors between GPUs only; give --device cuda as well"),
+        (1, {"backend": "nccl"}, "moves tensors between GPUs only; pass --device cuda as well"),
         (1, {"backend": "mpi", "device": "cuda"}, "backend mpi takes CPU tensors only"),
         (
             1,

@@ -21,7 +21,7 @@ def test_a_time_has_a_unit_or_is_in_seconds(given: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("given", ["", "s", "3 days", "1m30s", "1.2.3", "\u0663s"])
 def test_other_words_are_refused(given: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a time; give seconds, or 30s, 500ms"):
+    with pytest.raises(click.BadParameter, match="is not a duration; pass seconds, or 30s, 500ms"):
         SECONDS.convert(given, None, None)
 
 
@@ -29,7 +29,7 @@ def test_a_time_must_be_above_zero() -> None:
     asked = ["--deadline", "0s", "--", "python", "--deadline-s", "train.py"]
     error = CliRunner().invoke(job.command, asked, standalone_mode=False).exception
     assert isinstance(error, UsageError)
-    assert str(error) == "--deadline must be above 0, and at most 1000000"
+    assert str(error) == "--deadline must be above 0 and at most 1000000"
 
 
 @needs("simulated")

@@ -287,7 +287,7 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
     ("words", "why"),
     [
         ("", "'' is not a layer; kinds are linear, scale"),
-        ("linear", "'linear': linear takes a size from 1 to 4096, as in linear3"),
+        ("linear", "'linear': linear takes a size from 1 to 4096, for example linear3"),
         ("linear0", "linear takes a size from 1"),
         ("scale2", "'scale2': scale takes no size"),
         (
@@ -295,11 +295,11 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
             "linear does not take 'tide'; it takes bias, frozen, strided, tied",
         ),
         ("running.nested4", "running does not take 'nested4'; it takes nested1 to nested3"),
-        ("scale.absent-scale.frozen", "every layer that trains is absent for half of the samples"),
-        ("scale-norm", "a norm comes before every other layer, and there is one at most"),
-        ("linear2-conv2", "a conv needs an image, and comes before every linear"),
-        ("conv1-conv1-conv1-conv1", "more than 3 convs leave nothing of a 4x4 image"),
-        ("scale.frozen-running", "nothing is left to train"),
+        ("scale.absent-scale.frozen", "every trainable layer is absent for half of the samples"),
+        ("scale-norm", "there is at most one norm, and it must precede every other layer"),
+        ("linear2-conv2", "a conv needs an image, so it must precede every linear layer"),
+        ("conv1-conv1-conv1-conv1", "more than 3 convs reduce a 4x4 image to nothing"),
+        ("scale.frozen-running", "no parameter is trainable"),
         (
             "scale;rmsprop",
             "'rmsprop' is not one of sgd, momentum, adam, groups, schedule, s",
@@ -325,7 +325,7 @@ def test_a_budget(text: str, seconds: float) -> None:
 
 
 BAD = {
-    ("--budget", "5"): "--budget 5 is not a duration; give a number and s, m or h",
+    ("--budget", "5"): "--budget 5 is not a duration; pass a number and s, m or h",
     ("--budget", "0s"): "--budget 0s is not a duration",
     ("--budget", "9999h"): "at most 168h",
     ("--max-cases", "0"): "--max-cases 0 is out of range; it takes 1 to",
@@ -336,7 +336,7 @@ BAD = {
     ("--deadline", "0"): "--deadline 0.0 is out of range",
     ("--vary", "bucket"): "--vary 'bucket' is not of the form NAME=VALUE",
     ("--without", "bucket"): "--without bucket: unknown word; choose from",
-    ("--backend", "mpi"): "--backend mpi is not supported by explore; give gloo, simulated or",
+    ("--backend", "mpi"): "--backend mpi is not supported by explore; pass gloo, simulated or",
     ("--backend", "simulated:heap"): "unknown order 'heap' of backend simulated",
     ("--loss", "sum"): "unknown loss contract --loss sum",
     ("--json", "/nowhere/x.json"): "--json /nowhere/x.json cannot be written",
@@ -485,7 +485,7 @@ def test_the_screen_of_what_was_found(
 
 def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = CliRunner().invoke(root_command, ["explore"])
-    assert "no strategy was given; give --strategy" in str(ran.exception)
+    assert "no strategy was given; pass --strategy" in str(ran.exception)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ran = CliRunner().invoke(root_command, ["explore", "--strategy", "allreduce"])
     assert isinstance(ran.exception, CannotRunError)

@@ -89,7 +89,7 @@ def test_a_float64_case_that_does_not_count(
     kept, out = leave_out(reports)
     assert set(out) == ({"cnn-float64"} if is_left_out else set())
     assert len(kept) == 3 - is_left_out
-    said = [any("--dtype float64 makes it count" in note for note in r.notes) for r in kept]
+    said = [any("pass --dtype float64 to judge it" in note for note in r.notes) for r in kept]
     assert said == [is_left_out] * len(kept)
 
 
@@ -151,7 +151,7 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
     assert [r.case.workload for r in taken] == [
         "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
     ]  # fmt: skip
-    assert "the one of composite" in taken[2].notes[0]
+    assert "the one in composite" in taken[2].notes[0]
     kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
     assert list(out) == [reports[3].case.id]
     assert "expected scalar type Float" in out[reports[3].case.id]
@@ -166,7 +166,7 @@ def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
     assert (first.verdict, first.case.workload) == ("pass", "lattice:no-scalar")
     (note,) = first.notes
     assert "(IndexError: slice() of a 0-dim tensor.)" in note
-    assert "--workload lattice makes it count" in note
+    assert "pass --workload lattice to judge it" in note
     assert second == reports[1]
     wrong = msgspec.structs.replace(done, verdict="fail")
     assert take_in(reports, [(follow_up, wrong)])[0].verdict == "fail"
@@ -219,8 +219,8 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
         assert unweighted.suggestion.endswith(said)
     else:  # which is said first
         assert unweighted.evidence == (
-            "right where all ranks have as many samples (cnn float32 passes with --batch 255), and "
-            "not with these shards: seen"
+            "correct if all ranks have equally many samples (cnn float32 passes with --batch "
+            "255), but not with these shards: seen"
         )
         assert unweighted.suggestion == "do it, as with --batch 255, a multiple of 3"
     assert found.diagnosis[1] == causes[1]
@@ -233,7 +233,7 @@ def test_what_equal_shards_explain_is_named_where_nothing_else_is() -> None:
     done = report("cnn", verdict="fail", diagnosis=caused("one-rank-only"))
     (found,) = take_in(reports, [(follow_up, done)])
     assert [one.cause for one in found.diagnosis] == ["one-rank-only"]
-    assert found.diagnosis[0].evidence == "with --batch 255, where all shards are equal: seen"
+    assert found.diagnosis[0].evidence == "with --batch 255, which makes all shards equal: seen"
     (found,) = take_in(reports, [(follow_up, report("cnn"))])
     assert [one.cause for one in found.diagnosis] == ["unexplained"]
 
@@ -267,7 +267,7 @@ def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
     found, other = take_in([failed, also], [(follow_up, stopped)])
     assert [one.cause for one in found.diagnosis] == expected
     named = expected != [*causes]
-    assert any("run since the gradients may be those of a race" in n for n in found.notes) is named
+    assert any("gradients may be the result of a race" in n for n in found.notes) is named
     assert [one.cause for one in other.diagnosis] == [expected[0] if named else "unexplained"]
 
 
@@ -322,7 +322,7 @@ def test_a_model_that_the_code_does_not_train_does_not_count(said: dict[str, Any
     reports = [report("cnn"), absent(verdict="fail", **said)]
     (kept,), out = leave_out(reports)
     assert list(out) == ["absent_on_some-float32"]
-    assert [note for note in kept.notes if "--workload absent_on_some requires it" in note]
+    assert [note for note in kept.notes if "--workload absent_on_some to require it" in note]
     assert follow_ups(reports) == []
 
 

@@ -238,7 +238,7 @@ def test_batchnorm_in_eval_mode_normalises_nothing_by_the_batch() -> None:
 
 
 def test_rows_of_nobody_are_not_guessed() -> None:
-    with pytest.raises(NotRecordedError, match="which rank each row belongs to is not recorded"):
+    with pytest.raises(NotRecordedError, match="the rank of each row is not recorded"):
         reference(opened(Some)).run(0)
 
 
@@ -250,7 +250,7 @@ class Exchanging(CellWorkload):
 
 
 def test_a_batchnorm_over_all_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match="norm is a SyncBatchNorm, which exchanges statistics"):
+    with pytest.raises(UsageError, match="norm is a SyncBatchNorm, which synchronizes statistics"):
         look_at(opened(Exchanging))
 
 

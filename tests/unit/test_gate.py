@@ -174,7 +174,7 @@ def test_a_launcher_has_made_the_world(folder: Path) -> None:
     three = plan(launch=launch_of(3), worlds=(3,))
     assert {c.world for c in three.cases} == {3}
     write(folder, "[tool.distcheck.strategy.ddp]\nworlds = [2]\n")
-    with pytest.raises(UsageError, match=r"torchrun started 3 ranks; pyproject\.toml gives"):
+    with pytest.raises(UsageError, match=r"torchrun started 3 ranks; pyproject\.toml has no"):
         plan(launch=launch_of(3), worlds=(3,))
 
 
@@ -186,15 +186,15 @@ SLIPS = [
     ("worlds = []", r"tool.distcheck.worlds is \[\]; tool.distcheck.worlds takes numbers of"),
     ("worlds = [0]", r"tool.distcheck.worlds\[0\] is 0; tool.distcheck.worlds takes"),
     ("worlds = [true]", r"tool.distcheck.worlds\[0\] is True"),
-    ("seeds = [-1]", r"tool.distcheck.seeds\[0\] is -1; tool.distcheck.seeds takes whole numbers"),
+    ("seeds = [-1]", r"tool.distcheck.seeds\[0\] is -1; tool.distcheck.seeds takes integers"),
     ("batch = 'big'", "tool.distcheck.batch is 'big'; tool.distcheck.batch takes a number"),
-    ("deadline_s = 0", "tool.distcheck.deadline_s is 0; tool.distcheck.deadline_s takes idle"),
+    ("deadline_s = 0", "tool.distcheck.deadline_s is 0; tool.distcheck.deadline_s takes seconds"),
     ("dtypes = ['float23']", r"dtypes\[0\]: unknown dtype 'float23'.*did you mean float32\?"),
     ("backends = ['glo']", r"backends\[0\]: unknown backend 'glo'.*did you mean gloo\?"),
     ("workloads = ['cnnn']", r"workloads\[0\]: unknown workload 'cnnn'.*did you mean cnn\?"),
     ("strategies = ['dpp']", r"strategies\[0\]: unknown strategy 'dpp'.*did you mean ddp\?"),
     ("strategies = ['no.py:f']", r"strategies\[0\]: strategy file no.py does not exist"),
-    ("strategies = ['code/sync.py']", "names a file but no object in it; write code/sync.py:NAME"),
+    ("strategies = ['code/sync.py']", "names a file but no object in it; pass code/sync.py:NAME"),
     (
         "loss = 'sum'",
         "tool.distcheck.loss: unknown loss 'sum'; known are mean, mean/world, sum/global",
@@ -235,7 +235,7 @@ def test_slips_name_the_key_and_what_it_takes(folder: Path, text: str, message: 
     ("name", "text", "message"),
     [
         ("gate.toml", "worlds = [", "gate.toml is not TOML"),
-        ("pyproject.toml", "[project]\n", r"has no \[tool.distcheck\]; write the matrix there"),
+        ("pyproject.toml", "[project]\n", r"has no \[tool.distcheck\]; add the matrix there"),
         ("pyproject.toml", "[tool]\ndistcheck = 3\n", "tool.distcheck is 3; it takes a table"),
         ("nowhere/gate.toml", "", "--config nowhere/gate.toml cannot be read: No such file"),
         ("gate.toml", "worlds = [2]\n", "gate.toml: strategies is missing, and no --strategy"),
@@ -257,7 +257,7 @@ def test_a_backend_that_is_not_here_is_no_slip(folder: Path) -> None:
 @pytest.mark.parametrize("shard", ["", "2", "0/4", "5/4", "2/0", "-1/4", "a/b", "1/2/3", "1.0/2",
                                    "1/99999999", "٢/٤"])  # fmt: skip
 def test_parts_that_are_none(shard: str) -> None:
-    with pytest.raises(UsageError, match="takes I/N with I from 1 to N, as in 2/4"):
+    with pytest.raises(UsageError, match="expected I/N with I from 1 to N, for example 2/4"):
         part_of(shard)
 
 
@@ -344,7 +344,7 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert len(rows) == int(first.split()[1])
     assert all("~" in row for row in rows)
     assert "rough" in total
-    assert legend.strip().startswith("X applies where")
+    assert legend.strip().startswith("X applies if")
 
 
 def test_what_a_file_says_of_a_typed_strategy_is_said(folder: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
     document = document_of(*many)
     whole = github.step_summary(document)
     assert 900_000 < len(whole.encode()) <= github.MOST_SUMMARY_BYTES
-    assert whole.endswith("do not fit here; they are in the JSON.\n")
+    assert whole.endswith("do not fit here; the JSON report has all of them.\n")
     for room in (0, 10, 300, 5000):
         assert len(github.step_summary(document, room_bytes=room).encode()) <= room
 

@@ -180,7 +180,7 @@ def test_losses_are_judged_without_tensors(record: Callable[..., int]) -> None:
 def test_a_gradient_that_one_run_lacks_is_beyond(record: Callable[..., int], tensors: bool) -> None:
     found = found_in(record({}), record({GRADIENT: None}), tensors=tensors)
     assert found.beyond is not None
-    assert (found.beyond.expected, found.beyond.actual) == ("there", "not there")
+    assert (found.beyond.expected, found.beyond.actual) == ("there", "absent")
     assert (found.not_judged, verdict(found)) == (0, "fail")
 
 
@@ -191,7 +191,7 @@ def test_none_and_a_tensor_of_another_shape_are_not_the_same(
     then, now = record({GRADIENT: None}), record({GRADIENT: torch.ones(5)})
     found = found_in(then, now, tensors=tensors)
     assert found.first is not None
-    assert found.first.actual == "of another shape or dtype"
+    assert found.first.actual == "of a different shape or dtype"
 
 
 def test_a_tensor_that_is_not_there_is_never_read(record: Callable[..., int]) -> None:

@@ -119,11 +119,11 @@ def test_a_model_begins_with_what_was_recorded(tmp_path: Path) -> None:
     load_initial(model, str(file))
     assert {float(x) for p in model.parameters() for x in p.flatten()} == {3.0}
     assert {float(x) for b in model.buffers() for x in b.flatten()} == {5.0}
-    with pytest.raises(UsageError, match="does not go with the model"):
+    with pytest.raises(UsageError, match="does not match the model"):
         load_initial(nn.Linear(3, 2), str(file))
-    with pytest.raises(UsageError, match="does not go with the model: KeyError"):
+    with pytest.raises(UsageError, match="does not match the model: KeyError"):
         load_initial(nn.Bilinear(2, 2, 2), str(file))
-    with pytest.raises(UsageError, match="does not go with the model: FileNotFoundError"):
+    with pytest.raises(UsageError, match="does not match the model: FileNotFoundError"):
         load_initial(model, str(tmp_path / "none"))
 
 

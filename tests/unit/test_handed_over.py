@@ -153,7 +153,7 @@ HELPER += "def add(p): p.register_hook(len)\n"
 )
 def test_hooks_that_no_source_shows_are_refused_after_backward(tmp_path: Path, last: str) -> None:
     strategy = loaded(tmp_path, f"{HELPER}{last}\n")
-    with pytest.raises(UsageError, match=r"registers hooks, .* give --as hooks"):
+    with pytest.raises(UsageError, match=r"registers hooks, .* pass --as hooks"):
         run(strategy)
 
 
@@ -273,5 +273,5 @@ def test_a_step_that_is_a_number_is_the_index(tmp_path: Path, source: str, name:
 
 def test_a_method_that_asks_for_something_else_than_the_step_is_refused(tmp_path: Path) -> None:
     source = "class f:\n  def sync(self, model, world_size): pass\n"
-    with pytest.raises(UsageError, match=r"would be the step, and no world_size.*:f\.sync$"):
+    with pytest.raises(UsageError, match=r"would be the step and not world_size.*:f\.sync$"):
         loaded(tmp_path, source)

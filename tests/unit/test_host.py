@@ -88,5 +88,5 @@ def test_a_verdict_counts_though_its_front_is_gone(
 
 
 def test_a_front_that_goes_without_a_verdict_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RankLostError, match="rank 0 has ended without a verdict"):
+    with pytest.raises(RankLostError, match="rank 0 exited without a verdict"):
         serve(monkeypatch)

@@ -75,7 +75,7 @@ def test_pages() -> None:
         ("what nobody\n    # reads", True),
         ("it is nothing that can be judged; leave --save away", True),
         ("results are held against one machine; wanted is a list", True),
-        ("results are compared with one process; expected is a list", False),
+        ("results are compared with one process; expected a list", False),
         ("where there is no rank, it is no longer needed, and is not a world", False),
     ],
 )

@@ -11,17 +11,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from distcheck.records.causes import causes, shared
-from tests.sources import PACKAGE, ROOT, text_of
+from tests.sources import PACKAGE, ROOT, found, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
 _MOST_OPENINGS = 0.02  # of docstrings
-# docs/reference/ is generated from help texts and docstrings; decisions are notes of their time.
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# A page leaves this set when it is rewritten; no page enters it.
-TO_REWRITE = {"docs/whats-here.md"}
+# docs/reference/ is generated from help texts and docstrings.
+PAGES = [
+    page
+    for place in (ROOT, ROOT / "docs", ROOT / "docs" / "decisions")
+    for page in sorted(place.glob("*.md"))
+]
 # Packages with docstrings in the language of this test; "." stands for the modules of distcheck/.
 PACKAGES = [".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))]
 OPENS_A_DOCSTRING_VAGUELY = re.compile(r"(?:What|Whether|Which|Where|Of|Those|As|By)\b")
@@ -70,11 +73,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(ROOT)} {name}", prose(text)
 
 
-def rewritten() -> list[Path]:
-    return [page for page in PAGES if page.relative_to(ROOT).as_posix() not in TO_REWRITE]
-
-
-@pytest.mark.parametrize("page", rewritten(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_uses_nouns_and_exact_predicates(page: Path) -> None:
     text = prose(text_of(page))
     words = len(re.findall(r"[A-Za-z']+", text))
@@ -92,10 +91,6 @@ def test_docstrings_use_nouns_and_exact_predicates(package: str) -> None:
         one for one in found if re.search(r"\bwhat\b", one[1], re.IGNORECASE)
     ]
     assert [one for one in found if BANNED_IN_DOCSTRINGS.search(one[1])] == []
-
-
-def test_pages_left_to_rewrite_exist() -> None:
-    assert {page for page in TO_REWRITE if not (ROOT / page).is_file()} == set()
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
@@ -183,3 +178,33 @@ def test_vague_predicates_are_found(text: str, wrong: bool) -> None:
 )
 def test_vague_openings_of_docstrings_are_found(text: str, wrong: bool) -> None:
     assert bool(OPENS_A_DOCSTRING_VAGUELY.match(text)) == wrong
+
+
+def _literals(path: Path) -> Iterator[str]:
+    """Strings of several words that may reach a screen; no docstrings."""
+    tree = ast.parse(text_of(path))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            text = re.sub(r"--beside", " ", node.value)
+            if re.search(r"[a-z] [a-z]", text):
+                yield text
+
+
+def test_screens_and_help_use_exact_predicates() -> None:
+    modules = sorted((ROOT / "distcheck").rglob("*.py"))
+    assert not found(modules, lambda path: [t for t in _literals(path) if VAGUE.search(t)])
+
+
+def test_help_of_options_is_a_phrase() -> None:
+    """A capital and a full stop: "Maximum number of ranks."."""
+    from distcheck.cli import root_command
+    from distcheck.cli.commands import COMMANDS
+
+    context = click.Context(root_command)
+    commands = [root_command.get_command(context, name) for name in COMMANDS]
+    options = [one for command in commands if command is not None for one in command.params]
+    helps = {one.help for one in options if isinstance(one, click.Option) and one.help}
+    assert len(helps) > 100
+    shape = re.compile(r"[A-Z-].*[.\])]")
+    assert [text for text in helps if not shape.fullmatch(text) or OPENS_VAGUELY.match(text)] == []

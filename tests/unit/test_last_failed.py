@@ -46,5 +46,5 @@ def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:
 
 
 def test_the_others_are_left_out_with_the_reason() -> None:
-    why = "you gave --last-failed, and it did not fail when it was last run"
+    why = "you passed --last-failed, and it did not fail in its last run"
     assert earlier_runs.the_others(A, {A[0].id}) == {A[1].id: why}

@@ -109,7 +109,7 @@ def test_where_bits_are_not_owed() -> None:
     assert "100 samples" in why_not_exact(
         AFTER, dtype="float32", world=3, shard_sizes=[[34, 33, 33]]
     )
-    assert "too short" in why_not_exact(AFTER, dtype="bfloat16", world=4, shard_sizes=even)
+    assert "too low" in why_not_exact(AFTER, dtype="bfloat16", world=4, shard_sizes=even)
 
 
 def test_sums_too_large_to_be_exact_are_told_beforehand() -> None:

@@ -115,15 +115,15 @@ def test_launchers_that_start_each_other_and_those_that_do_not() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x'; it takes a number"),
-        ({**TORCHRUN, "RANK": "\u00b2"}, "RANK is '\u00b2'; it takes a number"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x'; expected a number"),
+        ({**TORCHRUN, "RANK": "\u00b2"}, "RANK is '\u00b2'; expected a number"),
         ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999"),
-        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is 'x'; it takes a num"),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is 'x'; expected a num"),
         ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE is missing"),
         ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "or set MASTER_ADDR and"),
         (
             {**SLURM, "SLURM_STEP_NODELIST": "[3]"},
-            r"hosts '\[3\]' cannot be read; .* set MASTER_ADDR",
+            r"hosts '\[3\]' is malformed; .* set MASTER_ADDR",
         ),
     ],
 )
@@ -141,13 +141,13 @@ def test_shares_of_machines() -> None:
 @pytest.mark.parametrize(
     ("given", "world", "said"),
     [
-        ({"nnodes": 2}, 4, "--node-rank is missing; with --nnodes 2 it takes 0 to 1"),
+        ({"nnodes": 2}, 4, "--node-rank is missing; with --nnodes 2 expected 0 to 1"),
         ({"nnodes": 2, "machine": 2}, 4, "--node-rank 2 is out of range"),
         ({"nnodes": 2, "machine": 0}, 4, "--master-addr is missing"),
         ({"nnodes": 4, "machine": 0, "master_addr": "a"}, 3, "a machine would have no rank"),
         ({"nnodes": 0, "machine": 0, "master_addr": "a"}, 3, "--nnodes 0 is out of range"),
-        ({"nnodes": 2, "machine": 0, "init_method": "env://"}, 4, "it takes tcp://HOST:PORT or"),
-        ({"master_addr": "a"}, 4, "--master-addr needs --nnodes"),
+        ({"nnodes": 2, "machine": 0, "init_method": "env://"}, 4, "expected tcp://HOST:PORT or"),
+        ({"master_addr": "a"}, 4, "--master-addr requires --nnodes"),
     ],
 )
 def test_bad_machines(given: dict[str, object], world: int, said: str) -> None:
@@ -161,9 +161,9 @@ def test_world_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, worlds = launch_of(NOTHING, ())
     assert launch is not None
     assert worlds == (4,)
-    with pytest.raises(UsageError, match="--world 2 was given, and torchrun has started 4 ranks"):
+    with pytest.raises(UsageError, match="--world 2 was given, but torchrun started 4 ranks"):
         launch_of(NOTHING, (2,))
-    with pytest.raises(CannotRunError, match="--nnodes asks for another way"):
+    with pytest.raises(CannotRunError, match="--nnodes requests a different way"):
         launch_of({**NOTHING, "nnodes": 2}, ())
 
 
@@ -178,5 +178,5 @@ def test_tasks_of_this_machine(listed: str, place: str, here: int) -> None:
 
 
 def test_a_rank_that_is_none_of_the_world() -> None:
-    with pytest.raises(CannotRunError, match="RANK and WORLD_SIZE says rank 5 of 2 ranks"):
+    with pytest.raises(CannotRunError, match="RANK and WORLD_SIZE: rank 5 of 2 ranks"):
         detect({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})

@@ -40,14 +40,14 @@ def link_that_fails(error: Exception) -> Link:
 def test_a_process_that_is_gone_has_ended(error: Exception) -> None:
     link = link_that_fails(error)
     link.on_readable()
-    assert link.lost.endswith("can no longer be reached: its process has ended")
+    assert link.lost.endswith("can no longer be reached: its process exited")
 
 
 @pytest.mark.parametrize("error", ENDED[1:], ids=lambda error: type(error).__name__)
 def test_so_it_is_where_telling_it_something_shows_that(error: Exception) -> None:
     link = link_that_fails(error)
     link.send(wire.Beat())
-    assert link.lost.endswith("can no longer be reached: its process has ended")
+    assert link.lost.endswith("can no longer be reached: its process exited")
 
 
 def test_a_network_that_is_gone_is_told_as_the_kernel_does() -> None:

@@ -62,7 +62,7 @@ def test_a_case_that_was_not_planned_is_no_sixth_of_five(clock: Clock) -> None:
         listener.finished(case("a-simulated"), "fail")
     assert log(stream)[1:] == [
         "progress: [1 of 1 cases judged, 0 s] a: fail",
-        "progress: [1 of 1 cases judged, 0 s] a closer look at what failed, a-simulated: fail",
+        "progress: [1 of 1 cases judged, 0 s] inspecting failures, a-simulated: fail",
     ]
 
 

@@ -168,24 +168,24 @@ def test_a_file_may_be_called_like_a_loaded_module(
         (
             "\nraise ValueError('trying to initialize the default process group twice!'); f = 1",
             "f",
-            "twice! distcheck has initialised it already; guard it with dist.is_initialized",
+            "twice! distcheck has already initialized it; guard the call with dist.is_initialized",
         ),
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
-        ("f = 3", "f", "is an object of type int; give a function"),
+        ("f = 3", "f", "is an object of type int; pass a function"),
         ("def f(model, a, b): pass", "f", r"signature f\(model, a, b\)"),
         ("def f(): pass", "f", r"signature f\(\)"),
         (
             "def f(model, *, secret): pass",
             "f",
-            "nothing is known of secret; give --arg secret=VALUE",
+            "unknown parameters secret; pass --arg secret=VALUE",
         ),
         (
             "class f:\n  def __init__(self, x): pass\n  def sync(self, secret): pass",
             "f",
-            "nothing is known of secret; give --arg secret=VALUE",
+            "unknown parameters secret; pass --arg secret=VALUE",
         ),
-        ("class f:\n    pass", "f", r"is the class f\(\); expected is .*it has no public method"),
+        ("class f:\n    pass", "f", r"is the class f\(\); expected .*it has no public method"),
     ],
 )
 def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str) -> None:
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str)
             r"unknown strategy 'allredcue' \(did you mean allreduce\?\); known are allreduce",
         ),
         ("nowhere.py:f", "file nowhere.py does not exist"),
-        ("no_such_package.mod:f", "module no_such_package.mod cannot be found"),
+        ("no_such_package.mod:f", "module no_such_package.mod was not found"),
     ],
 )
 def test_names_that_lead_nowhere(spec: str, message: str) -> None:
@@ -246,7 +246,7 @@ def test_a_name_that_a_file_may_come_to_is_looked_for_in_it(file: Path, source: 
 
 def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
     file.write_text("def _private(): pass\ndef mine(model): pass\n")
-    with pytest.raises(UsageError, match=f"for instance {file}:mine"):
+    with pytest.raises(UsageError, match=f"for example {file}:mine"):
         loading.check_spelling("strategy", str(file), [])
 
 
@@ -259,13 +259,13 @@ def test_workloads() -> None:
     assert loading.load_workload("mlp").own_samples is None
     with pytest.raises(UsageError, match="unknown workload 'resnet'; known are cnn"):
         loading.load_workload("resnet")
-    with pytest.raises(UsageError, match="lacks model, loss, optimizer"):
+    with pytest.raises(UsageError, match="has no model, loss, optimizer"):
         loading.load_workload("json:JSONDecoder")
 
 
 def test_summaries_import_nothing() -> None:
     assert summary_of("distcheck.workloads.mlp").startswith("A three-layer perceptron")
-    assert summary_of("no.such.module") == "(cannot be found)"
+    assert summary_of("no.such.module") == "(not found)"
 
 
 def test_every_strategy_has_a_line_of_its_own() -> None:

@@ -68,7 +68,7 @@ def test_the_screen_says_that_it_shows_a_part() -> None:
     plan = RunPlan(digest="d", shard=2, shards=3, cases=())
     text = render_text(Report(environment={}, cases=(PASSED,), plan=plan), width=100)
     assert (
-        "part 2 of 3: 1 of 0 planned cells; distcheck merge shows whether the other parts ran"
+        "part 2 of 3: 1 of 0 planned cells; run distcheck merge to check that the other parts ran"
         in text
     )
     whole = msgspec.structs.replace(plan, shard=0, shards=1)
@@ -126,24 +126,24 @@ def test_the_same_case_twice() -> None:
     one, two = parts(PASSED, FAILED)
     again = edited(one, timings_s={"world": 9.0}, replay="distcheck replay elsewhere")
     assert join([one, again, two])["exit_code"] == ExitCode.MISMATCH
-    with pytest.raises(UsageError, match=r"1.json and edited.json both hold case ddp-w2, but diff"):
+    with pytest.raises(UsageError, match=r"1.json and edited.json both have case ddp-w2, but diff"):
         join([one, edited(one, notes=["other"]), two])
 
 
 def test_parts_of_other_plans_are_refused() -> None:
     one, two = parts(PASSED, FAILED)
     other = parts(PASSED, FAILED, digest="e")[1]
-    with pytest.raises(UsageError, match=r"2.json has another plan than 1.json \(e in 2 parts"):
+    with pytest.raises(UsageError, match=r"2.json has a different plan than 1.json \(e in 2 parts"):
         join([one, other])
     three = parts(PASSED, FAILED, CRASHED, shards=3)[2]
-    with pytest.raises(UsageError, match="other options, files or versions; merge the parts of"):
+    with pytest.raises(UsageError, match="options, files or versions differ; merge parts of"):
         join([one, three])
     cut = copy.deepcopy(two)
     del cut.document["plan"]["cases"][0]
-    with pytest.raises(UsageError, match="have one plan, but different cases in it"):
+    with pytest.raises(UsageError, match="have the same plan digest, but different cases"):
         join([one, cut])
     stray = edited(one, id="stray")
-    with pytest.raises(UsageError, match="holds case stray, which is not in its own plan"):
+    with pytest.raises(UsageError, match="has case stray, which is not in its plan"):
         join([stray])
     with pytest.raises(UsageError, match="has neither a plan nor the command"):
         join([Part("r.json", as_document(Report(environment={}, cases=ALL)))])

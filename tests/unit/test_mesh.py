@@ -46,9 +46,9 @@ def test_a_mesh_that_does_not_fit(parallel: dict[str, int], world: int, said: st
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({}, "expected is a dict"),
-        (["tensor"], "expected is a dict"),
-        ({"rows": 2}, "'rows'; known are data, tensor, pipeline, sequence, expert"),
+        ({}, "expected a dict"),
+        (["tensor"], "expected a dict"),
+        ({"rows": 2}, "'rows'; known axes are data, tensor, pipeline, sequence, expert"),
         ({"tensor": 0}, "tensor 0; a size is a number from 1"),
         ({"tensor": True}, "tensor True; a size is a number from 1"),
         ({"tensor": 2.0}, "tensor 2.0; a size is a number from 1"),

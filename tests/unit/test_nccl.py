@@ -81,10 +81,10 @@ def test_a_library_that_is_linked_into_torch(monkeypatch: pytest.MonkeyPatch) ->
         (
             OLD,
             4,
-            "backend nccl: 4 ranks are more than the 1 GPU here, and NCCL 2.28.9 gives each rank a "
-            "GPU of its own; NCCL 2.30 or newer is needed to share one",
+            "backend nccl: 4 ranks are more than the 1 GPU here, and NCCL 2.28.9 requires a "
+            "separate GPU for each rank; NCCL 2.30 or newer is needed to share one",
         ),
-        ((), 2, "NCCL of unknown version gives each rank"),
+        ((), 2, "NCCL of unknown version requires a separate"),
     ],
 )
 def test_which_library_lets_ranks_share(

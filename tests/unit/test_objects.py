@@ -59,15 +59,15 @@ def test_what_its_module_has_under_its_name(given: Callable[..., None], name: st
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (Sync().sync, "is not the object that ranks find as Sync.sync in "),
-        (assigned, "is not the object that ranks find as once in "),
-        (lambda model: None, "has no name that ranks could import"),
-        (functools.partial(once), "has no name that ranks could import"),
-        (Sync(), "has no name that ranks could import"),
-        (None, "is of a type that is not supported"),
-        (3, "is of a type that is not supported"),
-        ([3], "is of a type that is not supported"),
-        ({}, "is of a type that is not supported"),
+        (Sync().sync, "is not the object that ranks import as Sync.sync in "),
+        (assigned, "is not the object that ranks import as once in "),
+        (lambda model: None, "has no importable name"),
+        (functools.partial(once), "has no importable name"),
+        (Sync(), "has no importable name"),
+        (None, "is of an unsupported type"),
+        (3, "is of an unsupported type"),
+        ([3], "is of an unsupported type"),
+        ({}, "is of an unsupported type"),
     ],
 )
 def test_what_ranks_would_not_find_is_refused(given: object, why: str) -> None:
@@ -78,7 +78,7 @@ def test_what_ranks_would_not_find_is_refused(given: object, why: str) -> None:
 def test_a_name_that_stands_for_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     given = once
     monkeypatch.setattr(sys.modules[__name__], "once", twice)
-    with pytest.raises(UsageError, match="is not the object that ranks find"):
+    with pytest.raises(UsageError, match="is not the object that ranks import"):
         names_of(given)
 
 
@@ -157,11 +157,14 @@ def test_a_cell_is_copied_with_what_it_names(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("cell", "why"),
     [
-        ("t = object()\ndef sync(model): return t", "uses t, a object, which cannot be copied"),
-        ("nan = float('nan')\ndef sync(model): nan", "uses nan, a float, which cannot be copied"),
-        ("s = [object()]\ndef sync(model): return s", "uses s, a list, which cannot be copied"),
-        ("exec('def sync(model): pass')", "the source of sync is not known here"),
-        ("exec('def f(): pass')\ndef sync(m): f()", "the source of f is not known here"),
+        ("t = object()\ndef sync(model): return t", "uses t, a object, which ranks cannot import"),
+        (
+            "nan = float('nan')\ndef sync(model): nan",
+            "uses nan, a float, which ranks cannot import",
+        ),
+        ("s = [object()]\ndef sync(model): return s", "uses s, a list, which ranks cannot import"),
+        ("exec('def sync(model): pass')", "the source of sync is not available"),
+        ("exec('def f(): pass')\ndef sync(m): f()", "the source of f is not available"),
     ],
 )
 def test_what_cannot_be_copied_is_refused(notebook: Notebook, cell: str, why: str) -> None:

@@ -62,8 +62,8 @@ def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
         rank(1 - received, RankEnd.RAISED, PEER, ["8", "85"[received]]),
     ]
     said, shown = both(*ranks)
-    assert said.endswith("; the groups are equally large, so it is not known which is wrong")
-    assert shown.endswith("; the groups are equally large, so it is not known which is wrong.")
+    assert said.endswith("; the groups are equally large, so it is unknown which is wrong")
+    assert shown.endswith("; the groups are equally large, so it is unknown which is wrong.")
     assert "wrong size on rank" not in said
     picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
     assert picture is not None
@@ -76,19 +76,19 @@ def test_a_rank_that_could_not_be_asked_may_be_on_either_side() -> None:
         rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
         rank(1, RankEnd.RAISED, PEER, ["8", "8"]),
     )
-    assert "rank 2 gave no data; the groups are equally" in said
-    assert "rank 2 gave no data; the groups are equally" in shown
+    assert "rank 2 reported no data; the groups are equally" in said
+    assert "rank 2 reported no data; the groups are equally" in shown
 
 
 def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() -> None:
     (found,) = outcomes.explain([rank(1, RankEnd.KILLED, MISMATCH), rank(0, RankEnd.RAISED, PEER)])
-    assert found.evidence.startswith("rank 1 received a message of another size than its own call")
-    assert "which rank called something else is not known" in found.evidence
+    assert found.evidence.startswith("rank 1 received a message of a different size than its call")
+    assert "it is unknown which rank made the different call" in found.evidence
 
 
 def test_what_the_logs_of_ranks_prove_is_what_both_say() -> None:
     """Also of a rank that was aborted, and gave no data otherwise."""
-    what = "at call 2, ranks 1, 2 called this and rank 0 called that; rank 0 did something else"
+    what = "at call 2, ranks 1, 2 called this and rank 0 called that; rank 0 made a different call"
     said, shown = both(
         rank(2, RankEnd.KILLED, {"proven": "mismatch", "why": what}),
         rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
@@ -114,11 +114,12 @@ def test_victims_are_never_the_cause() -> None:
     left = [rank(1, RankEnd.RAISED, PEER, ["8", "8"]), rank(0, RankEnd.FINISHED)]
     (found,) = outcomes.explain(left)
     assert (found.cause, found.evidence) == (
-        "collective-mismatch", "rank 0 finished and left, and rank 1 still waited in a collective",
+        "collective-mismatch", "rank 0 finished and exited while rank 1 still waited in a "
+            "collective",
     )  # fmt: skip
     (found,) = outcomes.explain([rank(0, RankEnd.RAISED, PEER), rank(1, RankEnd.RAISED, PEER)])
     assert found.evidence == (
-        "ranks 0, 1 lost their peers, and no rank is known to have failed before that"
+        "ranks 0, 1 report that a peer exited, but no rank is known to have failed first"
     )
 
 
@@ -130,7 +131,7 @@ def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
         rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     assert re.match(r"crash: rank 1 killed", said)
-    assert shown == "Rank 1 failed first; the calls that others lack are a consequence."
+    assert shown == "Rank 1 failed first; the missing calls of other ranks are a consequence."
     own = rank(2, RankEnd.RAISED, {"error": "ValueError: "}, ["8", "8"])
     said, shown = both(own, rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]))
     assert said.startswith("crash: rank 2 raised")
@@ -149,7 +150,10 @@ def test_majorities() -> None:
 def test_agreement_of_two_ranks_is_a_tie() -> None:
     digests = {"steps": [0], "ranks": 2, "kinds": {"gradient": ["0=aa 1=bb"]}}
     picture = agreement.draw("p", {"digests": digests})
-    assert "there are 2 versions, and most ranks hold none of them" in picture.says
+    assert "there are 2 versions, and no version is held by most ranks" in picture.says
     assert "◂" not in picture.svg
     digests = {"steps": [0], "ranks": 3, "kinds": {"gradient": ["0,2=aa 1=bb"]}}
-    assert "rank 1 (marked ◂) holds other bits" in agreement.draw("p", {"digests": digests}).says
+    assert (
+        "rank 1 (marked ◂) differs from the other ranks"
+        in agreement.draw("p", {"digests": digests}).says
+    )

@@ -205,7 +205,7 @@ def test_outputs_of_another_shape_are_unknown(fd: int) -> None:
     record(fd, 0, [1, 2], [([1, 2], torch.zeros(2, 3))])
     found = judged(fd, ONE_SHARD, near(rows_of(1, 2)))
     assert found.verdict == "unknown"
-    assert "not the shape and dtype of one row for each of its samples (2 float32)" in found.reason
+    assert "without the shape and dtype of one row per sample (2 float32)" in found.reason
 
 
 def test_where_no_rank_has_any_it_is_said(fd: int) -> None:

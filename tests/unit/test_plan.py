@@ -154,7 +154,7 @@ def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
     gradients = cnn.world * cnn.steps * 10
     rerun = ("rerun", "-")
     assert unseen[rerun].required.elements == seen[rerun].required.elements - gradients
-    assert "no hook can see the gradients" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
+    assert "no hook can record the local gradients" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
 
 
 def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
@@ -273,7 +273,7 @@ def test_an_edited_device_cannot_run() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategies": []}, "no strategy was given; give --strategy path"),
+        ({"strategies": []}, "no strategy was given; pass --strategy path"),
         ({"worlds": [0]}, "--world 0 is out of range"),
         ({"worlds": [-3]}, "--world -3 is out of range"),
         ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),
@@ -282,7 +282,7 @@ def test_an_edited_device_cannot_run() -> None:
         ({"seed": 2**63}, "--seed 9223372036854775808 is out of range"),
         ({"steps": 10**9}, "--steps 1000000000 is out of range"),
         ({"deadline_s": float("inf")}, "--deadline inf is out of range"),
-        ({"worlds": []}, "no world was given"),
+        ({"worlds": []}, "no world size was given"),
         ({"seed": -1}, "--seed -1 is out of range"),
         ({"deadline_s": 0.0}, "--deadline 0.0 is out of range"),
         ({"dtype": "int8"}, "unknown dtype 'int8'; known are float32"),
@@ -354,7 +354,7 @@ def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
         layers = {check.layer for check in planned if check.check == "gradients"}
         assert "R" in layers
         assert layers.isdisjoint({"S32", "S64"})
-        assert "in the order of the samples" in why_no_full_batch(case, facts, [(64,) * 4])
+        assert "not in sample order" in why_no_full_batch(case, facts, [(64,) * 4])
 
 
 def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
@@ -378,11 +378,11 @@ def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
 
 def test_notes() -> None:
     (one, *_), (two, *_) = cases(worlds=[1]), cases(worlds=[2])
-    assert "a world of one rank exchanges nothing" in notes_on(one, [(256,)])[0]
-    assert "cannot tell orders" in notes_on(two, [(128, 128)])[0]
+    assert "world size 1 has nothing to synchronize" in notes_on(one, [(256,)])[0]
+    assert "cannot distinguish reduction orders" in notes_on(two, [(128, 128)])[0]
     (three, *_) = cases(worlds=[3])
     assert notes_on(three, [(86, 85, 85)]) == [
-        "unequal shards (86 + 85 + 85): each must be weighted by its number of samples"
+        "uneven shards (86 + 85 + 85): each must be weighted by its number of samples"
     ]
 
 

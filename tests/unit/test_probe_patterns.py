@@ -170,12 +170,10 @@ def test_differences_in_words() -> None:
     assert differ([251.0, 251.0, 3.0], after=[1, 2, 3]).endswith(
         "2 of 3 elements differ, all unchanged by the call"
     )
-    assert differ([1.0, 2.0, 3.0, 0.0], after=[1, 2, 3]) == (
-        "1 elements outside of it were written"
-    )
+    assert differ([1.0, 2.0, 3.0, 0.0], after=[1, 2, 3]) == ("1 elements outside it were written")
     assert differ([math.nan, 2.0, 3.0], after=[1, 2, 3]).startswith("[0,0] is nan, expected 1")
     assert differ([7.0, 7.0, 7.0]) == "", "undefined inside"
-    assert differ([7.0, 7.0, 7.0, 0.0]) == "1 elements outside of it were written"
+    assert differ([7.0, 7.0, 7.0, 0.0]) == "1 elements outside it were written"
 
 
 PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=1)

@@ -8,9 +8,9 @@ from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CallSite
 from distcheck.verification.process_state import lines_of, state_lines, with_code
 
-SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads an address"
-MACHINE, ENVIRONMENT = "reads which machine a rank is on", "iterates over the environment"
-CHANCE = "reads a clock, a process id or random bytes"
+SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads a memory address"
+MACHINE, ENVIRONMENT = "reads the node or local rank", "iterates over the environment"
+CHANCE = "reads a clock, a process ID or random bytes"
 
 
 def found(folder: Path, code: str) -> list[str]:

@@ -64,13 +64,13 @@ def test_calls_of_one_number_that_are_apart_are_a_mismatch(
     assert words in what
     assert "ranks 0, 1 called all_reduce(SUM) of [3] float32 at sync.py:10" in what
     assert "other.py:7" in what
-    assert "most ranks agree, and rank 2 did something else" in what
+    assert "most ranks agree, and rank 2 made a different call" in what
 
 
 def test_a_tie_is_said_to_be_one_and_absent_ranks_are_named() -> None:
     how, what = said_of(waits(call(0)), waits(call(1, op="MAX")), over())
     assert how == "mismatch"
-    assert "rank 2 did not come to it" in what
+    assert "rank 2 did not make it" in what
     assert "equally large" in what
 
 

@@ -16,7 +16,7 @@ class TextlessError(Exception):
     [
         (ValueError("the reason"), "the reason"),
         (ValueError("half \udcff"), "half \\udcff"),
-        (TextlessError(), "(its text cannot be had: KeyError)"),
+        (TextlessError(), "(its text is not available: KeyError)"),
     ],
 )
 def test_an_exception_is_told_whatever_its_text(error: Exception, message: str) -> None:

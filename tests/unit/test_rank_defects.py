@@ -102,9 +102,9 @@ def test_built_in_cases(workload: str) -> None:
 def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:
     (outcome,) = blame.outcomes([raised("TypeError")], hung=False)
     last = outcome.detail.splitlines()[-1]
-    assert last.startswith("raised in distcheck/training/loop.py:9 in step: distcheck fell over ")
+    assert last.startswith("raised in distcheck/training/loop.py:9 in step: an internal error ")
     for lost in (raised("RuntimeError", PEER), raised("TypeError", own=False)):
-        assert "fell over" not in blame.outcomes([lost], hung=False)[0].detail
+        assert "an internal error" not in blame.outcomes([lost], hung=False)[0].detail
 
 
 def test_which_classes_programs_raise() -> None:

@@ -24,6 +24,14 @@ def test_the_reference_is_up_to_date(tmp_path: Path) -> None:
 
 
 @needs_all
+def test_the_drawing_of_the_layers_is_up_to_date(tmp_path: Path) -> None:
+    made = [sys.executable, str(ROOT / "docs" / "make_layers.py"), str(tmp_path / "layers.svg")]
+    subprocess.run(made, check=True, cwd=ROOT)
+    wanted = (tmp_path / "layers.svg").read_text()
+    assert (ROOT / "docs" / "layers.svg").read_text() == wanted, "run: python docs/make_layers.py"
+
+
+@needs_all
 def test_every_command_and_every_promise_is_in_it() -> None:
     from distcheck.cli.commands import COMMANDS
     from distcheck.contract import Contract

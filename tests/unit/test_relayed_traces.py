@@ -53,7 +53,7 @@ def test_what_lies_outside_is_refused_whole(trace: int, rank: int, offset: int) 
     ranks, link = share(trace)
     ranks.take(wire.Written(1, rank, offset, b"abc"))
     assert os.pread(trace, TOTAL + 8, 0) == bytes(TOTAL)
-    assert link.lost == f"it wrote outside of rank {rank}'s part of the trace"
+    assert link.lost == f"it wrote outside rank {rank}'s part of the trace"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_lies_outside_is_refused_whole(trace: int, rank: int, offset: int) 
 def test_a_host_speaks_of_its_own_ranks(trace: int, message: wire.FromHost) -> None:
     ranks, link = share(trace)
     ranks.take(message)
-    assert link.lost == "it names rank 7, not its own"
+    assert link.lost == "it names rank 7, which it does not own"
 
 
 def test_holes_are_not_sent_and_writing_is(trace: int) -> None:

@@ -45,7 +45,7 @@ def test_every_world_has_the_batch_of_the_largest_and_a_sample_for_each_rank() -
 @pytest.mark.parametrize(
     ("worlds", "orders", "more", "said"),
     [
-        ("2,x", None, {}, r"--world '2,x' is not a list of numbers of ranks"),
+        ("2,x", None, {}, r"--world '2,x' is not a list of world sizes"),
         ("", None, {}, r"--world '' is not a list"),
         ("²", None, {}, r"--world '²' is not a list"),
         ("1,2", None, {}, r"--world: 1 is out of range; a world takes 2 to 4096"),
@@ -110,14 +110,14 @@ def test_a_curve_has_its_worlds_in_order_and_names_the_first_that_fails() -> Non
 def test_what_is_unknown_is_no_pass_and_says_why() -> None:
     reports = [judged("tree", 2, 1e-9, 1e-8, "pass"), judged("tree", 8, 1e-9, 1e-8, "pass")]
     reports[1] = msgspec.structs.replace(
-        reports[1], verdict="unknown", checks=(), outcomes=(), notes=("no bound is left",)
+        reports[1], verdict="unknown", checks=(), outcomes=(), notes=("so no bound exists",)
     )
     (curve,) = scale.curves(decoded(documents.document(*reports)).cases)
     assert curve.comes_to == "does not fail, and is unknown in world 8"
-    assert (curve.points[1].error, curve.points[1].reason) == (None, "no bound is left")
+    assert (curve.points[1].error, curve.points[1].reason) == (None, "so no bound exists")
     text = screen(reports)
     assert "UNKNOWN mine.py:sync   tree does not fail" in text
-    assert "world 8 (tree): no bound is left" in text
+    assert "world 8 (tree): so no bound exists" in text
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -166,7 +166,7 @@ def test_the_page_has_a_picture_for_each_order_on_the_same_axes() -> None:
 def test_an_error_that_has_no_place_on_the_axis_is_still_shown(error: float | str) -> None:
     reports = [judged("ring", 2, 1e-9, 1e-8, "pass"), judged("ring", 8, error, 1e-8, "fail")]
     seen = Page(html_report.render(documents.document(*reports)))
-    assert "at the upper edge, one without an error to draw" in seen.visible
+    assert "at the upper edge, a world without an error to draw" in seen.visible
     assert seen.text.count('class="over"') >= 1
     assert "first fails in world 8" in screen(reports)
 

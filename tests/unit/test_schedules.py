@@ -133,10 +133,10 @@ def test_a_failing_schedule_is_shrunk_to_its_one_switch_and_replayed() -> None:
     verdict, reason, (cause,) = judged(found)
     assert verdict == "fail"
     assert (
-        "with 1 switch, the same inputs leave other bits, first after step 0 on ranks 0, 1"
+        "with 1 preemption, the same inputs yield different bits, first after step 0 on ranks 0, 1"
         in reason
     )
-    assert cause.startswith("depends-on-schedule: with 1 switch")
+    assert cause.startswith("depends-on-schedule: with 1 preemption")
     assert "rank 0: send at f.py:3" in cause
     assert "rank 1: recv  (switched to this rank)" in cause
     assert cause.endswith("distcheck verify --schedule 5:1")
@@ -170,7 +170,7 @@ def test_a_deadlock_that_buffers_hide_is_named_and_another_is_not() -> None:
     found = search(all_of(lambda s: ran(s, end="finished" if s.buffered else "deadlock")), 5)
     verdict, _, (cause,) = judged(found)
     assert verdict == "unknown"
-    assert cause.startswith("needs-buffering: what; where a send is complete")
+    assert cause.startswith("needs-buffering: what; if sends complete")
     assert judged(search(all_of(lambda s: ran(s, end="deadlock")), 5))[2] == []
 
 
@@ -296,18 +296,24 @@ def test_what_was_not_run_is_never_claimed(
 @pytest.mark.parametrize(
     ("covered", "said"),
     [
-        (Covered(most=2, switches=2), "all 7 schedules with at most 2 switches left the bits"),
+        (
+            Covered(most=2, switches=2),
+            "all 7 schedules with at most 2 preemptions were bit-identical",
+        ),
         (
             Covered(most=1, switches=1, buffered=True),
-            "all 7 schedules with at most 1 switch (each also with buffered sends) left",
+            "all 7 schedules with at most 1 preemption (each also with buffered sends) were",
         ),
-        (Covered(most=9, switches=4, all=True), "all 7 schedules that there are left the bits"),
+        (Covered(most=9, switches=4, all=True), "all 7 possible schedules were bit-identical"),
         (
             Covered(most=2, switches=1, further=3),
-            "7 schedules, which are all with at most 1 switch and 3 of those with 2 switches, left",
+            "7 schedules, which are all with at most 1 preemption and 3 of those with 2",
         ),
-        (Covered(most=2, switches=0, further=7), "7 schedules with at most 1 switch, not all of"),
-        (Covered(most=2, switches=-1), "7 schedules with at most 1 switch, not all of them"),
+        (
+            Covered(most=2, switches=0, further=7),
+            "7 schedules with at most 1 preemption, not all of",
+        ),
+        (Covered(most=2, switches=-1), "7 schedules with at most 1 preemption, not all of them"),
     ],
 )
 def test_a_pass_says_which_schedules_were_run(covered: Covered, said: str) -> None:
@@ -339,7 +345,10 @@ def test_switches_take_a_limit_of_their_own() -> None:
     )
     assert (first.schedules, first.switches) == (1000, 2)
     assert first.command_line.endswith("--schedules 1000 --switches 2")
-    for more, said in (({"switches": 2}, "needs ranks whose"), ({"switches": 99}, "out of range")):
+    for more, said in (
+        ({"switches": 2}, "needs ranks that"),
+        ({"switches": 99}, "out of range"),
+    ):
         with pytest.raises(UsageError, match=f"--switches .*{said}"):
             plan_cases(Request(strategies=("allreduce",), **more))
 

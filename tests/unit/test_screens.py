@@ -124,13 +124,13 @@ def mismatch() -> CaseReport:
         diagnosis=(
             Diagnosis(
                 cause="unexplained",
-                evidence="gradients differ first: step 1, 7.weight[103,1332], rank 2",
+                evidence="gradients diverge first: step 1, 7.weight[103,1332], rank 2",
                 suggestion="start at the first divergence; checks above it passed",
             ),
         ),
         where=CallSite(file="/x/mine.py", line=12, code="dist.all_reduce(p.grad)"),
         replay="distcheck replay run/cases/mine-sync-w4-mlp-float32.json",
-        notes=("world 2 cannot tell orders of summation apart",),
+        notes=("world 2 cannot distinguish reduction orders",),
     )
 
 
@@ -268,7 +268,7 @@ REPORTS = {
         environment=ENVIRONMENT,
         cases=tuple(passed()),
         saved_to=".distcheck/runs/1",
-        not_shown=("worlds other than 4", "what begins after step 3"),
+        not_shown=("world sizes other than 4", "bugs that first appear after step 3"),
     ),
     "several": Report(environment=ENVIRONMENT, cases=(*passed(), *passed("ddp"))),
     "mismatch": Report(environment=ENVIRONMENT, cases=(mismatch(),), saved_to="run"),
@@ -321,7 +321,7 @@ def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
     causes = [line.split(maxsplit=1)[1] for line in lines if line.strip().startswith("cause")]
     assert causes == ["seen in lattice", "seen in mlp", "seen in cnn"]
     assert "      also in  cnn float32, vgg11 float32" in lines
-    assert "      as  with 4 ranks: cnn float32" in lines
+    assert "      same as  world size 4: cnn float32" in lines
     whole = render_text(report, width=100, verbose=True)
     assert whole.count("cause    ") == len(cases), "--verbose shows each"
 
@@ -363,8 +363,8 @@ def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
     lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=120).splitlines()
     assert [line.strip() for line in lines[1:3]] == [
         "cause    step 0: every rank holds rank 1's own gradient",
-        "or       dropped-rank, duplicated-rank, of which the same is seen; --world 3 tells them "
-        "apart",
+        "or       dropped-rank, duplicated-rank, which look the same here; --world 3 "
+        "distinguishes them",
     ]
     alone = failing("cnn", "dropped-rank", world=3)
     both = Report(environment=ENVIRONMENT, cases=(report, alone))
@@ -420,7 +420,7 @@ def test_an_interruption_after_a_hang_keeps_the_two_reasons_apart() -> None:
     assert "unknown cnn float32: not run: the strategy hung in lattice float32" in text
     assert "UNKNOWN interrupted: 5 of 9 cases were not judged: mine.py:sync, world 4" in text
     assert "not judged: interrupted" not in text
-    assert text.count("as with 4 ranks: ") == 2
+    assert text.count("same as world size 4: ") == 2
     assert "()" not in text, "what has no cause says none"
     assert "next distcheck verify --strategy mine.py:sync --world 4" in text
 
@@ -561,13 +561,16 @@ def test_the_headline_says_whose_steps_are_how_many() -> None:
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("in separate interpreters: hash seed 7", "a second run in fresh interpreters gave the"),
-        ("not in separate interpreters: ranks on a GPU", "a second run gave the same bits"),
-        ("in one process: ranks up to 7 ms late", "a second run gave the same bits"),
         (
-            "in separate interpreters: hash seed 7; there the bits differ, because of nodes alone, "
+            "in separate interpreters: hash seed 7",
+            "a second run in fresh interpreters is bit-identical",
+        ),
+        ("not in separate interpreters: ranks on a GPU", "a second run is bit-identical"),
+        ("in one process: ranks up to 7 ms delayed", "a second run is bit-identical"),
+        (
+            "in separate interpreters: hash seed 7; there the bits differ, caused only by nodes, "
             "and every check passes as well",
-            "a second run in fresh interpreters left other bits, because of nodes alone,",
+            "a second run in fresh interpreters is not bit-identical, caused only by nodes,",
         ),
     ],
 )
@@ -580,11 +583,12 @@ def test_a_pass_says_of_its_rerun_what_it_was(reason: str, said: str) -> None:
 
 def test_reruns_of_several_cases_are_not_taken_for_one() -> None:
     apart = "in separate interpreters: hash seed 7"
-    other = f"{apart}; there the bits differ, because of nodes alone; of rank 0: 3 of 4 differ"
+    other = f"{apart}; there the bits differ, caused only by nodes; of rank 0: 3 of 4 differ"
     assert brief._of_reruns([apart, other]) == (
-        "a second run in fresh interpreters left other bits in 1 of 2 cases, because of nodes alone"
+        "a second run in fresh interpreters is not bit-identical in 1 of 2 cases, caused only "
+        "by nodes"
     )
-    assert brief._of_reruns([apart, f"not {apart}"]) == "a second run gave the same bits"
+    assert brief._of_reruns([apart, f"not {apart}"]) == "a second run is bit-identical"
 
 
 def test_quiet_keeps_the_cause() -> None:

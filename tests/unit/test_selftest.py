@@ -92,7 +92,7 @@ def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
 
 def test_a_correct_case_that_fails_is_a_false_alarm() -> None:
     verdicts = [judge_correct(r.cases[0]).verdict for r in (report(), report(R))]
-    assert verdicts == ["passed", "false alarm"]
+    assert verdicts == ["passed", "false positive"]
     assert judge_correct(report(unknown=True).cases[0]).verdict == "unknown"
 
 
@@ -124,7 +124,7 @@ def test_a_case_that_cannot_be_run_is_told_and_neither_passed_nor_unknown() -> N
     assert (counts.exit_code, out.good) == (ExitCode.PASS, True)
     assert count([out], planted=0, correct=1).exit_code is ExitCode.UNKNOWN
     found = Detection(rows=rows, counts=counts, environment={}, seconds=1.0)
-    assert f"          ring-w3 is left out: {why}" in list(totals(found))
+    assert f"          ring-w3 is excluded: {why}" in list(totals(found))
     console = Console(width=100)
     with console.capture() as screen:
         render(found, console)
@@ -142,7 +142,7 @@ def test_plans_by_name() -> None:
     assert (plan.strategies, plan.cases_each) == (("allreduce",), 6)
     quick = plan_selftest(ZOO, quick=True)
     assert (quick.strategies, quick.cases_each, quick.dtype) == (("allreduce", "ddp"), 4, "float32")
-    with pytest.raises(UsageError, match=r"-k nothing: .* as in file\.both"):
+    with pytest.raises(UsageError, match=r"-k nothing: .* for example file\.both"):
         plan_selftest(ZOO, patterns=("bits", "nothing"))
 
 
@@ -208,7 +208,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
     assert (counts.planted, counts.unknown, counts.exit_code) == (1, 0, ExitCode.PASS)
     assert count(rows[:2], planted=2, correct=0).exit_code is ExitCode.UNKNOWN
     said = list(totals(Detection(rows=tuple(rows), counts=counts, environment={})))
-    assert "          forks is left out: it forks" in said
+    assert "          forks is excluded: it forks" in said
 
 
 def test_layers_are_gathered_under_their_check() -> None:
@@ -230,12 +230,13 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
     text = "\n".join(shown(found).split("\n"))
     assert "MISSED" in text
     assert "distcheck v" in text
-    assert "FALSE ALARM" in text
+    assert "FALSE POSITIVE" in text
     assert list(totals(found)) == [
-        "mutants   3 planted: 1 caught, 1 missed; 1 named right, 0 named wrong, 0 unexplained",
-        "correct   1 cases: 0 passed, 1 false alarms",
+        "mutants   3 planted: 1 caught, 1 missed; 1 named correctly, 0 named incorrectly, "
+        "0 unexplained",
+        "correct   1 cases: 0 passed, 1 false positives",
         "          data_parallel is not among them: it needs device cuda",
-        "unknown   1 of those planned have no verdict",
+        "unknown   1 planned cases have no verdict",
         "time      0 s",
     ]
     document = json.loads(render_json(found))

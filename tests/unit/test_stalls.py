@@ -152,7 +152,7 @@ def test_who_did_not_answer_was_not_killed_by_somebody(monkeypatch: pytest.Monke
         told = {o.rank: o for o in blame.outcomes(ranks, hung=hung)}
         assert (told[1].outcome, told[2].outcome) == ("killed", name)
         assert "out-of-memory" in told[1].detail
-        assert "did not answer when it was asked what it was doing" in told[2].detail
+        assert "did not respond to a request for its stack" in told[2].detail
         assert "out-of-memory" not in told[2].detail
     (found,) = of_outcomes([told[2]])
     assert found.evidence == "no progress until the deadline: rank 2 did not answer"

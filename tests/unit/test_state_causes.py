@@ -39,10 +39,10 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
     first, second = found(raced)
     assert [first.cause, second.cause] == ["nondeterministic", "missing-division"]
     assert "asynchronous collective that is not waited for" in first.suggestion
-    assert "changed them after it had returned" not in first.evidence
-    assert "in the first run; the second held other gradients there" in second.evidence
+    assert "modified after the all-reduce returned" not in first.evidence
+    assert "in the first run; the gradients of the second run differ there" in second.evidence
     first = found(raced, failed("parameters", "X"))[0]
-    assert "changed them after it had returned" in first.evidence
+    assert "modified after the all-reduce returned" in first.evidence
     for rerun in (
         differing("w (gradient)", 1.0, 1.0 + 1e-5), differing("w (gradient)", 1.0, 0.5, step=3),
         differing("w (local gradient)", 1.0, 0.5), differing("w (parameter)", 1.0, 0.5),
@@ -90,19 +90,19 @@ def test_process_state_is_named_where_further_worlds_have_shown_it() -> None:
     assert "dist.get_rank()" in cause.suggestion
     together = Separation(depends=True, factors=("nodes", "memory"), worlds=10)
     (cause,) = diagnose(ENDS, [rerun], None, together)
-    assert "no single one" in cause.evidence
+    assert "no single factor" in cause.evidence
 
 
 def test_a_race_is_no_process_state() -> None:
     rerun = differing("w (gradient)", 1.0, 0.5)
-    lines = ("sync.py:3 reads an address: sorted(ps, key=id)",)
+    lines = ("sync.py:3 reads a memory address: sorted(ps, key=id)",)
     (cause,) = diagnose(ENDS, [rerun], None, Separation(depends=False, worlds=1, lines=lines))
     assert cause.cause == "nondeterministic"
     assert lines[0] in cause.evidence
     late = Separation(depends=False, factors=("delays",), worlds=2)
     (cause,) = diagnose(ENDS, [rerun], None, late)
     assert cause.cause == "nondeterministic"
-    assert "ranks are some milliseconds late" in cause.evidence
+    assert "ranks delayed by some milliseconds" in cause.evidence
     assert "asynchronous collective that is not waited for" in cause.suggestion
 
 
@@ -119,4 +119,4 @@ def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway
     found = diagnose(ENDS, results, Facts(world=4, steps=(wrong,)), shown)
     assert [d.cause for d in found] == ["missing-division", "depends-on-process-state"]
     assert "passed every check" not in found[1].evidence
-    assert "of one run" not in found[0].evidence
+    assert "in the first run" not in found[0].evidence

@@ -76,5 +76,5 @@ def test_a_folder_that_is_gone(command: str, tmp_path: Path) -> None:
     code, error = run(f"cd gone && rmdir ../gone && {COMMAND} {command}", tmp_path)
     assert code == 3, error
     assert error == (
-        "distcheck: the working directory does not exist any more; change to one that does\n"
+        "distcheck: the working directory no longer exists; change to an existing directory\n"
     )

@@ -23,8 +23,8 @@ def test_a_send_and_a_receive_that_differ_in_the_tag_are_a_mismatch() -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("recv", "the receive of rank 0 at sync.py:0 has no send that fits it"),
-        ("send", "the send of rank 0 at sync.py:0 has no receive that fits it"),
+        ("recv", "the receive of rank 0 at sync.py:0 has no matching send"),
+        ("send", "the send of rank 0 at sync.py:0 has no matching receive"),
     ],
 )
 def test_a_message_to_a_rank_that_has_finished_has_no_other_end(kind: str, sentence: str) -> None:

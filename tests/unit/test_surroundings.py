@@ -119,8 +119,8 @@ def test_an_order_of_the_environment_is_drawn_and_loses_nothing() -> None:
 def test_the_line_says_what_differs_and_no_more() -> None:
     assert ALL.describe(4) == (
         "in separate interpreters: hash seeds 106 and 148 (first world: 0), LOCAL_RANK as on 2 "
-        "machines with 2 ranks, other addresses, another order of the environment, ranks up to 7 "
-        "ms late"
+        "machines with 2 ranks, different memory addresses, a different order of the environment, "
+        "ranks up to 7 ms delayed"
     )
     one = Surroundings(("interpreters", "nodes"), 7)
     assert one.describe(1) == "in separate interpreters: hash seed 106 (first world: 0)"

@@ -89,7 +89,7 @@ def test_only_worlds_that_were_not_given_may_be_left_out() -> None:
     [
         (
             {"accept": "quantised:8"},
-            "explored cases do not have the bounds of --accept quantised:8",
+            "explored cases have no bounds for --accept quantised:8",
         ),
         ({"backend": "mpi"}, "explore runs only with gloo on the CPU, not with mpi"),
         ({"device": "cuda"}, "explore runs only with gloo on the CPU, not with cuda"),
@@ -103,10 +103,10 @@ def test_what_explore_cannot_do_is_left_out_and_said(more: dict[str, Any], why: 
 
 def test_under_a_launcher_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     (search,) = beside([request()], launched=True).searches
-    assert "a launcher has started these" in search.why_not
+    assert "a launcher started these" in search.why_not
     assert beside([request()]).searches[0].why_not == ""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "a launcher has started these" in beside([request()]).searches[0].why_not
+    assert "a launcher started these" in beside([request()]).searches[0].why_not
 
 
 def test_a_strategy_is_searched_once_in_every_dtype_that_was_asked_for() -> None:
@@ -120,7 +120,7 @@ def test_a_strategy_is_searched_once_in_every_dtype_that_was_asked_for() -> None
 
 def test_without_hypothesis_a_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CannotRunError, match="or give --explore-s 0"):
+    with pytest.raises(CannotRunError, match="or pass --explore-s 0"):
         beside([request()])
     assert beside([request(explore_s=0.0)]).searches == ()
     assert beside([request(dtype="float16")]).searches[0].why_not
@@ -158,7 +158,7 @@ def test_words_are_left_out_for_cells_dtypes_and_what_did_not_count() -> None:
     left = _without(
         SearchBeside(strategy="s", budget_s=1, without=("transposed", "resume")), [], ()
     )
-    assert left == {"strided": "you gave --without transposed"}
+    assert left == {"strided": "you passed --without transposed"}
     left = _without(SearchBeside(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
     assert set(left) == {"float32", "bfloat16"}
     left = _without(SearchBeside(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
@@ -263,7 +263,7 @@ def test_merging_takes_searches(document: dict[str, Any], verdict: str, code: in
 def test_a_case_that_no_search_has_found_is_still_refused() -> None:
     document = searched("fail", "found-w2", cases=9)
     document["explored"][0] |= {"verdict": "pass", "passed": 9, "found": []}
-    with pytest.raises(DistcheckError, match="which is not in its own plan"):
+    with pytest.raises(DistcheckError, match="which is not in its plan"):
         join([Part("part.json", document)])
 
 
@@ -273,8 +273,8 @@ def test_how_far_a_search_went_is_one_line() -> None:
         most_steps=6, cases=40, passed=38, insensitive=2, left_out={"absent": "declined"},
     )  # fmt: skip
     assert describe_search(about) == (
-        "explore: ddp: nothing found in 40 cases, worlds 1 to 6, up to 6 steps; 61 s of 60 s, seed "
-        "3; 2 cases could not show every simple mistake; absent was left out: declined"
+        "explore: ddp: found nothing in 40 cases, worlds 1 to 6, up to 6 steps; 61 s of 60 s, seed "
+        "3; 2 cases could not have revealed every simple mistake; absent was excluded: declined"
     )
     not_run = Explored(strategy="ddp", verdict="not run", budget_s=60.0, reason="not searched: x")
     assert describe_search(not_run) == "explore: ddp: not searched: x"

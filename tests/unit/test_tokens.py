@@ -103,7 +103,7 @@ def test_a_step_whose_ranks_have_as_many_tokens_shows_nothing() -> None:
         return happened.tokens_apart(events.TokensApart(), Run(*counts))  # type: ignore[arg-type]
 
     assert apart(7, 8) == apart(7) == ""
-    assert apart(7, 7) == "seen: as many on every rank, at every step"
+    assert apart(7, 7) == "seen: equally many on every rank, at every step"
     run: Any = Run(48, 48)
     assert happened.padding(events.Padding(), run) == "seen: none"
     assert happened.padding(events.Padding(), Run(48, 47)) == ""  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_what_each_mistake_leaves_is_named(name: str) -> None:
     step = counted(LEFT[name])
     assert causes(step) == [name.partition(" ")[0]]
     (finding,) = weights.explain(step, step.parameters)
-    told = {"unweighted-tokens": "30, 10, 24 tokens", "wrong-divisor": "of the tokens (64)"}
+    told = {"unweighted-tokens": "30, 10, 24 tokens", "wrong-divisor": "number of tokens (64)"}
     assert told.get(finding.cause, "") in finding.evidence
     if name == "padding-counted":
         assert "64 tokens over 128 positions" in finding.evidence
@@ -195,5 +195,5 @@ def test_what_does_not_go_with_it_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         check_loss(case("mean"), own)
     facts: Any = type("Facts", (), {"by_tokens": True})
     check_global_sum(case("mean"), facts)
-    with pytest.raises(UsageError, match="give --loss tokens"):
+    with pytest.raises(UsageError, match="pass --loss tokens"):
         check_global_sum(case("sum/global"), facts)

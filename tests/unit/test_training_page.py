@@ -62,9 +62,9 @@ def test_nothing_of_a_hostile_file_is_markup() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no figures of distcheck train"),
-        ("[" * 10_000, "holds no figures of distcheck train"),
-        ('{"schema": "distcheck.training/1", "case": {}, "epochs": []}', "holds no figures"),
+        ("", "has no measurements of distcheck train"),
+        ("[" * 10_000, "has no measurements of distcheck train"),
+        ('{"schema": "distcheck.training/1", "case": {}, "epochs": []}', "has no measurements"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -88,7 +88,7 @@ def test_beside_needs_a_page(tmp_path: Path) -> None:
     words = ["--workload", "mlp", "--beside", str(tmp_path / "table.json")]
     ran = CliRunner().invoke(command, words)
     assert isinstance(ran.exception, UsageError)
-    assert "give --html FILE" in str(ran.exception)
+    assert "pass --html FILE" in str(ran.exception)
 
 
 def test_lines_have_names_and_axes_round_numbers() -> None:

@@ -73,15 +73,15 @@ def test_the_first_calls_that_are_apart_are_named_with_the_odd_rank() -> None:
     assert "at call 2, ranks 0, 1 called all_reduce(SUM) of [3] float32 at sync.py:20" in what
     assert "rank 2 called all_reduce(SUM) of [4] float32 at other.py:7" in what
     assert "they differ in the number of elements" in what
-    assert "most ranks agree, and rank 2 did something else" in what
+    assert "most ranks agree, and rank 2 made a different call" in what
     assert said_of(alike, alike, alike) == ""
     assert said_of(alike, alike, odd, within_call=False) == "", "it failed of something else"
 
 
 def test_a_rank_that_logged_nothing_may_be_on_any_side() -> None:
     what = said_of([call()], [call(op="MAX")], [])
-    assert "rank 2 gave no data" in what
-    assert "so it is not known which is wrong" in what
+    assert "rank 2 reported no data" in what
+    assert "so it is unknown which is wrong" in what
     assert "equally large" not in what
 
 

@@ -100,7 +100,7 @@ def test_a_pass_that_compared_less_than_it_owes_is_unknown(fewer: str) -> None:
     ("outcomes", "verdict", "reason"),
     [
         ([], "unknown", "not judged: interrupted"),
-        (HUNG, "fail", "not judged: the ranks did not finish a step"),
+        (HUNG, "fail", "not judged: the ranks finished no step"),
         (FINISHED, "unknown", "not judged"),
     ],
 )
@@ -153,7 +153,7 @@ def test_other_roundings_on_other_machines_pass_and_are_said() -> None:
     report = run([OUTCOME, RERUN], [failing], separation=machines, rerun_in="in two")
     assert (report.verdict, report.diagnosis) == ("pass", ())
     assert checks(report)["rerun"][1] == (
-        "in two; there the bits differ, because of nodes alone, and every check passes as well"
+        "in two; there the bits differ, caused only by nodes, and every check passes as well"
     )
     wrong = msgspec.structs.replace(machines, harmless=False)
     report = run([OUTCOME, RERUN], [failing], separation=wrong)
@@ -182,7 +182,7 @@ def test_a_later_failure_is_said_to_follow_and_an_equally_early_one_is_not() -> 
     assert found == {
         "parameters": (
             "fail",
-            "begins after gradients had diverged at step 0, and may follow from that",
+            "begins after gradients had diverged at step 0, and may follow from it",
         ),
         "gradients": ("fail", ""),
         "loss": ("fail", ""),
@@ -223,8 +223,8 @@ def test_a_failed_cell_says_what_it_is_about() -> None:
     cell = sorted(CELLS)[0]
     failed = run([GRADIENTS], [result(GRADIENTS, "fail", at=0)], workload=cell)
     assert failed.notes[1:] == (
-        f"{cell} is a cell in which {CELLS[cell].about}; if the code need not support this, "
-        f"give --without {cell}, or decline it in the contract",
+        f"{cell} is a cell: {CELLS[cell].about}; if your code does not need to support this, "
+        f"pass --without {cell} or decline it in the contract",
     )
     assert run([GRADIENTS], [result(GRADIENTS)], workload=cell).notes == ("a note",)
     assert run([GRADIENTS], [result(GRADIENTS, "fail", at=0)]).notes == ("a note",)
@@ -255,8 +255,9 @@ HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkl
     ("name", "there"), [("cpu", "two"), ("threads", 2), ("gpu", "one"), ("cudnn", 9)]
 )
 def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) -> None:
-    note = f"recorded elsewhere ({name} {there} there, {HERE.get(name)} here): bits computed here"
-    assert recorded_elsewhere({**HERE, name: there}, HERE) == f"{note} may differ"
+    note = f"recorded elsewhere ({name} {there} there, {HERE.get(name)} here): results"
+    whole = f"{note} computed here may not be bit-identical"
+    assert recorded_elsewhere({**HERE, name: there}, HERE) == whole
     assert not recorded_elsewhere(dict(HERE), dict(HERE))
     assert not recorded_elsewhere({**HERE, "python": "4"}, HERE)
 

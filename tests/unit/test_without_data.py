@@ -86,7 +86,9 @@ def test_owed_is_what_ranks_with_data_have() -> None:
         if not whole and check[0] not in ("data",):
             assert planned.required.elements * 4 == every[check].required.elements * 3, check
     assert some["data", "-"].required.elements == 255 * asked.steps
-    assert "expected is the mean over the 3 with data" in " ".join(notes_on(asked, [(85,) * 3]))
+    assert "the expectation is the mean over the 3 with data" in " ".join(
+        notes_on(asked, [(85,) * 3])
+    )
 
 
 def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
@@ -102,11 +104,11 @@ def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
     [
         ((4,), {}, "4 is out of range for --world 4; ranks are 0 to 3"),
         ((-1,), {}, "-1 is out of range"),
-        ((0, 1, 2, 3), {}, "leaves no rank of --world 4 a shard"),
+        ((0, 1, 2, 3), {}, "leaves no rank of --world 4 with a shard"),
         ((1, 1), {}, "1 is given more than once"),
         ((0,), {"accept": "quantised:8"}, "--accept quantised:8"),
-        ((0,), {"thorough": True}, "does not go with --thorough"),
-        ((0,), {"workloads": ("mlp", "accumulation")}, "does not go with accumulation"),
+        ((0,), {"thorough": True}, "cannot be combined with --thorough"),
+        ((0,), {"workloads": ("mlp", "accumulation")}, "cannot be combined with accumulation"),
         ((0,), {"batch": 2}, "--batch 2 is smaller than the 3 ranks with data"),
     ],
 )
@@ -187,7 +189,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             "shared-bucket",
             [[0.3, 0.6, 0.9], THIRD, THIRD],
             {"matches": (MIXED,)},
-            ("in what rank 1 holds as p0, ranks 1, 3 gave",),
+            ("in the result of rank 1 for p0, ranks 1, 3 contributed",),
         ),
         (
             "partial-sync",
@@ -205,7 +207,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             "optimizer-not-stepped",
             [THIRD] * 3,
             {"parameters": (), "unchanged": (0, 2)},
-            ("moved on ranks 1, 3,",),
+            ("changed on ranks 1, 3,",),
         ),
         (
             "unexplained",
@@ -261,10 +263,13 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
     [
         (
             ["explore", "--strategy", "ddp"],
-            "not supported by explore, whose cases give every rank a shard",
+            "not supported by explore, whose cases assign a shard to every rank",
         ),
-        (["train", "--strategy", "ddp", "--world", "2"], "train, which gives every rank a shard"),
-        (["verify", "--strategy", "ddp", "--world", "1"], "leaves no rank of --world 1 a shard"),
+        (["train", "--strategy", "ddp", "--world", "2"], "train, because every rank needs a shard"),
+        (
+            ["verify", "--strategy", "ddp", "--world", "1"],
+            "leaves no rank of --world 1 with a shard",
+        ),
     ],
 )
 @needs("explore")

@@ -307,7 +307,7 @@ def asynchronous(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     if rank == 0:
         dist.send(torch.zeros(2), 1)
     elif rank == 1:
-        ledger.refused("short message", "2 elements came for 5", lambda: dist.recv(
+        ledger.refused("short message", "2 elements arrived for a buffer of 5", lambda: dist.recv(
             torch.zeros(5), 0))  # fmt: skip
     dist.barrier()
     return msgspec.msgpack.encode(ledger.compared)

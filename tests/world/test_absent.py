@@ -88,7 +88,7 @@ def test_code_that_ends_with_an_error_there_passes_with_a_remark(code: object) -
     assert heard.of == {"lattice": "pass", "absent_on_some": NOT_FINISHED}
     assert report.exit_code == 0
     assert [name.endswith("absent_on_some-float32") for name in report.left_out] == [True]
-    assert any("--workload absent_on_some requires it" in note for note in lattice.notes)
+    assert any("--workload absent_on_some to require it" in note for note in lattice.notes)
     assert any("absent on some ranks" in line for line in report.not_shown)
 
 
@@ -129,4 +129,4 @@ def test_wrong_gradients_that_no_error_shows_fail() -> None:
         "lattice": "pass",
         "absent_on_some": "fail",
     }
-    assert any("give --without absent_on_some" in note for note in report.cases[1].notes)
+    assert any("pass --without absent_on_some" in note for note in report.cases[1].notes)

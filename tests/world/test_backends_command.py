@@ -78,7 +78,7 @@ def test_gloo_leaves_strided_tensors_half_reduced(cells: dict) -> None:
         cell = cells["all_reduce", "SUM", "strided", dtype]
         assert cell["verdict"] == "wrong"
         assert "12 of 24 elements differ" in cell["detail"]
-        assert "12 elements outside of it were written" in cell["detail"]
+        assert "12 elements outside it were written" in cell["detail"]
     assert cells["all_gather", "", "strided", "float32"]["verdict"] == "right"
 
 
@@ -174,9 +174,9 @@ def test_ends_of_the_command(folder: Path, backend: str, code: int, said: str) -
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("returns_no_name", "returned 3; expected is a function without arguments"),
+        ("returns_no_name", "returned 3; expected a function without arguments"),
         ("raises", "raised RuntimeError: no licence"),
-        ("WORLD", "is a int; expected is a function"),
+        ("WORLD", "is a int; expected a function"),
         ("other", "has no object 'other'"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_backend_that_this_machine_has_not_is_said_and_exits_3_where_it_was_as
     assert not found["nccl"]["cells"]
     if not devices.gpu_count():
         look = look_at(pool, backend="gloo", device="cuda", world=3)
-        assert look.missing == "torch sees no CUDA device"
+        assert look.missing == "torch detects no CUDA device"
 
 
 @pytest.mark.parametrize(

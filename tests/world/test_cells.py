@@ -105,7 +105,9 @@ def test_no_cell_raises_a_false_alarm_elsewhere(strategy: str, world: int) -> No
 
 
 def test_a_cell_that_is_declined_is_left_out() -> None:
-    with pytest.raises(UsageError, match="sparse cannot be run by ring at world 2: its contract"):
+    with pytest.raises(
+        UsageError, match="sparse cannot run with ring at world size 2: its contract"
+    ):
         distcheck.verify("ring", world=2, workload="sparse")
     with pytest.raises(
         UsageError, match="'tied' is not a cell of --thorough; choose from tied_weights"
@@ -279,7 +281,7 @@ def test_code_that_takes_every_gradient_for_granted_is_told_what_the_cell_is_abo
     (case,) = report.cases
     assert {d.cause for d in case.diagnosis} == {"crash"}
     assert (
-        "p.grad is None, on every rank; if the code need not support this, give --without"
+        "p.grad is None, on every rank; if your code does not need to support this, pass --without"
         in str(case.notes)
     )
 
@@ -297,4 +299,4 @@ def zeros(model):  # type: ignore[no-untyped-def]
 def test_a_gradient_of_zero_is_none_as_long_as_nothing_moves() -> None:
     report = distcheck.verify(zeros, world=2, workload="unused_parameters", steps=2)
     assert_everything_compared(report)
-    assert "has a gradient of zero where one machine has none" in str(report.cases[0].checks)
+    assert "has a zero gradient, but the single-process" in str(report.cases[0].checks)

@@ -105,13 +105,13 @@ def _without_what_varies(screen: str) -> str:
         (["verify"], 2, "NAME is one of allreduce, column_parallel, "),
         (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce' (did you mean"),
         (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
-        (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a whole number"),
+        (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not an integer"),
         (["verify", "--strategy", "ddp", "--world", "0"], 2, "--world 0 is out of range"),
         (["verify", "--strategy", "ddp", "--world", "1000"], 2, "smaller than --world 1000"),
         (["verify", "--strategy", "ddp", "--workload", "vgg"], 2, "unknown workload 'vgg'"),
         (["verify", "--strategy", "ddp", "--data", "svhn"], 2, "unknown data 'svhn'"),
         (["verify", "--strategy", "none.py:f"], 2, "strategy file none.py does not exist"),
-        (["verify", "--strategy", "bad.py"], 2, "for instance bad.py:good"),
+        (["verify", "--strategy", "bad.py"], 2, "for example bad.py:good"),
         (["verify", "--strategy", "bad.py:nothing"], 2, "it defines good, no_sync, crash, doubled"),
         (["verify", "--strategy", "ddp", "--device", "cuda"], 3, "'cuda' is not available"),
         (
@@ -154,7 +154,7 @@ def test_bad_input_gets_one_sentence(
         ("def f(model:\n", "has a syntax error in line 1"),
         ("raise ValueError('too early')\n", "raised ValueError: too early"),
         ("import no_such_thing\n", "raised ModuleNotFoundError"),
-        ("import os; os._exit(3)\n", "left with exit code 3"),
+        ("import os; os._exit(3)\n", "exited with code 3"),
     ],
 )
 def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, message: str) -> None:
@@ -225,7 +225,7 @@ def test_save_and_recheck(distcheck: Run, tmp_path: Path) -> None:
     save_file(tensors, file)
     damaged = distcheck("recheck", "kept")
     assert damaged.returncode == 2
-    assert f"{name} is not what its rank recorded" in damaged.stderr
+    assert f"{name} differs from the recording of its rank" in damaged.stderr
     file.write_bytes(b"not a tensor file")
     assert "is damaged" in distcheck("recheck", "kept").stderr
     for name in ("run-1/index.bin", "about.json"):
@@ -264,7 +264,7 @@ def test_exit_5_for_a_check_that_could_not_be_made(distcheck: Run, tmp_path: Pat
     assert ran.returncode == 5, ran.stdout + ran.stderr
     assert "UNKNOWN ddp" in ran.stdout
     said = " ".join(ran.stdout.split())
-    assert "the check itself failed: RuntimeError: not in the mood" in said
+    assert "the check itself raised an error: RuntimeError: not in the mood" in said
 
 
 def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         assert "step 10/15: loss" in ran.stdout
         assert re.search(r"epoch 2/2: loss \d\.\d+, accuracy \d+\.\d+ % of 10,000", ran.stdout)
-        assert "s per step (mean of 14, first left out" in ran.stdout
+        assert "s per step (mean of 14, excluding the first" in ran.stdout
         rows = json.loads((tmp_path / "table.json").read_text())["epochs"]
         losses.append([row["loss"] for row in rows])
         assert [sum(row["step_losses"]) / 15 for row in rows] == pytest.approx(losses[-1])
@@ -405,8 +405,8 @@ def test_a_layout_that_divides_nothing_is_refused_where_it_would_train(distcheck
     )
     assert ran.returncode == 2
     assert sentences(ran) == [
-        "distcheck: 'row_parallel' promises the mesh tensor 3, and every rank holds every "
-        "parameter whole: nothing is divided"
+        "distcheck: 'row_parallel' promises the mesh tensor 3, but every rank holds every "
+        "parameter whole: nothing is sharded"
     ]
 
 

@@ -69,7 +69,7 @@ def test_groups_are_made_unless_a_strategy_has_one() -> None:
     )
     assert_everything_compared(one)
     assert_everything_compared(several)
-    assert any("one group of all parameters" in note for note in one.cases[0].notes)
+    assert any("all parameters in one group" in note for note in one.cases[0].notes)
     assert not any("one group" in note for note in several.cases[0].notes)
 
 

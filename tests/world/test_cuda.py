@@ -94,7 +94,7 @@ def test_without_one(distcheck: Run, words: tuple[str, ...], said: str) -> None:
 def test_a_strategy_for_gpus_is_refused_without(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "data_parallel", *QUICK)
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert "strategy data_parallel works on device cuda only, not on cpu" in ran.stderr
+    assert "strategy data_parallel works only on device cuda, not on cpu" in ran.stderr
 
 
 @on_gpu
@@ -115,7 +115,7 @@ devices.nccl_version = lambda: (2, 28, 9)
     ("marker", "conftest", "said"),
     [
         pytest.param("2, device='cuda'", "", "this machine has no NVIDIA GPU", marks=no_gpu),
-        ("2, device='cuda', backend='nccl'", OLD_NCCL, "NCCL 2.28.9 gives each rank a GPU"),
+        ("2, device='cuda', backend='nccl'", OLD_NCCL, "NCCL 2.28.9 requires a separate GPU"),
     ],
     ids=["no GPU", "an old NCCL"],
 )

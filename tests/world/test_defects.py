@@ -113,7 +113,7 @@ def test_a_check_that_fails_in_distcheck_itself_is_unknown_with_its_traceback(
     asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), of_run=(), contract=None)
     (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
-    assert result.reason.startswith("the check itself failed: TypeError")
+    assert result.reason.startswith("the check itself raised an error: TypeError")
 
 
 def test_a_report_with_such_a_check_has_that_exit_code_and_no_other() -> None:

@@ -171,10 +171,10 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
     ("name", "outcome", "said"),
     [
         ("removes_the_folder", "raised", "this is the working directory of the run"),
-        ("renames_the_folder", "raised", "remove and rename folders of your own only"),
+        ("renames_the_folder", "raised", "remove and rename only folders that your code created"),
         ("shortens_the_trace", "raised", "PermissionError: [Errno 1] Operation not permitted"),
         ("writes_garbage", "raised", "the code wrote to a descriptor that it had not opened"),
-        pytest.param("writes_text", "raised", "that it did not write", marks=pytest.mark.sweep),
+        pytest.param("writes_text", "raised", "did not write", marks=pytest.mark.sweep),
     ],
 )
 def test_a_rank_that_harms_its_world_is_named(
@@ -200,7 +200,7 @@ def test_a_rank_that_is_stopped_for_long_has_hung(
     (case,) = in_process(tmp_path, "stops_itself", deadline_s=2).cases
     first, (cause, *_) = case.outcomes[0], case.diagnosis
     assert (first.rank, first.outcome) == (1, "hung")
-    assert "stopped (state T), as SIGSTOP does" in first.detail
+    assert "stopped (state T, SIGSTOP)" in first.detail
     assert cause.cause == "hang"
     assert cause.evidence.startswith("rank 1 was stopped; rank 0 in all_reduce of")
 
@@ -223,7 +223,7 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("os._exit(0)", r"left with exit code 0 at \S+/one.py:5; loading must end"),
+        ("os._exit(0)", r"exited with code 0 at \S+/one.py:5; loading must return"),
         pytest.param(
             "os.kill(os.getpid(), signal.SIGSTOP)",
             r"was stopped \(state T\), as SIGSTOP does; load",
@@ -231,7 +231,7 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
         ),
         pytest.param(
             "time.sleep(1000)",
-            "hung: it did nothing for 30 s at .*/one.py:5",
+            "hung: it made no progress for 30 s at .*/one.py:5",
             marks=pytest.mark.sweep,
         ),
         pytest.param(
@@ -257,7 +257,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
     ran = warm.run(*words, "--json", str(tmp_path / "r.json"), cwd=folder)
     assert ran.returncode == 4, ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
-    assert "the working directory is gone: the code under test removed or renamed it" in ran.stderr
+    assert "the working directory no longer exists: the code under test" in ran.stderr
     assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 4
 
 
@@ -363,7 +363,7 @@ def test_a_cause_that_was_not_looked_for_is_said_to_be_that(
         distcheck.verify("tests.mutants.scale:missing_division", world=2, workload="mlp")
     found = [one for case in caught.value.report.cases for one in case.diagnosis]
     assert {one.cause for one in found} == {"unexplained"}
-    assert "not possible: the run was interrupted before it; let it end" in found[0].evidence
+    assert "not possible: the run was interrupted before this case" in found[0].evidence
 
 
 def test_a_stopped_process_that_judges_is_waited_for_as_long_as_the_ranks(

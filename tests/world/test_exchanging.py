@@ -46,11 +46,11 @@ def test_a_loss_times_the_number_of_ranks_is_said_and_not_accused() -> None:
         f"{FILE}:TimesWorld", world=2, form="loss", steps=2, dtype="float64", separate=False
     )
     (loss,) = [r for case in report.cases for r in case.checks if r.check == "loss"]
-    assert (loss.verdict, "2 times that of one process" in loss.reason) == ("pass", True)
+    assert (loss.verdict, "2x the single-process loss" in loss.reason) == ("pass", True)
 
 
 def test_another_workload_is_refused() -> None:
-    with pytest.raises(UsageError, match="does not go with --as loss"):
+    with pytest.raises(UsageError, match="cannot be combined with --as loss"):
         distcheck.verify(f"{FILE}:TimesWorld", world=2, form="loss", workload="mlp")
 
 

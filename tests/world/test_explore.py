@@ -240,7 +240,7 @@ def test_a_race_is_found_by_making_ranks_late(pool: Pool) -> None:
 def test_a_race_between_messages_is_shrunk_with_its_schedules(pool: Pool) -> None:
     without = ["unequal", "accumulate", "short-last-batch"]
     runner = Runner(pool)
-    runner.distrusts_kept = "simulated worlds are not kept"
+    runner.distrusts_kept = "simulated worlds are not reused"
     strategy = f"{PLANTED}:first_come_first_added"
     runner.look_at([msgspec.structs.replace(TWICE, strategy=strategy)])
     space = cases(strategy, backend="simulated", without=[*without, "absent"], deadline_s=10.0)
@@ -281,7 +281,7 @@ def test_a_budget_that_is_too_short_for_one_case_says_so(
     found = Search(Runner(pool), st.nothing(), seed=0, until=0.0)
     story = Story(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0, unreadable=(),
                   interrupted=False, kept_as=None)  # fmt: skip
-    said = "no case was run, since the budget ended after 1 s; give a longer one"
+    said = "no case was run, because the budget ended after 1 s; pass a longer one"
     show(story, quiet=False)
     assert said in " ".join(capsys.readouterr().out.split())
 

@@ -22,7 +22,10 @@ def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None
     judged = verdicts(tmp_path / "first.json")
     assert judged[0] == "bad.py:no_sync fail"
     assert judged[-1] == "bad.py:good unknown", "what had begun may have been judged"
-    why = r"not judged: --fail-fast, and mlp:small float32 of bad.py:no_sync with \d ranks has fail"
+    why = (
+        r"not judged because of --fail-fast: mlp:small float32 of bad.py:no_sync with \d ranks "
+        r"has fail"
+    )
     assert re.search(why, " ".join(first.stdout.split()))
 
     again = ("verify", "--strategy", "bad.py:good", "--strategy", "bad.py:no_sync", *QUICK)
@@ -35,7 +38,7 @@ def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None
     only = distcheck(*again, "--last-failed", "--json", "only.json")
     assert verdicts(tmp_path / "only.json") == ["bad.py:no_sync fail"]
     left_out = json.loads((tmp_path / "only.json").read_text())["left_out"]
-    assert ["you gave --last-failed" in why for why in left_out.values()] == [True]
+    assert ["you passed --last-failed" in why for why in left_out.values()] == [True]
     assert only.returncode == 1
 
 

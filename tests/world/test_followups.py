@@ -56,13 +56,13 @@ def of(name: str) -> Report:
         (
             "through_numpy",
             ["lattice float32", "mlp float32"],
-            "every gradient that it leaves is a float32 number",
+            "all of its gradients are representable in float32",
         ),
-        ("gathers_floats", ["lattice float32", "mlp float32"], "--dtype float64 makes it count"),
+        ("gathers_floats", ["lattice float32", "mlp float32"], "pass --dtype float64 to judge it"),
         (
             "slices",
             ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
-            "parameters without dimensions are not judged",
+            "scalar (0-d) parameters are not judged",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_right_code_of_one_dtype_or_shape_passes(name: str, cases: list[str], sa
     assert [f"{c.case.workload} {c.case.dtype}" for c in report.cases] == cases
     notes = "; ".join(note for case in report.cases for note in case.notes)
     assert said in notes
-    assert bool(notes) == bool(said) or "cannot tell orders" in notes
+    assert bool(notes) == bool(said) or "cannot distinguish reduction orders" in notes
     assert len(report.left_out) == 3 - len(cases)
 
 
@@ -103,7 +103,10 @@ def test_float64_that_was_asked_for_is_judged() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("averages", "right where all ranks have as many samples (mlp float32 passes with --batch"),
+        (
+            "averages",
+            "correct if all ranks have equally many samples (mlp float32 passes with --batch",
+        ),
         ("sums", "mlp float32 does not pass there either (missing-division)"),
     ],
 )

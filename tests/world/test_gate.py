@@ -251,7 +251,7 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("verify --shard 3/2", 2, "--shard '3/2' is not a part; it takes I/N"),
+        ("verify --shard 3/2", 2, "--shard '3/2' is not a part; expected I/N"),
         ("verify --config none.toml", 2, "--config none.toml cannot be read"),
         ("verify --junit /proc/x.xml", 3, "--junit /proc/x.xml cannot be written"),
         ("verify --strategy dpp", 2, "unknown strategy 'dpp' (did you mean ddp?)"),

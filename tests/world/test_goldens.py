@@ -170,7 +170,7 @@ def test_a_ten_thousandth_is_beyond(
     found = compare(golden / "golden", later, tmp_path)
     (case,) = found["cases"]
     assert (found["code"], case["verdict"], case["found"]["kind"]) == (1, "fail", kind)
-    assert "beyond the largest difference of two correct results" in case["reason"]
+    assert "beyond the largest difference between two correct results" in case["reason"]
     assert case["found"]["beyond"]["error"] > case["found"]["beyond"]["bound"] > 0
     if kind == "loss":
         assert {m["kind"] for m in case["found"]["moments"] if m["changed"]} > {"local gradients"}
@@ -182,7 +182,7 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
     later = record(golden, str(tmp_path / "later"), seed=1)
     found = compare(golden / "golden", later, tmp_path)
     assert found["code"] == 5
-    assert "the cases are not the same: seed was 0 and is 1" in found["cases"][0]["reason"]
+    assert "the cases differ: seed was 0, but is 1" in found["cases"][0]["reason"]
 
     shutil.copytree(golden / "golden", tmp_path / "fewer")
     traces = tmp_path / "fewer" / "traces"
@@ -234,7 +234,9 @@ def test_bits_of_another_machine_are_not_held_against_it(golden: Path, tmp_path:
     rewrite_about(file.parent, lambda _: json.dumps(about))
     found = compare(golden / "golden", later, tmp_path, bits=True)
     assert found["code"] == 5
-    assert "bits may differ between machines: cpu was" in found["cases"][0]["reason"]
+    assert (
+        "results may not be bit-identical across machines: cpu was" in found["cases"][0]["reason"]
+    )
     assert compare(golden / "golden", later, tmp_path)["code"] == 0, "bounds hold anywhere"
 
 
@@ -251,9 +253,9 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     saved = again.stdout.rpartition("saved: ")[2].strip()
     assert list((tmp_path / saved).glob("traces/*/run-1")), "the second run is kept whole"
     for words, sentence in (
-        (("compare", "nowhere"), "nowhere is not a folder; give a folder that distcheck record"),
+        (("compare", "nowhere"), "nowhere is not a folder; pass a folder that distcheck record"),
         (("compare", "."), "holds no traces"),
-        (("record", "--strategy", "ddp"), "the first argument of record is the folder"),
+        (("record", "--strategy", "ddp"), "the first argument of record must be the folder"),
         (("record", "other", "--strategy", "ddp", "--save", "x"), "remove --save"),
         (("bundle", "nowhere"), "nowhere holds no cases"),
         (("replay", "fake.zip"), "fake.zip is not a bundle of distcheck"),
@@ -286,7 +288,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     (tmp_path / "my_lib.py").write_text(MEAN.format(scale="*= 1 / 3"))
     changed = command("compare", "golden", "--trust")
     assert changed.returncode == 5, changed.stdout
-    to_do = "to learn it, record the earlier run without --digests, on its machine"
+    to_do = "to measure it, record the earlier run without --digests, on its machine"
     assert to_do in " ".join(changed.stdout.split())
     first = r"first   gradients: step 0, \S+, rank 0: was digest [0-9a-f]{8}, is digest [0-9a-f]{8}"
     assert re.search(first, changed.stdout)
@@ -300,9 +302,9 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     (tmp_path / "my_lib.py").write_text(MEAN.format(scale="/= 3"))
     rechecked = command("recheck", "golden")
     assert (rechecked.returncode, len(complaints(rechecked.stderr))) == (2, 1)
-    assert "keeps digests and no tensors; judging needs the tensors" in rechecked.stderr
+    assert "has digests but no tensors, which judging needs" in rechecked.stderr
     bundled = command("bundle", "golden", "--traces", "-o", "golden.zip")
-    assert "golden keeps digests and no tensors" in bundled.stderr
+    assert "golden has digests but no tensors" in bundled.stderr
     refused = command("verify", *words, "--digests")
     assert refused.returncode == 2
     assert "--digests is an option of distcheck record" in refused.stderr
@@ -471,7 +473,7 @@ def test_a_replay_says_what_has_changed(
     assert "torch was 1.0 and is " in note
     monkeypatch.chdir(tmp_path)
     _, remarks = make_bundle(run, tmp_path / "late.zip", traces=True)
-    assert "has changed since the run; the bundle has it as it is now" in remarks[0]
+    assert "has changed since the run; the bundle contains the current version" in remarks[0]
     saved["made"]["seal"] = "0" * 64  # of another user
     file.write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="not the code that the run recorded"):

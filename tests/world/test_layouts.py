@@ -43,7 +43,7 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     (case,) = report.cases
     layers = {check.check: check.layer for check in case.checks}
     assert layers["gradients"] == layers["loss"] == layer
-    assert any("not by the bitwise and rounding-bound layers" in note for note in case.notes)
+    assert any("the bitwise and rounding-bound layers do not" in note for note in case.notes)
 
 
 @pytest.mark.sweep
@@ -69,7 +69,7 @@ def test_right_twins_of_what_is_divided_pass(name: str, world: int, dtype: str) 
 
 def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
     workload = "tests.mutants.small:ClippedByTheLoop"
-    with pytest.raises(UsageError, match=r"give the strategy clip\(model, max_norm\)"):
+    with pytest.raises(UsageError, match=r"define clip\(model, max_norm\)"):
         distcheck.verify("tensor_parallel", workload=workload, world=2, dtype="float32")
 
 
@@ -85,7 +85,7 @@ def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
 def test_a_model_that_cannot_be_divided_is_refused(
     name: str, workload: str, world: int, said: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"does not divide this model: {said}"):
+    with pytest.raises(UsageError, match=f"does not shard this model: {said}"):
         distcheck.verify(name, world=world, workload=workload, dtype="float32")
 
 
@@ -217,12 +217,12 @@ def test_an_accessor_that_returns_nothing_is_no_pass(name: str, check: str, reas
 
 
 def test_dtensors_beside_pieces_are_refused() -> None:
-    with pytest.raises(UsageError, match="divides the model in another way as well"):
+    with pytest.raises(UsageError, match="also shards the model in another way"):
         accessed("DTensorsAndPieces")
 
 
 def test_one_accessor_needs_the_other() -> None:
-    with pytest.raises(UsageError, match=r"has full_gradients\(model\) and no full_parameters"):
+    with pytest.raises(UsageError, match=r"has full_gradients\(model\) but no full_parameters"):
         accessed("HalfAPair")
 
 

@@ -84,7 +84,7 @@ def test_a_long_loss_is_taken_rank_by_rank(
 ) -> None:
     results = found["LongLoss"]
     assert {result.verdict for result in results.values()} == {"pass"}
-    assert "the loss adds up so many terms" in results["loss", "S32"].reason
+    assert "the loss sums so many terms" in results["loss", "S32"].reason
 
 
 def test_a_loss_that_is_another_in_float64_fails(

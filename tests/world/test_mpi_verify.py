@@ -71,7 +71,7 @@ def test_strategies_pass_and_owe_no_bits_of_mpis(
         layers = {c["layer"] for c in case["checks"] if c["check"] == "gradients"}
         own_order = case["strategy"] in OWN_ORDER
         assert layers == ({"X", "R", "S32"} if own_order else {"R", "S32"}), case["strategy"]
-        falls_back = "X falls back to R: the order in which all_reduce adds on mpi is not known"
+        falls_back = "X falls back to R: the reduction order of all_reduce on mpi is not known"
         notes = [c["reason"] for c in case["checks"] if c["check"] == "gradients"]
         if case["strategy"] in ("allreduce", "ddp"):
             assert falls_back in notes
@@ -110,7 +110,7 @@ def test_mpi_allreduce_on_another_backend(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "mpi_allreduce", *QUICK)
     assert ran.returncode == 3
     assert ran.stderr.strip() == (
-        "distcheck: strategy mpi_allreduce works on backend mpi only, not on gloo; give "
+        "distcheck: strategy mpi_allreduce works only on backend mpi, not on gloo; pass "
         "--backend mpi"
     )
 

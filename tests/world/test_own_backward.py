@@ -40,8 +40,8 @@ def test_micro_batches_that_are_not_promised_are_seen() -> None:
     )  # fmt: skip
     assert_everything_compared(report)
     reasons = [result.reason for case in report.cases for result in case.checks]
-    assert [r for r in reasons if "@strategy(micro_batches=7) lets bits be compared" in r]
-    assert [r for r in reasons if "bits differ from those of micro-batches" in r]
+    assert [r for r in reasons if "@strategy(micro_batches=7) allows bitwise comparison" in r]
+    assert [r for r in reasons if "not bit-identical to micro-batches" in r]
 
 
 @pytest.mark.sweep
@@ -70,7 +70,7 @@ distcheck.strategy(gradients="owner")(EveryRanksOwners)
 
 
 def test_owners_that_are_several_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"exactly one rank; in the optimizers .*0\.weight \(2\)"):
+    with pytest.raises(UsageError, match=r"exactly one rank; the numbers .*0\.weight \(2\)"):
         distcheck.verify(f"{__name__}:EveryRanksOwners", world=2, workload=SMALL, steps=1)
 
 

@@ -194,7 +194,7 @@ def test_a_mean_may_round_on_the_way() -> None:
     report.raise_for_verdict()
     (case,) = report.cases
     (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "lattice")]
-    assert found.reason.count("sums are rounded on the way, by no more than R allows") == 1
+    assert found.reason.count("sums are rounded, within the bound of R") == 1
 
 
 def test_rounding_on_the_way_excuses_nothing_else() -> None:
@@ -206,4 +206,4 @@ def test_rounding_on_the_way_excuses_nothing_else() -> None:
     (found,) = later.values()
     assert found.first is not None
     assert found.first.step == 1
-    assert "rounded on the way" not in found.reason
+    assert "sums are rounded" not in found.reason

@@ -125,13 +125,12 @@ def test_too_few_steps_are_unknown_and_the_report_says_how_many_it_takes() -> No
     case, verdict, reason = purpose_of("ragged_batch", world=2, steps=2)
     assert (case.verdict, verdict) == ("unknown", "unknown")
     assert reason == (
-        "expected a step with fewer samples than the batch has; seen: 256, 256 samples, step by "
-        "step"
+        "expected a step with fewer samples than the batch size; seen: 256, 256 samples per step"
     )
-    assert "ragged_batch trains 4 steps by itself, and this run took 2; remove --steps" in (
+    assert "ragged_batch trains 4 steps by default, but this run took 2; remove --steps" in (
         case.notes
     )
-    assert not any("is a cell in which" in note for note in case.notes)
+    assert not any("is a cell: " in note for note in case.notes)
 
 
 @pytest.mark.sweep
@@ -151,7 +150,9 @@ def test_a_name_that_the_model_does_not_have_is_unknown() -> None:
 
 
 def test_what_takes_two_ranks_is_left_out_of_a_world_of_one() -> None:
-    with pytest.raises(UsageError, match="it needs at least 2 ranks with data to show its purpose"):
+    with pytest.raises(
+        UsageError, match="it needs at least 2 ranks with data to serve its purpose"
+    ):
         distcheck.verify("allreduce", world=1, workload="dropout")
 
 

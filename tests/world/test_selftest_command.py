@@ -21,8 +21,8 @@ def test_catches_names_and_accuses_nobody(distcheck: Run, tmp_path: Path) -> Non
     ran = distcheck("selftest", *words, "--json", "table.json")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "missing_division  caught  gradients R S32  missing-division  right" in ran.stdout
-    assert "mutants   1 planted: 1 caught, 0 missed; 1 named right" in ran.stdout
-    assert "correct   4 cases: 4 passed, 0 false alarms" in ran.stdout
+    assert "mutants   1 planted: 1 caught, 0 missed; 1 named correctly" in ran.stdout
+    assert "correct   4 cases: 4 passed, 0 false positives" in ran.stdout
     document = json.loads((tmp_path / "table.json").read_text())
     assert (document["exit_code"], document["counts"]["caught"]) == (0, 1)
     assert [row["verdict"] for row in document["rows"]] == ["caught", *["passed"] * 4]
@@ -33,8 +33,8 @@ def test_the_zoo_in_simulated_worlds(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck("selftest", *words, "--backend", "simulated", "--json", "table.json")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "simulated on cpu" in ran.stdout
-    assert "mutants   2 planted: 2 caught, 0 missed; 2 named right" in ran.stdout
-    assert "parameter_server is left out: backend simulated cannot run this code" in ran.stdout
+    assert "mutants   2 planted: 2 caught, 0 missed; 2 named correctly" in ran.stdout
+    assert "parameter_server is excluded: backend simulated cannot run this code" in ran.stdout
     document = json.loads((tmp_path / "table.json").read_text())
     assert document["backend"] == "simulated"
     assert {tuple(row["causes"]) for row in document["rows"] if row["kind"] == "mutant"} == {
@@ -47,8 +47,8 @@ def test_a_strategy_that_cannot_run_one_of_its_cases_is_not_unknown(distcheck: R
     """The lattice's integers do not fit into float16 at world 3."""
     ran = distcheck("selftest", "-k", "correct.ddp_fp16_hook")
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "correct   6 cases: 5 passed, 0 false alarms" in ran.stdout
-    assert "ddp_fp16_hook-w3-lattice-float32 is left out: its gradients may reach" in ran.stdout
+    assert "correct   6 cases: 5 passed, 0 false positives" in ran.stdout
+    assert "ddp_fp16_hook-w3-lattice-float32 is excluded: its gradients may reach" in ran.stdout
 
 
 @pytest.mark.sweep

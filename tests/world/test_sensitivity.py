@@ -35,7 +35,7 @@ def test_code_that_does_nothing_is_unknown_where_ranks_are_alike() -> None:
     found = check(report, "sensitivity")
     assert found.verdict == "unknown"
     assert found.reason == (
-        "no tensor would have shown a missing sync or a lost rank: gradients are the same on "
+        "no tensor would have revealed a missing sync or a dropped rank: gradients are the same on "
         "every rank"
     )
     assert run("mean", "Alike").verdict == "unknown", "right code is not known to be right either"
@@ -50,7 +50,7 @@ def test_dead_tensors_do_not_count() -> None:
         assert found.insensitive.tensors == 3
     found = check(report, "sensitivity")
     assert found.compared.tensors == 1
-    assert "dead.0, dead.1, dead.2 could show no mistake (gradient zero on every rank)" in (
+    assert "dead.0, dead.1, dead.2 could reveal no mistake (gradient zero on every rank)" in (
         found.reason
     )
 
@@ -65,12 +65,12 @@ def test_nothing_but_dead_tensors_is_unknown() -> None:
 def test_an_accepted_deviation_says_what_it_hides() -> None:
     hidden = run("without_rank_2", "Dead", accept="quantised:2")
     assert hidden.verdict == "unknown"
-    assert "a lost rank" in check(hidden, "sensitivity").reason
-    assert "--accept quantised:2 allows for it" in check(hidden, "sensitivity").reason
+    assert "a dropped rank" in check(hidden, "sensitivity").reason
+    assert "--accept quantised:2 allows it" in check(hidden, "sensitivity").reason
     assert run("without_rank_2", "Dead", accept="quantised:8").verdict == "fail"
     fine = run("mean", "Dead", accept="quantised:8")
     assert fine.verdict == "pass"
-    said = "with --accept quantised:8 a wrong factor shows from"
+    said = "with --accept quantised:8 a scale error is detected from"
     assert said in check(fine, "sensitivity").reason
     assert said in " ".join(render_text(fine, width=100, verbose=True).split())
 
@@ -92,13 +92,16 @@ def test_the_report_of_a_pass() -> None:
         assert all(len(one.shown["lost-rank"]) == 4 for one in found.shown.values())
     screen = " ".join(render_text(report, width=100, verbose=True).split())
     assert (
-        "sensitivity: of 18 tensors, all would have shown a missing sync, a lost rank, a rank that "
-        "is added twice, a missing division, a second division and a gradient that is a step old; "
+        "sensitivity: of 18 tensors, all would have revealed a missing sync, a dropped rank, a "
+        "duplicated rank, a missing division, a second division and a gradient from the previous "
+        "step; "
     ) in screen
     assert screen.count("sensitivity: ") == 1
-    assert re.search(r"a factor that is wrong by \S+ in float32, \S+ in float64 or more", screen)
+    assert re.search(r"one that is off by \S+ in float32, \S+ in float64 or more", screen)
     of_case = check(report, "sensitivity", case=1).reason
-    assert of_case.startswith("of 6 tensors, all would have shown a missing sync, a lost rank, ")
+    assert of_case.startswith(
+        "of 6 tensors, all would have revealed a missing sync, a dropped rank, "
+    )
     document = json.loads(render_json(report))
     by_name = {c["check"]: c for c in document["cases"][1]["checks"]}
     said = by_name["sensitivity"]["sensitivity"]
@@ -122,5 +125,7 @@ def test_a_world_of_one_exchanges_nothing() -> None:
         report = distcheck.verify(strategy, world=1, workload="mlp:small", dtype="float32")
         assert report.verdict == "unknown"
         reason = check(report, "sensitivity").reason
-        assert reason.startswith("one rank exchanges nothing, so not even a missing sync would")
+        assert reason.startswith(
+            "a single rank has nothing to synchronize, so even a missing sync would"
+        )
         assert next_step(report).endswith(" --world 2")

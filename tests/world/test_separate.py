@@ -116,7 +116,7 @@ def test_what_is_right_on_any_machines_passes_with_other_roundings(code: str) ->
     case = only(distcheck.verify(f"{code}:by_machine", workload=SMALL, dtype="float32"))
     assert (case.verdict, case.diagnosis) == ("pass", ())
     assert (
-        "there the bits differ, because of nodes alone, and every check passes as well"
+        "there the bits differ, caused only by nodes, and every check passes as well"
         in rerun_of(case).reason
     )
 

@@ -90,7 +90,7 @@ def test_what_a_wire_cannot_carry_is_left_out() -> None:
     assert {case.case.workload for case in report.cases} == {SMALL}
     assert all("lattice is left out" in " ".join(case.notes) for case in report.cases)
     assert set(report.left_out) == {"ddp_fp16_hook-w3-lattice-float32"}
-    with pytest.raises(UsageError, match="lattice cannot be run by ddp_fp16_hook at world 3"):
+    with pytest.raises(UsageError, match="lattice cannot run with ddp_fp16_hook at world size 3"):
         distcheck.verify("ddp_fp16_hook", world=3, workload="lattice", steps=1)
 
 
@@ -123,7 +123,7 @@ def test_fully_sharded(worlds: list[int]) -> None:
     assert gradient_layers(report) == {"lattice", "R", "S32"}
     for case in report.cases:
         assert "local gradients" not in {r.check for r in case.checks}
-        assert any("no hook can see the gradients" in note for note in case.notes)
+        assert any("no hook can record the local gradients" in note for note in case.notes)
 
 
 def test_fully_sharded_in_a_short_dtype() -> None:

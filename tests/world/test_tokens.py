@@ -96,7 +96,7 @@ def test_as_many_tokens_on_every_rank_are_unknown() -> None:
     )
     reasons = [r.reason for c in report.cases for r in c.checks if r.verdict == "unknown"]
     assert reasons
-    assert all("as many on every rank, at every step" in said for said in reasons)
+    assert all("equally many on every rank, at every step" in said for said in reasons)
 
 
 def test_accuracy_is_that_of_tokens_without_padding() -> None:

@@ -76,7 +76,7 @@ def test_every_save_is_judged_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 def test_what_does_not_go_with_it_is_said(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:good", *QUICK, "--watch", "--save", "there")
     assert ran.returncode == 2
-    assert "--watch does not go with --save: it runs here again and again" in ran.stderr
+    assert "--watch cannot be combined with --save: it reruns here on every change" in ran.stderr
     unknown = distcheck("verify", "--strategy", "no_such", *QUICK, "--watch")
     assert unknown.returncode == 2, "it does not wait for a file that it cannot know"
 

@@ -52,7 +52,7 @@ def test_two_ranks_without_data_and_shards_of_unequal_size() -> None:
     assert found(report, "parameters", "X").compared.ranks == 2
     (case,) = report.cases
     assert "rank 0, 2 has no data" in " ".join(case.notes)
-    assert "unequal shards (51 + 50)" in " ".join(case.notes)
+    assert "uneven shards (51 + 50)" in " ".join(case.notes)
     assert "--without-data 0 --without-data 2" in case.replay
 
 
@@ -63,7 +63,7 @@ def test_a_rank_that_only_hands_on_is_not_compared_and_said_not_to_be() -> None:
     report.raise_for_verdict()
     for check, layer in (("gradients", "R"), ("gradients", "S64"), ("agreement", "-")):
         assert found(report, check, layer).compared.ranks == 2
-    assert "rank 2, without data, left its gradients at zero" in found(report, "agreement").reason
+    assert "rank 2, without data, kept its gradients at zero" in found(report, "agreement").reason
 
 
 def test_one_rank_with_data_owes_its_own_gradient() -> None:
@@ -109,13 +109,13 @@ def test_a_cause_names_the_rank_that_was_run() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("allreduce", {}, "promises how every rank's gradient is exchanged"),
+        ("allreduce", {}, "promises how every rank's gradient is synchronized"),
         ("ddp", {}, "is called after backward|promises how"),
-        (all_reduced, {"accept": "low-precision:bf16"}, "does not go with --accept"),
-        (all_reduced, {"thorough": True}, "does not go with --thorough"),
+        (all_reduced, {"accept": "low-precision:bf16"}, "cannot be combined with --accept"),
+        (all_reduced, {"thorough": True}, "cannot be combined with --thorough"),
         (all_reduced, {"workload": "ragged_batch"}, "does not go with ragged_batch"),
         (all_reduced, {"without_data": (3,)}, "3 is out of range for --world 3"),
-        (all_reduced, {"without_data": (0, 1, 2)}, "leaves no rank of --world 3"),
+        (all_reduced, {"without_data": (0, 1, 2)}, "leaves no rank of --world 3 with a shard"),
         (all_reduced, {"without_data": (0, 0)}, "0 is given more than once"),
     ],
 )

@@ -237,7 +237,7 @@ def test_a_step_that_cannot_be_repeated_is_not_owed_and_that_is_said() -> None:
     assert layers(case, "parameters") == set()
     assert layers(case, "gradients") == {"X", "R", "S32"}
     assert "so its step is not checked" in str(case.notes)
-    with pytest.raises(UsageError, match="--accept local-sgd:2 is judged by every rank's own"):
+    with pytest.raises(UsageError, match="--accept local-sgd:2 is judged by each rank's local"):
         distcheck.verify(
             "tests.correct:flat_buffer", world=2, workload=f"{__name__}:Forgotten", batch=16,
             steps=4, accept="local-sgd:2",
@@ -245,5 +245,7 @@ def test_a_step_that_cannot_be_repeated_is_not_owed_and_that_is_said() -> None:
 
 
 def test_an_optimizer_without_dense_gradients_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UsageError, match="Sparse: SparseAdam does not step on dense gradients"):
+    with pytest.raises(
+        UsageError, match="Sparse: SparseAdam does not step with only dense gradients"
+    ):
         distcheck.verify("allreduce", world=2, workload=f"{__name__}:Sparse", batch=16)

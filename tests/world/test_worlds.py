@@ -67,7 +67,9 @@ def test_who_raised_comes_first_and_victims_after(pool: Pool, culprit: int) -> N
     assert (first.rank, first.outcome) == (culprit, "raised")
     assert "ValueError: rank's own error" in first.detail
     assert first.detail.startswith("step 1, sync\n")
-    assert all("its peer was gone" in o.detail for o in outcomes[1:] if o.outcome == "raised")
+    assert all(
+        "secondary failure (peer exited)" in o.detail for o in outcomes[1:] if o.outcome == "raised"
+    )
     assert {o.outcome for o in outcomes[1:]} <= {"raised", "ended", "finished"}
 
 
@@ -81,7 +83,7 @@ def test_ranks_that_are_still_at_work_are_heard_after_the_first_failure(pool: Po
 def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
     outcomes, _ = run(pool, "exits", 3, culprit=1, code=code)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, "exited")
-    assert f"exit code {code} without a word" in outcomes[0].detail
+    assert f"exited with code {code} without an error message" in outcomes[0].detail
     assert "in exits\n    os._exit(about" in outcomes[0].detail
     assert_lost(outcomes[1:], "exits")
 
@@ -108,7 +110,10 @@ def assert_lost(victims: list[Outcome], job: str) -> None:
     for victim in victims:
         assert victim.outcome in ("raised", "ended")
         first, _, rest = victim.detail.partition("\n")
-        lost = r"; its peer was gone at /.*/jobs\.py:\d+ \(last collective: .* \[1\], number 1\)$"
+        lost = (
+            r"; secondary failure (peer exited) at /.*/jobs\.py:\d+ \(last collective: .* "
+            r"\[1\], number 1\)$"
+        )
         assert victim.outcome == "ended" or re.search(lost, first)
         assert f"in {job}" in rest
         assert "last collective: all_reduce of [1], number 1" in rest
@@ -245,7 +250,7 @@ def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool, tmp_path:
     outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     assert [(o.rank, o.outcome) for o in outcomes] == [(1, "exited"), (0, "finished")]
-    assert "left with exit code 0" in outcomes[0].detail
+    assert "exited with code 0" in outcomes[0].detail
 
 
 def test_output_is_kept_to_its_end(pool: Pool) -> None:

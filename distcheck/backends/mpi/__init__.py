@@ -30,7 +30,7 @@ def missing() -> str:
         return f"backend mpi needs mpi4py, which is not installed; {INSTALL}"
     if not library.under_launcher() and library.find_launcher() is None:
         return (
-            "backend mpi needs mpirun or mpiexec, which is neither beside this Python nor on "
+            "backend mpi needs mpirun or mpiexec, which is neither next to this Python nor on "
             f"PATH; {INSTALL}, or pip install mpich"
         )
     return ""

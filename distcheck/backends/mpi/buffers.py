@@ -105,7 +105,7 @@ def reduced(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
     known = {**_OPS, **({} if floating else _BIT_OPS)}
     if dtype in _NUMBERS and name in known and (floating or name != "AVG"):
         return [_memory(tensor), getattr(module, _NUMBERS[dtype])], getattr(module, known[name])
-    raise ValueError(f"{what}: backend mpi has no {name} of {dtype}")
+    raise ValueError(f"{what}: backend mpi does not support {name} of {dtype}")
 
 
 def averages(op: Any) -> bool:

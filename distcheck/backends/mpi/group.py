@@ -33,7 +33,7 @@ def check(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) 
         if written and not tensor.is_contiguous() and _overlaps(tensor):
             raise ValueError(
                 f"{what}: the result cannot be written to a tensor whose elements share memory "
-                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()}); give it a clone"
+                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()}); pass a clone"
             )
 
 
@@ -306,7 +306,9 @@ class MPIGroup(PythonGroup):
         def finish(status: Any) -> None:
             count = status.Get_count(spec[1])
             if count != room.numel():
-                raise ValueError(f"a message of {count} elements came for {room.numel()}")
+                raise ValueError(
+                    f"a message of {count} elements arrived for a buffer of {room.numel()}"
+                )
             buffers.put_back(tensor, room)
 
         return self._work_of("recv", [request], [tensor], [room], finish)

@@ -37,7 +37,9 @@ def start() -> None:
     if not module.Is_initialized():
         module.Init_thread(module.THREAD_MULTIPLE)
     if module.Query_thread() < module.THREAD_SERIALIZED:
-        raise CannotRunError("this MPI library does not let threads call it; build it with threads")
+        raise CannotRunError(
+            "this MPI library does not support threads; use a build with thread support"
+        )
 
 
 _world: Any = None
@@ -56,8 +58,8 @@ def world(rank: int, size: int) -> Any:
             finalize()  # a world of one waits for no other; this removes its files
         raise CannotRunError(
             f"MPI knows of {known} ranks where {size} were started: its launcher and "
-            "mpi4py's library belong to different MPIs; put the launcher's folder first on PATH, "
-            "or name its library in MPI4PY_LIBMPI"
+            "mpi4py's library belong to different MPI installations; put the launcher's folder "
+            "first on PATH, or set MPI4PY_LIBMPI to its library"
         )
     if _world is None:
         _world = everybody.Split(0, rank)

@@ -39,7 +39,7 @@ def judged(
     if found.other is None and found.late:
         reason = (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "
-            f"{found.late[0]}); the others left the bits of the usual one; give a longer "
+            f"{found.late[0]}); the others were bit-identical to the usual one; pass a longer "
             "--deadline"
         )
         return _result("unknown", reason, compared), []
@@ -55,7 +55,9 @@ def _result(verdict: VerdictName, reason: str, compared: Compared = _NOTHING) ->
 def _alike(found: Searched, compared: Compared) -> CheckResult:
     reason = f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
     reason = reason if found.covered is None else _covered(found.ran, found.covered)
-    reason += f" left the bits of the usual one; calls came in {found.distinct} different orders"
+    reason += (
+        f" were bit-identical to the usual one; calls occurred in {found.distinct} different orders"
+    )
     return _result("pass", reason, compared)
 
 
@@ -63,7 +65,7 @@ def _covered(ran: int, covered: Covered) -> str:
     """Describe the coverage of schedules with few preemptions; "all" only if all were run."""
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
-        return f"all {ran} schedules that there are{each}"
+        return f"all {ran} possible schedules{each}"
     if covered.switches == covered.most:
         return f"all {ran} schedules with at most {_switches(covered.most)}{each}"
     more = f"{covered.further} of those with {_switches(covered.switches + 1)}"
@@ -74,7 +76,7 @@ def _covered(ran: int, covered: Covered) -> str:
 
 
 def _switches(count: int) -> str:
-    return f"{count} switch{'es' * (count != 1)}"
+    return f"{count} preemption{'s' * (count != 1)}"
 
 
 def found_by(found: Searched) -> str:
@@ -87,7 +89,7 @@ def found_by(found: Searched) -> str:
 def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
     if found.buffered is None or found.buffered.end != "finished":
         return []
-    finishes = "where a send is complete as soon as it is posted, the same code finishes"
+    finishes = "if sends complete as soon as they are posted, the same code finishes"
     return [name_cause("needs-buffering", f"{found.usual.what}; {finishes}")]
 
 
@@ -95,12 +97,12 @@ def _by_chance(
     usual: ScheduleRun, other: ScheduleRun, compared: Compared, digests: Digests
 ) -> tuple[CheckResult, list[Diagnosis]]:
     schedule = "the same schedule" if usual.schedule == other.schedule else (
-        f"the schedule {other.schedule}, which does not come to the same each time"
+        f"the schedule {other.schedule}, whose result varies from run to run"
     )  # fmt: skip
     evidence = (
         f"two runs under {schedule}, with the same inputs, {_part(other)}"
-        f"{_where(usual, other, digests)}: it depends on something that no schedule controls, "
-        "such as the clock, the system's random numbers, or another thread"
+        f"{_where(usual, other, digests)}: the code depends on something that no schedule "
+        "controls, such as the clock, system randomness or another thread"
     )
     cause = name_cause("nondeterministic", evidence, "one-schedule")
     return _result("fail", evidence, compared), [cause]
@@ -114,7 +116,7 @@ def _depends(
     differences = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
     differences += [_switches(len(other.switches))] if other.switches else []
     evidence = (
-        f"with {' and '.join(differences) or 'the same turns'}, the same inputs "
+        f"with {' and '.join(differences) or 'the same interleaving'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
     )
     lines = "\n".join([evidence, found_by(found), *timelines(found.usual, other)])
@@ -132,8 +134,8 @@ def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
         taken = theirs.get(place)
         if taken is not None and turn.took and taken.took and turn.took != taken.took:
             return (
-                f"rank {turn.rank}'s {turn.call}{turn.where} takes the message that comes first: "
-                f"that of {turn.took}, or that of {taken.took}"
+                f"rank {turn.rank}'s {turn.call}{turn.where} receives whichever message arrives "
+                f"first: that of {turn.took} or that of {taken.took}"
             )
     return ""
 
@@ -150,7 +152,11 @@ def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
 
 
 def _part(other: ScheduleRun) -> str:
-    return "leave other bits" if other.end == "finished" else f"end in a {other.end}: {other.what}"
+    return (
+        "yield different bits"
+        if other.end == "finished"
+        else (f"end in a {other.end}: {other.what}")
+    )
 
 
 def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:

@@ -41,7 +41,7 @@ def prepare(item: pytest.Function) -> None:
             )
     if hasattr(item.obj, "hypothesis"):
         pytest.fail(
-            "@given needs ranks that are processes; leave backend='simulated' away, or draw the "
+            "@given needs ranks that are processes; remove backend='simulated', or draw the "
             "values in a parametrized test",
             pytrace=False,
         )
@@ -80,7 +80,7 @@ def own_copy(value: Any, name: str) -> Any:
         return copy.deepcopy(value, _memo)
     except Exception as error:
         pytest.fail(
-            f"{name} cannot be copied for each rank ({type(error).__name__}: {error}); have that "
+            f"{name} cannot be copied for each rank ({type(error).__name__}: {error}); make that "
             "fixture depend on `world`, so that every rank sets it up",
             pytrace=False,
         )

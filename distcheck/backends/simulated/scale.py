@@ -32,7 +32,7 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
     if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")
     if not asked["strategies"]:
-        raise UsageError("no strategy was given; give --strategy NAME or --strategy FILE.py:OBJECT")
+        raise UsageError("no strategy was given; pass --strategy NAME or --strategy FILE.py:OBJECT")
     sizes = WORLDS if worlds is None else _sizes(worlds)
     names = ORDERS if orders is None else _names(orders)
     batch = max(_BATCH, *sizes) if asked["batch"] is None else asked["batch"]
@@ -66,8 +66,8 @@ def _sizes(words: str) -> Sequence[int]:
     for word in words.split(","):
         if not (word.strip().isascii() and word.strip().isdecimal() and len(word) < 9):
             raise UsageError(
-                f"--world {words!r} is not a list of numbers of ranks; give for example "
-                f"--world {','.join(map(str, WORLDS))}"
+                f"--world {words!r} is not a list of world sizes; pass for example --world "
+                f"{','.join(map(str, WORLDS))}"
             )
         found.append(int(word))
         if not 2 <= found[-1] <= MOST_WORLD:

@@ -10,38 +10,39 @@ from distcheck.plan.settings import with_adaptation
 
 
 @click.command("scale", cls=Command)
-@setting_option("strategies", single=True, help="The strategy to judge.")
+@setting_option("strategies", single=True, help="Strategy to judge.")
 @click.option(
     "--world",
     "worlds",
     metavar="N,N,...",
     multiple=True,
-    help="Numbers of ranks. [default: 2,8,64,256]",
+    help="World sizes. [default: 2,8,64,256]",
 )
 @click.option(
     "--orders",
     metavar="NAME,NAME,...",
     multiple=True,
-    help="How collectives add: gloo, ring, tree, recursive-halving, rank. [default: all]",
+    help="Reduction orders of collectives: gloo, ring, tree, recursive-halving, rank. [default: "
+    "all]",
 )
 @setting_option(
     "workloads",
     single=True,
-    help="The workload to train. [default: mlp:small, of 17 thousand parameters]",
+    help="Workload to train. [default: mlp:small, with 17 thousand parameters]",
 )
 @setting_option(
     "dtype",
     default="float32",
     show_default=True,
-    help="float32, float64, bfloat16 or float16.",
+    help="Dtype: float32, float64, bfloat16 or float16.",
 )
-@setting_option("steps", help="Steps to record. [default: 2]")
+@setting_option("steps", help="Number of steps to record. [default: 2]")
 @setting_option(
     "batch",
     default=None,
     type=int,
-    help="Samples per step over all ranks, the same in every world. "
-    "[default: 256, or one a rank of the largest world]",
+    help="Global batch size, the same in every world. [default: 256, or the largest world size "
+    "if greater]",
 )
 @setting_options("seed")
 @setting_option("deadline_s", default=120.0)
@@ -51,20 +52,20 @@ from distcheck.plan.settings import with_adaptation
     "html_file",
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="Write the report as one HTML page, with a picture of error against world.",
+    help="Write the report as one HTML page, with a picture of error against world size.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also print the whole report of each world.")
-@click.option("-q", "--quiet", is_flag=True, help="Print only what each order comes to.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only one verdict line per order.")
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Judge a strategy in simulated worlds of several sizes and orders of addition, and print the
-    largest error next to its bound.
+    """Judge a strategy in simulated worlds of several sizes and reduction orders, and print the
+    largest error and its bound.
 
     \b
     distcheck scale --strategy my_sync.py:sync --world 2,8,64,256,1024
     distcheck scale --strategy my_sync.py:sync --orders tree --html scale.html
 
-    All worlds train on the same total batch, as the single-process reference does.
+    All worlds and the single-process reference use the same global batch size.
     """  # fmt: skip
     from distcheck.backends.simulated.scale import plan_scale
     from distcheck.cli.show_and_keep import Showing, verify_command

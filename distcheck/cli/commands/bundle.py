@@ -13,17 +13,17 @@ from distcheck.cli.options import RUNS
     "--output",
     metavar="FILE.zip",
     type=click.Path(dir_okay=False),
-    help="[default: RUN's name]",
+    help="Name of the zip file. [default: RUN's name]",
 )
 @click.option("--traces", is_flag=True, help="Include all recordings, for distcheck recheck.")
 def command(run: str | None, output: str | None, traces: bool) -> int:
     """Pack a run, the latest by default, into a zip that a colleague can replay.
 
-    It holds cases, report and the code under test, and of the environment only variables from a
-    list of names that are no secrets. Texts of exceptions and prints are in the report; in them,
-    values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE, KEY or
-    the like are masked, and passwords in addresses. Source files are packed as they are: a secret
-    that is written in one is in the bundle.
+    It contains cases, report and the code under test, and only environment variables from a list
+    of non-secret names. The report contains the text of exceptions and output, in which
+    distcheck masks passwords in addresses and the values of variables whose names contain TOKEN,
+    SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE, KEY or similar words. Source files are included
+    unchanged: a secret in one of them is in the bundle.
     """  # fmt: skip
     import shlex
     from pathlib import Path

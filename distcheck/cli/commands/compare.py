@@ -15,16 +15,16 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--bits", is_flag=True, help="Fail on every changed bit, even within its bound.")
 @output_options
 @trust_option
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **asked: Any) -> int:
-    """Compare a recorded run with a later one, or with what its cases give here and now.
+    """Compare a recorded run with a later one, or with a new run of its cases.
 
-    With one folder its cases are run. Code of a folder that was handed over, and files that git
-    does not track here or that have changed, run after a yes on a terminal, or with --trust.
+    With one folder, its cases are rerun. Code from another user's folder, and files that git does
+    not track here or that have changed, run only after confirmation, or with --trust.
 
     \b
     distcheck record golden --strategy allreduce --world 4
-    distcheck compare golden              # after an upgrade: runs the cases again
+    distcheck compare golden              # after an upgrade: reruns the cases
     distcheck compare golden other-run
     distcheck compare before after        # two folders of distcheck job --save
     distcheck compare golden --junit compare.xml --github

@@ -7,7 +7,7 @@ from distcheck.cli.group import OnceCommand
 
 @click.command("doctor", cls=OnceCommand)
 def command() -> int:
-    """Versions, machine, calibration and what can run here; made to be pasted."""
+    """Print versions, machine, calibration and available backends, for example for a bug report."""
     from distcheck.cli.doctor import doctor_command
 
     return doctor_command()

@@ -23,8 +23,8 @@ def _names() -> list[str]:
     **completing(_names, files=True),
 )
 def command(what: str | None) -> int:
-    """Explain a cause that a report names: how it shows, an example, and how to repair it; or a
-    bundle that distcheck.guard has saved. Without an argument, list all causes.
+    """Explain a cause (symptoms, an example, the repair), or a bundle that distcheck.guard saved.
+    Without an argument, list all causes.
 
     \b
     distcheck explain no-sync
@@ -42,7 +42,7 @@ def command(what: str | None) -> int:
     if not what or (not Path(what).exists() and "/" not in what and not what.endswith(".json")):
         raise UsageError(
             f"unknown cause {what!r}{did_you_mean(what, causes())}; distcheck explain lists them. "
-            "What a guard has saved is a file, as in .distcheck/guard/step-000200.json"
+            "For a finding of a guard, pass its file, for example .distcheck/guard/step-000200.json"
         )
     return _explain_bundle(Path(what))
 
@@ -56,14 +56,14 @@ def _explain_bundle(file: Path) -> int:
     say(found.text)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     say(f"  {len(found.ranks)} ranks, checked every {found.every} steps; {found.optimizer}, "
-        f"{found.wrapper or 'no model seen'}; {versions}")  # fmt: skip
+        f"{found.wrapper or 'no model recorded'}; {versions}")  # fmt: skip
     for one in found.findings:
         if one.differing > 1:
             more = f" and {one.differing - 8} more" if one.differing > 8 else ""
             say(f"  {one.kind} that differ: {', '.join(one.names[:8])}{more}")
     for sums in found.sums:
-        say(f"  {sums.name}: ranks are up to {explaining.distance(sums):.3g} of its norm apart")
+        say(f"  {sums.name}: ranks differ by up to {explaining.distance(sums):.3g} of its norm")
     for cause in explaining.causes(found):
         say(f"cause   {cause.cause}: {cause.evidence}")
-        say(f"to do   {cause.suggestion}")
+        say(f"try     {cause.suggestion}")
     return int(ExitCode.MISMATCH)

@@ -12,37 +12,38 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 @click.option("--world", "--nproc", "nproc", type=int, metavar="N",
-              help="Start N ranks of COMMAND by torchrun.")  # fmt: skip
+              help="Start N ranks of COMMAND with torchrun.")  # fmt: skip
 @click.option("--steps", default=8, show_default=True, metavar="N",
-              help="Optimizer steps to record.")  # fmt: skip
+              help="Number of optimizer steps to record.")  # fmt: skip
 @click.option("--from-step", default=0, show_default=True, metavar="N",
-              help="Optimizer steps that come before them.")  # fmt: skip
+              help="Number of optimizer steps to skip before recording.")  # fmt: skip
 @click.option("--budget", default="4GB", show_default=True, metavar="SIZE",
-              help="Whole tensors to keep, of all ranks; gradients beyond it as sums.")  # fmt: skip
+              help="Memory for whole tensors of all ranks; gradients beyond it are kept as "
+              "sums.")  # fmt: skip
 @click.option("--keep-going", is_flag=True,
-              help="Let the job go on after the last recorded step, to its own end.")  # fmt: skip
+              help="Let the job continue after the last recorded step until it exits.")  # fmt: skip
 @click.option("--reference", metavar="COMMAND",
-              help="What trains as one process, where the job's own script cannot.")  # fmt: skip
-@click.option("--no-reference", is_flag=True, help="Compare with no run as one process.")
+              help="Command that trains in a single process, if the script cannot.")  # fmt: skip
+@click.option("--no-reference", is_flag=True, help="Judge without a single-process reference.")
 @click.option("--weights", type=click.Choice(["samples", "targets", "equal"]), metavar="HOW",
-              help="What each rank counts for, where its loss does not say so: samples, targets or "
+              help="Weight of each rank, if its loss does not determine it: samples, targets or "
               "equal.")  # fmt: skip
 @click.option("--mesh", default="", metavar="AXES",
-              help="How ranks are arranged, where the script has no DeviceMesh that says so: "
-              "data=2,tensor=2, with tensor, sequence, pipeline and expert.")  # fmt: skip
+              help="Mesh of the ranks, if the script has no DeviceMesh: data=2,tensor=2, with "
+              "tensor, sequence, pipeline and expert.")  # fmt: skip
 @click.option("--continues", metavar="DIR", type=click.Path(),
-              help="A recording (--save) of the same job, uninterrupted: does this one resume as "
-              "if it had not stopped?")  # fmt: skip
+              help="Recording (--save) of the same job without interruption; check that this job "
+              "resumes as if it had never stopped.")  # fmt: skip
 @click.option("--modules", is_flag=True,
-              help="Watch every module: which is the first to be wrong, though what it is given is "
-              "right?")  # fmt: skip
+              help="Record every module, to find the first whose inputs match but whose outputs "
+              "do not.")  # fmt: skip
 @click.option("--ops", is_flag=True,
-              help="With --save: note every operator that torch runs, so that compare names the "
-              "first that gives other bits.")  # fmt: skip
+              help="With --save: record every torch operator, so that compare reports the first "
+              "one that diverges.")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
-              help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
+              help="Run a script that requests GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
-              help="A deviation that is meant: same-randomness, learning-rate-differs or "
+              help="Intended deviation to accept: same-randomness, learning-rate-differs or "
               "scheduler-steps-per-rank.")  # fmt: skip
 @click.option(
     "--deadline",
@@ -50,28 +51,28 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     type=SECONDS,
     default=300.0,
     metavar="TIME",
-    help="Time without progress after which the job has hung: 30s, 10m. [default: 5m]",
+    help="Time without progress after which the job counts as hung: 30s, 10m. [default: 5m]",
 )
 @click.option("--strict", is_flag=True,
-              help="Fail for what is a remark otherwise: one seed for the dropout of all ranks, a "
-              "learning rate that is scaled by their number.")  # fmt: skip
+              help="Treat warnings as failures: the same dropout seed on all ranks, a learning "
+              "rate scaled by the world size.")  # fmt: skip
 @click.option("--guard", is_flag=True,
-              help="Let the job run to its own end; compare the ranks' replicas.")  # fmt: skip
+              help="Let the job run until it exits, and compare the ranks' replicas.")  # fmt: skip
 @click.option("--every", type=int, metavar="N",
-              help="With --guard: steps between two checks.  [default: 100]")  # fmt: skip
+              help="With --guard: number of steps between two checks.  [default: 100]")  # fmt: skip
 @click.option("--warn", is_flag=True,
-              help="With --guard: let the job go on when ranks differ.")  # fmt: skip
+              help="With --guard: let the job continue when ranks differ.")  # fmt: skip
 @click.option("--audit", is_flag=True,
-              help="With --guard: compare what the optimizer gets with what backward "
-              "gave.")  # fmt: skip
+              help="With --guard: compare the gradients passed to the optimizer with those of "
+              "backward.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
-              help="Keep the recording in a new folder, for compare and --continues; the command "
-              "runs twice more, to measure how far two right runs may part.")  # fmt: skip
-@click.option("-v", "--verbose", is_flag=True, help="Every check, note and table in full.")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+              help="Save the recording in a new folder, for compare and --continues; the command "
+              "is rerun twice to measure the noise floor.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
-    """Judge a whole training job; not a line of its script is changed.
+    """Judge an unmodified training job.
 
     \b
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
@@ -80,15 +81,15 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job --continues whole --world 4 -- python train.py --resume
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
-    The command runs as it is given, and the first optimizer steps of every rank are recorded:
-    samples, random streams, gradients before and after the exchange, clipping, learning rates,
-    parameters. Then they are judged: ranks have different samples, gradients are the mean of the
-    ranks', all ranks hold the same model after every step. The job is ended after the last
-    recorded step, unless --keep-going is given. Last, the script runs as one process, in a copy of
-    the folder, with the samples that the ranks had: each step must reach the same.
+    The command runs unchanged, and distcheck records the first optimizer steps of every rank:
+    samples, RNG streams, local and reduced gradients, clipping, learning rates, parameters. It
+    checks that ranks have different samples, that gradients are the mean of the local gradients,
+    and that all ranks hold the same model after every step. The job ends after the last recorded
+    step, unless --keep-going is passed. Finally the script runs in a single process, in a copy of
+    the folder, on the samples of all ranks: each step must yield the same result.
 
     --guard is for production: nothing is recorded, and after step 2 and every 100 steps the ranks
-    compare digests of what they hold. --save then names the folder for bundles.
+    compare digests of their replicas. --save then sets the folder for bundles.
     """  # fmt: skip
     from distcheck.errors import UsageError
     from distcheck.errors.shown_text import say
@@ -98,7 +99,9 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
 
     files = taken_from(asked)
     if "-" in files.values():
-        raise UsageError("the command writes to standard output as well; give the report a file")
+        raise UsageError(
+            "the command writes to standard output as well; pass a file for the report"
+        )
     check_outputs(files)
     with errors_annotated(files):
         try:
@@ -108,7 +111,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
             return int(there.exit_code)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     if report.save_error:
-        say(f"distcheck: {report.save_error}; the verdict above stands", err=True)
+        say(f"distcheck: {report.save_error}; the verdict above is unaffected", err=True)
     write_outputs(files, report)
     return code
 
@@ -128,7 +131,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
         if given:
             names = [f"--{name.removesuffix('_s').replace('_', '-')}" for name in sorted(given)]
             raise UsageError(
-                f"{', '.join(names)} is for a recording, and --guard makes none; remove it"
+                f"{', '.join(names)} requires a recording, but --guard makes none; remove it"
             )
 
         return guard_command.guard_job(
@@ -143,7 +146,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
             )
         )
     if every is not None or warns or audits:
-        raise UsageError("--every, --warn and --audit belong to --guard; give --guard as well")
+        raise UsageError("--every, --warn and --audit require --guard; pass --guard as well")
     from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
     from distcheck.reports.live import LiveProgress

@@ -7,7 +7,7 @@ from distcheck.cli.group import OnceCommand
 
 @click.command("list", cls=OnceCommand)
 def command() -> None:
-    """Strategies, workloads, data sets and checks, one line each."""
+    """List strategies, workloads, data sets and checks, one line each."""
     from distcheck.cli.catalogue import catalogue
 
     for heading, entries in catalogue():

@@ -13,7 +13,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @output_options
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict line.")
 def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
-    """Join the reports of verify --shard; a planned case that none of them holds is unknown.
+    """Merge the reports of verify --shard; a planned case that is in none of them is unknown.
 
     \b
     distcheck merge part-*.json --json whole.json --junit whole.xml

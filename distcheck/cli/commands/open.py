@@ -9,10 +9,10 @@ from distcheck.cli.options import RUNS
 @click.command("open", cls=OnceCommand)
 @click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **RUNS)
 def command(run: str | None) -> int:
-    """Show the HTML report of a kept run, the last by default, in a browser.
+    """Open the HTML report of a saved run, the last by default, in a browser.
 
-    It is made from the run's JSON, and is kept next to it as report.html. If no browser can be
-    started, its address is printed.
+    distcheck renders it from the run's JSON, and saves it next to it as report.html. If no browser
+    can be started, the command prints its address.
     """  # fmt: skip
     from distcheck.cli.kept_runs import open_command
 

@@ -15,7 +15,7 @@ _NOT_OF_A_PLAN = (*output_names(), "save", "verbose", "quiet", "download")
 
 @json_option("plan")
 def command(json_file: str | None, **asked: Any) -> int:
-    """Print what verify would run with the same options, and about how long it would take.
+    """Print the cases that verify would run with the same options, with an estimate of the time.
 
     \b
     distcheck plan

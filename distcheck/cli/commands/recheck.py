@@ -12,14 +12,14 @@ from distcheck.reports.files import output_options, taken_from
 @click.command("recheck", cls=OnceCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(), **RUNS)
 @output_options
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @trust_option
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:
-    """Judge a saved run again; starts no rank.
+    """Judge a saved run again, without starting ranks.
 
-    Judging runs the workload and looks at the strategy. Code of a folder that was handed over, and
-    files that git does not track here or that have changed, run after a yes on a terminal, or with
+    Judging executes the workload and loads the strategy. Code from another user's folder, and
+    files that git does not track here or that have changed, run only after confirmation, or with
     --trust.
     """  # fmt: skip
     from distcheck.cli.show_and_keep import Showing, recheck_command

@@ -15,12 +15,12 @@ from distcheck.cli.group import Command
 @click.option(
     "--digests",
     is_flag=True,
-    help="Keep digests instead of tensors: small enough to commit. compare then finds where bits "
-    "differ, but not by how much.",
+    help="Save digests instead of tensors: small enough to commit. compare then finds the first "
+    "divergence, but not its size.",
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 def command(folder: str, words: tuple[str, ...], digests: bool) -> int:
-    """Verify, and keep cases, traces and verdicts in a new folder, for distcheck compare.
+    """Verify, and save cases, traces and verdicts in a new folder, for distcheck compare.
 
     \b
     distcheck record golden --strategy allreduce --world 4
@@ -30,10 +30,10 @@ def command(folder: str, words: tuple[str, ...], digests: bool) -> int:
     from distcheck.errors import UsageError
 
     if any(word == "--save" or word.startswith("--save=") for word in words):
-        raise UsageError(f"record keeps the run in {folder}; remove --save")
+        raise UsageError(f"record saves the run in {folder}; remove --save")
     if folder.startswith("-"):
         raise UsageError(
-            "the first argument of record is the folder: distcheck record DIR --strategy ..."
+            "the first argument of record must be the folder: distcheck record DIR --strategy ..."
         )
     code: int = verify.main(
         args=[*words, "--save", folder, *(["--digests"] * digests)],

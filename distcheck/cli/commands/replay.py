@@ -13,21 +13,21 @@ from distcheck.reports.files import GITHUB, output_options, taken_from
 @click.command("replay", cls=Command)
 @click.argument("case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **RUNS)
 @output_options
-@click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
+@click.option("--save", metavar="DIR", type=click.Path(), help="Save everything in a new folder.")
 @trust_option
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(
     case_file: str, save: str | None, trust: bool, verbose: bool, quiet: bool, **asked: Any
 ) -> int:
-    """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
+    """Rerun a case exactly as it was saved, or all cases of a saved run or a bundle.
 
-    The report says what has changed since: files, versions, machine, settings. A whole job's
-    command is run by distcheck job again, after a yes or with --trust.
+    The report lists all changes since then: files, versions, machine, settings. For a job,
+    distcheck job runs the command again, after confirmation or with --trust.
 
-    Code of a bundle or of a folder that was handed over, and files that git does not track here
-    or that have changed, are named first, with a digest. They run after a yes on a terminal, or
-    with --trust.
+    Code from a bundle or from another user's folder, and files that git does not track here or
+    that have changed, are listed first, with a digest. They run only after confirmation on a
+    terminal, or with --trust.
     """  # fmt: skip
     from distcheck.store.bundle import read_replay
     from distcheck.store.trust import require_trust

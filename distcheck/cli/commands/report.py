@@ -15,7 +15,7 @@ from distcheck.reports.files import output_options, taken_from
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of reports, and nothing else.")
 @output_options
 def command(run: str | None, *, schema: bool, **asked: Any) -> int:
-    """Write a report again in another format, or print its gist, from its JSON alone.
+    """Convert the JSON of a report to another format, or print a summary.
 
     \b
     distcheck report report.json
@@ -30,8 +30,8 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
         return schema_command()
     if schema or run is None:
         raise UsageError(
-            "--schema is about all reports: give it alone"
+            "--schema applies to all reports; pass it without other arguments"
             if schema
-            else "no report was given; give the file that --json wrote, or the folder of a run"
+            else "no report was given; pass the file that --json wrote, or the folder of a run"
         )
     return report_command(run, files=files)

@@ -7,7 +7,7 @@ from distcheck.cli.group import OnceCommand
 
 @click.command("runs", cls=OnceCommand)
 def command() -> int:
-    """List the runs that are kept in .distcheck here: date, verdict, folder and command.
+    """List the runs saved in .distcheck here: date, verdict, folder and command.
 
     \b
     distcheck runs

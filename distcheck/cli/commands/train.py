@@ -20,17 +20,19 @@ from distcheck.plan.settings import with_adaptation
 @setting_option(
     "strategies",
     single=True,
-    help="How to synchronise. Without it, one process trains alone.",
+    help="Strategy that synchronizes. Without it, a single process trains.",
 )
-@setting_option("worlds", single=True, help="Number of ranks. [default: 1, or 4]")
-@setting_option("workloads", single=True, default="vgg11", show_default=True, help="What to train.")
-@click.option("--epochs", default=1, show_default=True, metavar="N", help="Passes over the data.")
+@setting_option("worlds", single=True, help="Number of ranks. [default: 1, or 4 with a strategy]")
+@setting_option(
+    "workloads", single=True, default="vgg11", show_default=True, help="Workload to train."
+)
+@click.option("--epochs", default=1, show_default=True, metavar="N", help="Number of epochs.")
 @setting_option("steps", help="Stop every epoch after N steps.")
 @setting_option(
     "dtype",
     default="float32",
     show_default=True,
-    help="float32, float64, bfloat16 or float16.",
+    help="Dtype: float32, float64, bfloat16 or float16.",
 )
 @click.option(
     "--log-every",
@@ -52,13 +54,13 @@ from distcheck.plan.settings import with_adaptation
     metavar="FILE",
     multiple=True,
     type=click.Path(dir_okay=False),
-    help="Draw the figures of an earlier --json FILE into the page as well; may be repeated.",
+    help="Overlay the curves of an earlier --json FILE on the page; may be repeated.",
 )
 @setting_options("data", "data_dir", "batch", "seed", "backend", "device", "deadline_s")
 @DOWNLOAD
 @setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
-    """Plain training with a strategy: loss, accuracy and seconds per step.
+    """Train with a strategy, and print loss, accuracy and seconds per step.
 
     \b
     distcheck train --data cifar10 --data-dir ~/data

@@ -24,25 +24,25 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
     "--save",
     metavar="DIR",
     type=click.Path(),
-    help="Keep cases, traces and report in a new folder, for distcheck recheck.",
+    help="Save cases, traces and report in a new folder, for distcheck recheck.",
 )
 @click.option("--digests", is_flag=True, hidden=True)  # set by distcheck record
-@click.option("-v", "--verbose", is_flag=True, help="Show every check, note and table in full.")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 @click.option(
     "--last-failed",
     is_flag=True,
-    help="Run only the cases that failed when they were last run here.",
+    help="Run only the cases that failed in their last run here.",
 )
 @click.option(
     "--failed-first",
     is_flag=True,
-    help="Run the cases first that failed when they were last run here.",
+    help="Run the cases that failed in their last run here first.",
 )
 @click.option(
     "--watch",
     is_flag=True,
-    help="Run again whenever the code of the strategies or workloads changes, until Ctrl-C.",
+    help="Rerun whenever the code of a strategy or workload changes, until Ctrl-C.",
 )
 @click.option(
     "--on",
@@ -61,7 +61,7 @@ def command(
     on: str | None,
     **asked: Any,
 ) -> int:
-    """Judge strategies against single-node training at the same total batch.
+    """Compare strategies with single-process training at the same global batch size.
 
     \b
     distcheck verify --strategy allreduce --world 4
@@ -69,16 +69,16 @@ def command(
     distcheck verify --shard 2/4 --json part-2.json
     torchrun --nproc-per-node 4 -m distcheck verify --strategy allreduce
 
-    Reports keep exceptions and output of the code, in which secrets of the environment are
-    masked: values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE,
-    KEY or the like, and passwords in addresses. Of other variables they keep only those that bits
-    depend on.
+    Reports contain exceptions and output of the code. distcheck masks passwords in addresses, and
+    the values of environment variables whose names contain TOKEN, SECRET, PASSWORD, CREDENTIAL,
+    AUTH, COOKIE, KEY or similar words. Of the other variables, reports contain only those that
+    affect numerical results.
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
     from distcheck.errors import UsageError
 
     if digests and save is None:
-        raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
+        raise UsageError("--digests is an option of distcheck record; run distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
     check_alone(given_options(), launched=launch is not None)

@@ -22,8 +22,8 @@ from distcheck.records.layers import NO_LAYER, ROUNDING
 # (accumulation over 2 passes, world size 2) differ from 1 by a half.
 _SAME_FACTOR = 1e-4
 NOT_TRAINED = (
-    "no parameter had a gradient when the optimizer stepped, at any step: the optimizer trains "
-    "nothing, unless it keeps gradients elsewhere"
+    "no parameter had a gradient at any optimizer step: the optimizer trains nothing, unless it "
+    "keeps gradients elsewhere"
 )
 _AUTOCAST = 1e-2  # Heuristic: the same, for a loss in a 16-bit dtype
 
@@ -319,8 +319,8 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                     tally.missing(
                         f"over {passes} backward passes gradients are {total:.6g}x those of the "
                         f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
-                        "because of the number of passes; change the weight for this run to have "
-                        "the scale judged"
+                        "because of the number of passes; change the weight for this run to "
+                        "check the scale"
                     )
                 else:
                     division, size = (

@@ -167,8 +167,8 @@ def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResul
             factor = wanted
         elif one is common and one.kind == "mean" and not _near(factor, 1.0):
             tally.remark(
-                f"gradients are {factor:.6g}x those of the mean loss, which is taken for a loss "
-                "weight in the script"
+                f"gradients are {factor:.6g}x those of the mean loss, which is assumed to be a "
+                "loss weight in the script"
             )
         _compare(job, tally, one, factor)
     several = [s.step for s in reference.replayed.steps if len(job.records[0, s.step].trained) > 1]

@@ -261,7 +261,7 @@ def scaler(job: JobRecording) -> Iterator[CheckResult]:
             own = job.records[rank, step]
             tally.count(parameter="scale", rank=rank, step=step, elements=1)
             if own.skipped != first.skipped or own.scale != first.scale:
-                did = {True: "skips the step", False: "makes the step"}
+                did = {True: "skips the step", False: "takes the step"}
                 tally.fail(
                     f"step {step}: rank {rank} {did[own.skipped]} at scale {own.scale}, rank 0 "
                     f"{did[first.skipped]} at scale {first.scale}",

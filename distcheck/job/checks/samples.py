@@ -21,7 +21,7 @@ from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
 WITH_REPLACEMENT = "replacement"
-ALIKE = "draw the same random numbers to make their samples"
+ALIKE = "draw the same random numbers to produce their samples"
 _MOST = 8  # maximum number of batches whose leaves are compared
 Place = tuple[int, int, int]
 Key = object  # identifies a sample

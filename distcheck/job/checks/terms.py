@@ -136,6 +136,6 @@ def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
     weight = f" in its weight {numbers[0]:.6g}" if numbers else ""
     return Counted(
         why=f"its term {others[0]} is divided by the number of backward passes, but "
-        f"{alone[0].name} is not, unless the division is{weight or ' within the term'}; divide the "
-        "sum of the terms to have the scale judged"
+        f"{alone[0].name} is not, unless the division is{weight or ' within the term'}; divide "
+        "the sum of the terms to check the scale"
     )

@@ -87,7 +87,7 @@ class Arrivals:
 
 
 def _last(step: int) -> str:
-    return f"its last check was after step {step}" if step >= 0 else "it came to no check"
+    return f"its last check was after step {step}" if step >= 0 else "it reached no check"
 
 
 class Peers:
@@ -131,7 +131,7 @@ class Peers:
         parts = [PARTS[one[0]] if 0 <= one[0] < len(PARTS) else "another" for one in rows]
         if len({(part, row[1]) for part, row in zip(parts, rows, strict=True)}) > 1:
             said = ", ".join(f"rank {r}: {p}" for r, p in zip(self.ranks, parts, strict=True))
-            raise LostError(f"ranks are in different parts of a check ({said})")
+            raise LostError(f"ranks are in different phases of a check ({said})")
         return [one[2 : 2 + len(numbers)] for one in rows]
 
     def gather_bytes(self, data: bytes, part: str) -> list[bytes]:

@@ -93,7 +93,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     if found.agreed_at < 0:
         since = f"by step {found.step}"
     apart = max((distance(sums) for sums in found.sums), default=math.nan)
-    far = f", at most {apart:.2g} of a tensor's norm apart" if not math.isnan(apart) else ""
+    far = f", by at most {apart:.2g} of a tensor's norm" if not math.isnan(apart) else ""
     what = f"{since}, {one.differing} of {one.compared} {one.kind} diverged{far}"
     rest = sum(len(group) for group in one.groups[1:])
     if len(one.groups[0]) > 1 and rest == 1:

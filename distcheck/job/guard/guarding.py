@@ -42,19 +42,22 @@ def concluded(
     remarks = []
     if own.left_out:
         remarks.append(
-            f"{own.left_out} parameters are not audited: they are divided by another than "
-            "fully_shard, or not trained"
+            f"{own.left_out} parameters are not audited: they are not trained, or sharded by "
+            "something other than fully_shard"
         )
     sent = [msgspec.json.decode(one, type=Rows) for one in gathered]
     if not sent[0] or len({len(one) for one in sent}) > 1:
-        return None, [*remarks, "an audit measured nothing, or not the same on all ranks"]
+        return None, [
+            *remarks,
+            "an audit measured nothing, or different quantities on different ranks",
+        ]
     rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
     rows = audit.added_up(rows, [leaf.copies for leaf in own.leaves])
     mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
     if mean is None and own.is_early:
         return None, remarks
     if mean is None:
-        return None, [*remarks, "all gradients were absent or zero, and an audit compared nothing"]
+        return None, [*remarks, "all gradients were absent or zero, so an audit compared nothing"]
     if mean.wrong:
         wrong = [names.get(id(own.leaves[place].parameter), "?") for place in mean.wrong]
         where = sorted({ranks[at] for places in mean.wrong.values() for at in places})
@@ -73,8 +76,8 @@ def concluded(
     if not mean.is_even:
         shares = ", ".join(f"{one / sum(mean.weights):.4g}" for one in mean.weights)
         remarks.append(
-            f"ranks count by {shares} in what the optimizer gets, which is right where the script "
-            "weights them by samples or tokens"
+            f"ranks have weights {shares} in the gradients passed to the optimizer, which is "
+            "right if the script weights them by samples or tokens"
         )
     return None, remarks
 
@@ -158,7 +161,7 @@ class Guard:
         if hears:
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
         if len(self._peers.ranks) == 1:
-            self._remark("there is one rank, and nothing is compared")
+            self._remark("there is only one rank, so nothing is compared")
         elif self._audit is not None and hears and self._is_checked(1):
             self._audit.arm(1)
         return self
@@ -280,7 +283,7 @@ class Guard:
                 initial=self._initial,
             )
         except Exception as error:
-            self._remark(f"it failed ({type(error).__name__}: {error}), and has ended")
+            self._remark(f"it failed ({type(error).__name__}: {error}) and has stopped")
             return ReplicaState(), dict(_FAILED)
 
     def _judge(self, own: ReplicaState, rows: Sequence[dict[str, Any]]) -> Divergence | None:
@@ -288,7 +291,7 @@ class Guard:
             ranks = tuple(
                 r for r, row in zip(self._peers.ranks, rows, strict=True) if row["failed"]
             )
-            self._remark(f"it failed on {records.named(ranks)}, and has ended")
+            self._remark(f"it failed on {records.named(ranks)} and has stopped")
             self.close()
             return None
         first, self.checks, self.compared = not self.checks, self.checks + 1, own.compared
@@ -298,8 +301,8 @@ class Guard:
             kinds.remove(comparing.STATE)
         if len({row["statistics"] for row in rows}) > 1:
             self._remark(
-                "running statistics of BatchNorm differ between ranks, and an evaluation uses "
-                "those of its own rank; SyncBatchNorm or a broadcast before it makes them alike"
+                "running statistics of BatchNorm differ across ranks, and evaluation uses those "
+                "of its own rank; use SyncBatchNorm, or broadcast them before evaluation"
             )
         findings, sums = self._look_closer(kinds, own, rows) if kinds else ((), ())
         if not findings:
@@ -312,13 +315,13 @@ class Guard:
     def _say_what_is_not_compared(self, own: ReplicaState) -> None:
         if not own.compared:
             self._remark(
-                "no tensor of this job can be compared: no model was called in training, or its "
-                "parameters are divided among the ranks; give model= or group="
+                "no tensor of this job can be compared: no model was called in training mode, or "
+                "its parameters are sharded; pass model= or group="
             )
         elif own.left_out:
             self._remark(
-                f"{own.left_out} tensors are not compared: they are of no model that was called, "
-                "or divided among the ranks by a library"
+                f"{own.left_out} tensors are not compared: they belong to no model that was "
+                "called, or a library shards them"
             )
 
     def _look_closer(
@@ -333,7 +336,7 @@ class Guard:
             found: ReplicaFinding | None = None
             if kind == comparing.STATE and comparing.is_state_divided([o["state"] for o in others]):
                 self._is_state_divided = True
-                self._remark("the optimizer's state is divided among the ranks and not compared")
+                self._remark("the optimizer state is sharded and not compared")
                 continue
             if field:
                 found = comparing.of_names(kind, [other[field] for other in others], ranks)
@@ -443,7 +446,7 @@ class Guard:
         self.close()
         ranks = [f"rank {self._peers.ranks[place]} ({why})" for place, why in missing.items()]
         who = f"{', '.join(ranks)} did not reach" if ranks else "not every rank reached"
-        why = "the ranks make different numbers of steps, or one has ended"
+        why = "the ranks make different numbers of steps, or one has exited"
         said = f"distcheck.guard: {who} the check after step {self.steps}; {why} ("
         said += f"{str(error).splitlines()[0]})"
         if self._action == "raise":
@@ -495,7 +498,7 @@ def start(
     """Validate the arguments and start a guard. Raises UsageError."""
     optimizer = _inner_of(optimizer)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
+        raise UsageError(f"every must be an integer of at least 1, not {every!r}")
     if not callable(action) and action not in ("raise", "warn"):
         raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
     if model is not None and not isinstance(model, torch.nn.Module):

@@ -158,15 +158,15 @@ def read(file: Path) -> Divergence:
     """Read a bundle. Raises UsageError for another or a damaged file."""
     found = read_written(
         file, Divergence, schema=SCHEMA, name=str(file), most=_MOST_BYTES,
-        why="is not a bundle of distcheck.guard ({error}); give the file that its message names",
+        why="is not a bundle of distcheck.guard ({error}); pass the file that its message names",
     )  # fmt: skip
     if not found.findings or not found.ranks or not all(one.groups for one in found.findings):
-        raise UsageError(f"{file} is damaged: it holds no finding; give another file")
+        raise UsageError(f"{file} is damaged: it has no finding; pass a different file")
     for sums in found.sums:
         is_sound = all(math.isfinite(value) for row in sums.by_rank for value in row)
         lengths = {len(row) for row in sums.by_rank}
         if not is_sound or lengths != {64} or len(sums.by_rank) != len(found.ranks):
-            raise UsageError(f"{file} is damaged: its sums of {sums.name} do not fit its ranks")
+            raise UsageError(f"{file} is damaged: its sums of {sums.name} do not match its ranks")
     return found
 
 

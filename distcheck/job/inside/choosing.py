@@ -56,21 +56,21 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
     alone = [found.get(Role(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
-        return Choice(failure=f"as one process the script fails in its first step: {said}")
+        return Choice(failure=f"in a single process the script fails in its first step: {said}")
     if "more" in base:
-        why = "the script makes more backward passes where there are fewer ranks"
+        why = "the script makes more backward passes if there are fewer ranks"
         return Choice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
         return Choice(
             joins=int(base["passes"]) == 1 and can_join(job),
-            failure=f"as one process the script makes {int(base['passes'])} forward passes before "
-            f"its first step, and {len(record.passes)} as {job.world} ranks",
+            failure=f"in a single process the script makes {int(base['passes'])} forward passes "
+            f"before its first step, but {len(record.passes)} as {job.world} ranks",
         )
     exchanges = any(call.after_backward for call in record.calls)
     if exchanges and job.world > 1 and abs(float(base["own"]) * job.world - 1) <= 1e-6:
         return Choice(
-            failure=f"as one process the script's own exchange still divides by {job.world}, which "
-            "it has from elsewhere than its process group; give the command that trains as one "
+            failure=f"in a single process the script still divides by {job.world}, which it does "
+            "not read from its process group; pass the command that trains in a single "
             "process, --reference COMMAND"
         )
     why = apart or interacts(job.at(first))
@@ -89,11 +89,11 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
     # Tensors exchanged before backward affect no gradient, such as logged losses.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
     call = None if is_unused else _before_backward(job)
-    why = why or "the ranks' batches do not fit into one"
+    why = why or "the ranks' batches cannot be concatenated"
     if call is not None:
         return Choice(
-            failure=f"ranks exchange tensors before backward ({call.name} at {call.place}), which "
-            f"cannot be had where they are replayed one by one, as they are since {why}"
+            failure=f"ranks communicate before backward ({call.name} at {call.place}), which is "
+            f"impossible if they are replayed one by one, as is necessary since {why}"
         )
     return Choice(BY_RANK, why, scales=_scales(job, alone))
 
@@ -112,9 +112,7 @@ def _of_together(
     if is_multiple and abs(factor / job.world - 1) <= SAME:
         scales = _scales(job, alone)
         if scales == (1.0,):
-            return Choice(
-                BY_RANK, "the loss is divided by a number of samples that is written down"
-            )
+            return Choice(BY_RANK, "the loss is divided by a hard-coded number of samples")
         return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
     if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
         return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
@@ -169,9 +167,9 @@ def weights(
         return [number / sum(numbers) for number in numbers], ""
     several = ", ".join(str(_number(record, "targets")) for record in records)
     return equal, (
-        f"the ranks' losses go over unlike numbers of samples or targets ({several}), and what "
-        "each is divided by cannot be read; say what a rank counts for: --weights samples, "
-        "targets or equal"
+        f"the ranks' losses cover different numbers of samples or targets ({several}), and their "
+        "denominators cannot be determined; pass the rank weights: --weights samples, targets or "
+        "equal"
     )
 
 

@@ -160,7 +160,7 @@ class Processes:
 
 
 DRAWS = 2
-_ON_GPU = "on a GPU a kernel, and its rounding, depends on the shape of a batch"
+_ON_GPU = "on a GPU the kernel and its rounding depend on the batch shape"
 SPREADS = 8  # multiple of a perturbation's change, as in `checks/reference`
 Tensors = dict[str, torch.Tensor]
 
@@ -200,7 +200,7 @@ class Copies:
                 roles += [Role(rank, first, draw) for rank, draw in several]
             if self._becomes_a_copy(first, roles):
                 return
-            said = self.forks.why.get(Role(0, first), "nothing was said")
+            said = self.forks.why.get(Role(0, first), "no error message")
             found = self._found[first]
             self.choice = choosing.choose(self._job, self._hands.feeding, found, said, self._apart)
             self._hands.mode = self.choice.mode
@@ -268,8 +268,8 @@ class Copies:
             self._found.setdefault(step, {}).setdefault(Role(0, step), computed)
             combined = self._combined(step, 0)
             if combined is None:
-                said = next(iter(self.forks.why.values()), "nothing was said")
-                self._fails(f"step {step}: as one rank the script fails: {said}")
+                said = next(iter(self.forks.why.values()), "no error message")
+                self._fails(f"step {step}: in a single process the script fails: {said}")
             computed = combined
         loss = computed["loss"]
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}

@@ -73,13 +73,13 @@ class Feeding:
             step, batch = by_rank[rank]
             found.append([self._data(rank, step, name) for name in batch.leaves])
         if len({len(leaves) for leaves in found}) != 1:
-            raise NotTogetherError("batches have unlike numbers of tensors")
+            raise NotTogetherError("batches have different numbers of tensors")
         loader = places[0][1][0]
         together = []
         for number, parts in enumerate(zip(*found, strict=True)):
             if not _fit(parts) or (longer and self._varies(loader, number)):
                 if not self.pads:
-                    raise NotTogetherError("batches have unlike shapes")
+                    raise NotTogetherError("batches have different shapes")
                 parts = tuple(_padded(parts, self._padding_of(loader, number), longer=longer))
             together.append(_together(parts))
         return together
@@ -97,7 +97,7 @@ class Feeding:
             for one in [self.passes(step, rank)[number]]
         ]
         if len({len(leaves) for leaves in of_ranks}) != 1:
-            raise NotTogetherError("models have unlike numbers of inputs")
+            raise NotTogetherError("models have different numbers of inputs")
         return [
             self._or_own([part for part in parts if part is not None])
             if all(part is not None for part in parts)
@@ -140,7 +140,7 @@ class Feeding:
 
     def _or_fail(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if not _fit(parts):
-            raise NotTogetherError("the ranks' batches do not fit into one")
+            raise NotTogetherError("the ranks' batches cannot be concatenated")
         return _together(parts)
 
     def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
@@ -201,13 +201,13 @@ def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _padded(parts: Sequence[torch.Tensor], value: float, *, longer: bool) -> Iterator[torch.Tensor]:
     """Yield rows padded along the second dimension to the longest, or one more."""
     if len({part.dim() for part in parts}) != 1:
-        raise NotTogetherError("batches have unlike numbers of dimensions")
+        raise NotTogetherError("batches have different numbers of dimensions")
     if parts[0].dim() < 2:
         yield from parts
         return
     length = max(part.shape[1] for part in parts) + longer
     for part in parts:
         if part.shape[2:] != parts[0].shape[2:]:
-            raise NotTogetherError("batches have unlike shapes")
+            raise NotTogetherError("batches have different shapes")
         room = (part.shape[0], length - part.shape[1], *part.shape[2:])
         yield torch.cat([part, part.new_full(room, value)], 1)

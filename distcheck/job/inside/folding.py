@@ -27,17 +27,17 @@ _TERM = "term/"  # prefix of a term's gradient
 # Heuristic: rounding leaves 1e-6 of a gradient; a second loss term, or samples that interact, more
 # than 1e-3.
 _SAME = 1e-3
-_ONE_BY_ONE = "the loss of a larger batch is not the mean of its parts' losses"
+_ONE_BY_ONE = "the loss of a larger batch is not the mean of its micro-batches' losses"
 
 
 def interacts(records: Sequence[StepRecord]) -> str:
     """Return why samples of several passes must not share a batch, or ""."""
     if any(record.batchnorm for record in records):
-        return "BatchNorm normalises by the batch"
+        return "BatchNorm normalizes over the batch"
     if any(one.draws for record in records for one in record.passes):
         return "the forward pass draws random numbers"
     if any(one.autocast for record in records for one in record.passes):
-        return "autocast rounds by the shape of a batch"
+        return "the rounding of autocast depends on the batch shape"
     return ""
 
 
@@ -83,9 +83,9 @@ class Folding:
         if len({len(record.passes) for record in records}) > 1:
             return "ranks make different numbers of passes"
         if any(record.earlier for record in records) or not all(one.live for one in passes):
-            return "gradients of some passes are dropped, or kept for another step"
+            return "gradients of some passes are dropped, or kept for a later step"
         if any(one.loss is None for one in passes):
-            return "a backward pass has several forward passes"
+            return "a backward pass covers several forward passes"
         counts = sorted({len(one.rows) for one in passes})
         if len(counts) > 1:
             several = ", ".join(map(str, counts[:8]))
@@ -93,7 +93,7 @@ class Folding:
         try:
             given = self._feeding.inputs(step, every)
         except NotTogetherError:
-            return "the micro-batches do not fit into one batch"
+            return "the micro-batches cannot be concatenated"
         if any(one is None for one in given) and self._feeding.begins_at(step) < step:
             return "a batch, padded to its own length, is loaded before the step"
         return "" if passes[0].rows else "no samples were seen"
@@ -139,7 +139,9 @@ class Folding:
             return {}
         plain, *moved = (found.get(role) for role in self._draws)
         if plain is None:
-            self.why = "with all micro-batches in one batch the script fails (or has no memory)"
+            self.why = (
+                "with all micro-batches in one batch the script fails (or runs out of memory)"
+            )
             return {}
         kind = _KINDS[int(plain["kind"])]
         if not kind:
@@ -177,10 +179,10 @@ class Folding:
         recorded = self._job.records[0, step].passes[0].terms
         passes = [one for record in self._job.at(step) for one in record.passes]
         if any(one.terms != recorded for one in passes):
-            return "the terms of the loss are weighted differently from pass to pass"
+            return "the weights of the loss terms differ between passes"
         then = torch.tensor([term.weight for term in recorded], dtype=torch.float64)
         if len(then) != len(weights) or not _proportional(then, weights):
-            return "the terms of the loss are weighted differently in a larger batch"
+            return "the weights of the loss terms differ in a larger batch"
         if not self._probes:
             return ""
         together, *each = (found.get(role) for role in self._probes)
@@ -194,7 +196,9 @@ class Folding:
             parts = [_of_term(one, number) for one in each]
             added = state.mean(parts, [count / sum(counts) for count in counts])
             if added is None or state.distance(added, _of_term(together, number)) > _SAME:
-                return f"its term {term.name} is not the mean of its parts' in a larger batch"
+                return (
+                    f"its term {term.name} is not the mean over its micro-batches in a larger batch"
+                )
         return ""
 
 

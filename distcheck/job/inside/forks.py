@@ -126,7 +126,7 @@ class Forks:
 
 def how_ended(code: int) -> str:
     """Describe the exit of a copy that left no exception."""
-    return f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+    return f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
 
 
 def _become_a_copy(reasons: Path) -> None:

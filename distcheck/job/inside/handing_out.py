@@ -108,9 +108,8 @@ class HandingOut:
             pieces = self.feeding.pieces(self.step, self.source(self.passes), place)
             if pieces and not _are_of(pieces, tensor):
                 self._fails(
-                    f"step {self.step}: the pieces of a sequence that the ranks had are not those "
-                    "of what the script gives its model as one process; have it read its batches "
-                    "from a DataLoader"
+                    f"step {self.step}: the ranks' sequence shards do not match the model inputs "
+                    "of the script in a single process; read batches from a DataLoader"
                 )
         self.passes, self._calls = self.passes + 1, 0
         self._put("the model", own, found)
@@ -148,8 +147,8 @@ class HandingOut:
         """Overwrite the script's tensors with recorded ones; end the replay on a mismatch."""
         if len(own) != len(given):
             self._fails(
-                f"step {self.step}: {what} had {len(given)} tensors on a rank, and {len(own)} as "
-                "one process"
+                f"step {self.step}: {what} had {len(given)} tensors on a rank, but {len(own)} in "
+                "a single process"
             )
         for tensor, recorded in zip(own, given, strict=True):
             # An integer scalar next to a batch is a number of samples or targets, and a single

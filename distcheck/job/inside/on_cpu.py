@@ -33,8 +33,7 @@ _TYPES = (
     "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
 )  # fmt: skip
 _NO_GRAPHS = (
-    "--on-cpu: a CUDA graph that a script captures itself cannot run on a CPU; have the script run "
-    "without it, for this run"
+    "--on-cpu: CUDA graphs that the script captures cannot run on a CPU; disable them for this run"
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MEMORY = 16 << 30  # of a GPU, for scripts that size batches by it

@@ -177,12 +177,14 @@ class Replayer(Deaf):
         if not self._hands.feeding.has(self._step, pairs):
             if self._copy is not None:
                 self._copies.forks.leave(self._copy, {"more": torch.ones(1)}, self._step)
-            self._fail(f"step {self._step}: as one process the script makes more forward passes")
+            self._fail(
+                f"step {self._step}: in a single process the script makes more forward passes"
+            )
         self._parameters.add_root(model)
         self._load_state(self._hands.passes)
         everything = self._job.records.values()
         if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
-            self._fail("no tensor of a batch was seen that the replay could hand out")
+            self._fail("no batch tensor was recorded that the replay could inject")
         self._hands.inputs(args, kwargs)
         alone.doubles = self._is_target and self._copy is not None and self._copy.doubles
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)

@@ -56,7 +56,7 @@ def part_of(tensor: torch.Tensor) -> Part | None:
     whole = tuple(here if f else slice(None) for f, (_, here) in zip(fixed, pairs, strict=True))
     kinds = {one.reduce_op for one in places if one.is_partial()}
     if kinds - {"sum", "avg"} or len(kinds) > 1:
-        raise ValueError(f"parts that are put together by {', '.join(sorted(kinds))}")
+        raise ValueError(f"shards that are combined by {', '.join(sorted(kinds))}")
     return Part(
         shape=tuple(tensor.shape),
         at=compat.part_in(tensor),

@@ -184,7 +184,7 @@ def _parts(node: Node, output: int) -> list[Part]:
         return [(*edge[:2], _factor(1 / count) if name == "Mean" else None) for edge in each]
     if len(there) == 1 and (name in _SAME or name in ("Sum", "Mean")):
         return [(*there[0], None)]
-    raise _UnreadableError(f"{node.name()} is in it")
+    raise _UnreadableError(f"it contains {node.name()}")
 
 
 def _kind(node: Node) -> str:
@@ -212,7 +212,7 @@ def _factor(number: float) -> By | None:
 def _scaled(by: Any, *, divides: bool) -> By:
     """Return a constant factor, and if the script may have computed it (quotients and floats)."""
     if not isinstance(by, torch.Tensor) or by.numel() != 1:
-        raise _UnreadableError("it is multiplied by something else than a number")
+        raise _UnreadableError("it is multiplied by something other than a number")
     number = float(by)
     if divides:
         number = 1 / number if number else math.nan

@@ -33,7 +33,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         if averages is not None and not averages.seen:
             tally.remark(
                 f"parameters of all ranks agree after none of the first {averages.period} steps, "
-                "and one of them must hold their average"
+                "although one of them must end with their average"
             )
         for kind in kinds if averages is None else [Kind.PARAMETER]:
             slot = expectation.step + (kind is not Kind.GRADIENT)
@@ -67,8 +67,8 @@ def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:
     idle = [str(rank) for rank in evidence.ranks if rank not in evidence.holding]
     if idle:
         tally.remark(
-            f"rank {', '.join(idle)}, without data, left its gradients at zero: it is "
-            "not compared, because neither the mean nor the parameters are expected there"
+            f"rank {', '.join(idle)}, without data, kept its gradients at zero: it is not "
+            "compared, because neither the mean nor the parameters are expected on it"
         )
 
 

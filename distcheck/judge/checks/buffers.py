@@ -69,7 +69,7 @@ def _comparison(
     ways: BufferWays = expectation.what
     left = [of_rank[0][index] for of_rank in ways.ways]
     if (source := _sent_by(evidence, expectation, index, left)) is not None:
-        tally.remark("after the forward pass every rank is given one rank's buffers")
+        tally.remark("after the forward pass one rank's buffers are broadcast to every rank")
         return partial(bitwise, expected=source)
     if not actual.is_floating_point() or actual.itemsize == 1:  # no known rounding
         return to_the_bit
@@ -78,8 +78,8 @@ def _comparison(
         mean = rounding.interval(left, shares)
         if within(actual, mean.mean, mean.bound).ok:
             tally.remark(
-                "buffers are averaged over the ranks after the forward pass, and compared with the "
-                "mean of what it left, within the rounding of a mean"
+                "buffers are averaged over the ranks after the forward pass, and compared with "
+                "the mean of the ranks' local buffers within the rounding of a mean"
             )
             return partial(within, expected=mean.mean, bound=mean.bound)
     return to_the_bit

@@ -80,8 +80,9 @@ def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
     if groups:
         ranks = "; ".join(", ".join(map(str, group)) for group in groups)
         tally.remark(
-            f"ranks {ranks} begin step {step} with the same random numbers of {library}, which "
-            "distcheck had made different: dropout masks or noise drawn from it are copies",
+            f"ranks {ranks} begin step {step} with the same RNG state of {library}, which "
+            "distcheck had seeded differently: dropout masks or noise drawn from it are "
+            "identical copies",
             FindingKind.DREW_ALIKE,
         )
 
@@ -108,8 +109,8 @@ def _compare_ids(
         return
     missing = len(set(expected) - set(header.ids))
     tally.fail(
-        f"rank {rank} read {len(header.ids)} samples at step {step}, {missing} of its "
-        f"{len(expected)} are not among them",
+        f"rank {rank} read {len(header.ids)} samples at step {step}, but {missing} of its "
+        f"{len(expected)} samples are missing",
         parameter="sample ids",
         rank=rank,
         step=step,
@@ -129,7 +130,7 @@ def _no_sample_twice(
         seen[sample] = (rank, step)
     if twice:
         tally.fail(
-            f"{twice} samples of rank {rank} at step {step} had been read before in the same "
+            f"{twice} samples of rank {rank} at step {step} had already been read in the same "
             f"epoch (by rank {where[0]} at step {where[1]})",
             kind=FindingKind.READ_AGAIN,
             parameter="sample ids",

@@ -108,7 +108,7 @@ def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
     ]
     if any(_is_on(event.on, zero) for _, zero in found):
         return ""
-    return _counts(found, f"a gradient of zero of {event.parameter}")
+    return _counts(found, f"a zero gradient of {event.parameter}")
 
 
 def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
@@ -132,7 +132,7 @@ def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
         least, most = float(sizes.min()), float(sizes.max())
         if event.least <= least and most <= event.most:
             return ""
-        seen = f"seen: sizes from {least:.3g} to {most:.3g} at step {step}"
+        seen = f"seen: magnitudes from {least:.3g} to {most:.3g} at step {step}"
     return seen
 
 
@@ -142,7 +142,7 @@ def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
         rows = {tuple(g.reshape(len(g), -1).any(1).tolist()) for g in own if g is not None}
         if len(rows) > 1:
             return ""
-    return f"seen: the same rows of {event.parameter} on every rank"
+    return f"seen: the same nonzero rows of {event.parameter} on every rank"
 
 
 def _in_both_parts(gradient: torch.Tensor | None) -> bool:
@@ -210,7 +210,7 @@ def more_bytes(event: events.MoreBytes, run: RunOfEvents) -> str:
 def remainder(event: events.Remainder, run: RunOfEvents) -> str:
     world = len(run.ranks)
     found = _there(run, lambda spec: spec.elements % world != 0)
-    return "" if found else f"seen: every number of elements is a multiple of {world}"
+    return "" if found else f"seen: every number of elements is divisible by {world}"
 
 
 def permuted(event: events.Permuted, run: RunOfEvents) -> str:
@@ -220,7 +220,7 @@ def permuted(event: events.Permuted, run: RunOfEvents) -> str:
         order = run.trace.entry(0, Kind.PARAMETER, 0, index).order
         if order and order != memory_order(spec.shape, strides) and run.exchanged(index):
             return ""
-    return "seen: every parameter lies in the order of its indices"
+    return "seen: every parameter has its memory layout in index order"
 
 
 def tied(event: events.Tied, run: RunOfEvents) -> str:
@@ -234,7 +234,7 @@ def one_storage(event: events.OneStorage, run: RunOfEvents) -> str:
     """Detect parameters in one storage, in the model as the workload builds it."""
     shared = run.as_prepared[0].in_one_storage
     found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
-    return "" if len(found) > 1 else f"seen: {len(shared)} parameters with a storage in common"
+    return "" if len(found) > 1 else f"seen: {len(shared)} parameters that share a storage"
 
 
 def kinds(event: events.Kinds, run: RunOfEvents) -> str:
@@ -260,7 +260,7 @@ def short_batch(event: events.ShortBatch, run: RunOfEvents) -> str:
     sizes = [sum(len(header.ids) for header in step.headers) for step in run.steps]
     if any(size < run.case.batch for size in sizes):
         return ""
-    return f"seen: {', '.join(map(str, sizes))} samples, step by step"
+    return f"seen: {', '.join(map(str, sizes))} samples per step"
 
 
 def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
@@ -272,7 +272,7 @@ def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
             return ""
     if not others:
         return ""  # with one rank its loss is the batch's
-    return "seen: as many on every rank, at every step"
+    return "seen: equally many on every rank, at every step"
 
 
 def padding(event: events.Padding, run: RunOfEvents) -> str:
@@ -307,7 +307,7 @@ def rate_changed(event: events.RateChanged, run: RunOfEvents) -> str:
     rates = [step.rates for step in run.as_prepared]
     if any(rate != rates[0] for rate in rates[1:]):
         return ""
-    return f"seen: one rate in all {len(rates)} steps"
+    return f"seen: the same rate in all {len(rates)} steps"
 
 
 def accumulated(event: events.Accumulated, run: RunOfEvents) -> str:
@@ -378,8 +378,8 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
     apart = any(len(set(state)) == len(state) > 1 for state in states)
     if drew and apart:
         return ""
-    drawn = "numbers were drawn" if drew else "no number was drawn between two steps"
-    return f"seen: {drawn}; generators {'differ' if apart else 'are alike'}"
+    drawn = "random numbers were drawn" if drew else "no random number was drawn between two steps"
+    return f"seen: {drawn}; generators {'differ' if apart else 'are identical'}"
 
 
 def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:

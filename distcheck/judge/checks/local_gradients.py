@@ -24,7 +24,7 @@ def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: 
     entry = trace.entry(rank, Kind.LOCAL_GRADIENT, step, index)
     if entry.state is EntryState.UNWRITTEN and trace.header(rank, step).written:
         tally.remark(
-            "the code passed parameters themselves to a collective during backward, where torch "
-            "forgets their hooks: some local gradients were not seen and are not compared; give "
-            "the collective parameter.data"
+            "the code passed parameters themselves to a collective during backward, which makes "
+            "torch drop their hooks: some local gradients were not recorded and are not "
+            "compared; pass parameter.data to the collective"
         )

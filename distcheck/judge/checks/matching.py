@@ -53,8 +53,8 @@ def match_ranks(
         if compare is None and zero_will_do and is_zero(trace.tensor(rank, kind, slot, index)):
             tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
             tally.remark(
-                f"{spec.name} has a gradient of zero where one machine has none, which counts as "
-                "right as long as the optimizer does not move it"
+                f"{spec.name} has a zero gradient, but the single-process reference has none; "
+                "this is accepted as long as the optimizer does not change the parameter"
             )
             continue
         if entry.state is not EntryState.STORED or compare is None:
@@ -155,8 +155,7 @@ def _without_tensor(
     wanted = "a tensor" if expected else "absent"
     shape = f" of shape {spec.shape} and dtype {spec.dtype}" if expected else ""
     tally.fail(
-        f"{spec.name} on rank {rank} at step {step} is {actual[state]}; "
-        f"expected is {wanted}{shape}",
+        f"{spec.name} on rank {rank} at step {step} is {actual[state]}; expected {wanted}{shape}",
         parameter=spec.name,
         rank=rank,
         step=step,

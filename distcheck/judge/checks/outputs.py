@@ -43,8 +43,8 @@ def _compare_shard(
             spec = trace.layout.outputs[0]
             row = f"{' x '.join(map(str, spec.shape[1:]))} {spec.dtype}"
             tally.missing(
-                f"at step {step}, rank {rank} computed its loss of outputs that have not the shape "
-                f"and dtype of one row for each of its samples ({row})"
+                f"at step {step}, rank {rank} computed its loss from outputs without the shape "
+                f"and dtype of one row per sample ({row})"
             )
         if entry.state is not EntryState.STORED:
             continue

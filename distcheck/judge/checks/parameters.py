@@ -105,7 +105,8 @@ def _one_holder(
         return
     found = f"ranks {', '.join(map(str, holders))}" if holders else "no rank"
     tally.fail(
-        f"{spec.name} after step {step} is held by {found}; sharded state is held by exactly one",
+        f"{spec.name} after step {step} is held by {found}; sharded state must be held by "
+        "exactly one rank",
         parameter=spec.name,
         rank=holders[-1] if holders else 0,
         step=step,

@@ -12,9 +12,9 @@ from distcheck.recordings.recording import Entry, EntryState, Recording
 
 _WORDS = {
     EntryState.UNWRITTEN: "not recorded",
-    EntryState.ABSENT: "not there",
+    EntryState.ABSENT: "absent",
     EntryState.STORED: "there",
-    EntryState.MALFORMED: "of another shape or dtype",
+    EntryState.MALFORMED: "of a different shape or dtype",
 }
 
 
@@ -47,12 +47,12 @@ def compare_pair(
         for recording in (now, then)
     ]
     if found[0] is None or found[1] is None:
-        reason = f"{name} of rank {pair.rank} at step {pair.step} has another digest"
+        reason = f"{name} of rank {pair.rank} at step {pair.step} has a different digest"
         tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
         return 0
     forms = [f"{one.dtype} {tuple(one.shape)}" for one in found if one is not None]
     if forms[0] != forms[1]:
-        reason = f"{name} has another shape or dtype"
+        reason = f"{name} has a different shape or dtype"
         tally.fail(reason, actual=forms[0], expected=forms[1], **place)
         return 0
     comparison = compare(found[0], found[1])
@@ -68,4 +68,4 @@ def _shown(value: Any, other: Any = None) -> float | str:
         return value.hex()[:8]
     if isinstance(value, str) and isinstance(other, str):
         return ", ".join(part for part in value.split(", ") if part not in other.split(", "))
-    return value if isinstance(value, float) else "other ids"
+    return value if isinstance(value, float) else "different IDs"

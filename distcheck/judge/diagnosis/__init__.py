@@ -95,9 +95,9 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
     steps = "every step" if every == 1 else f"every {every} steps"
     averaging = name_cause(
         "model-averaging",
-        f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
-        "parameters that their own updates left: another design, which differs from a mean "
-        "of gradients where the optimizer keeps state",
+        f"each rank steps by its local gradients, and after {steps} all ranks hold the mean of "
+        "their locally updated parameters: a different algorithm, which is not equivalent to "
+        "averaging gradients if the optimizer keeps state",
         "undeclared" if may_accept else "usual",
         every=every,
     )
@@ -138,7 +138,7 @@ def step_of_update(results: Sequence[CheckResult]) -> int:
 
 
 def _of_one_run(cause: Diagnosis) -> Diagnosis:
-    evidence = f"{cause.evidence} (in the first run; the second held other gradients there)"
+    evidence = f"{cause.evidence} (in the first run; the gradients of the second run differ there)"
     return msgspec.structs.replace(cause, evidence=evidence)
 
 
@@ -150,9 +150,9 @@ def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "unweighted-mean",
-            "ranks hold the mean by samples of their shards' gradients, and the whole "
-            f"batch's gradient is the one with weights {weights}: the loss is a mean over "
-            "something that shards hold different numbers of",
+            "ranks hold the mean of the local gradients weighted by samples, but the gradient "
+            f"of the global batch has the weights {weights}: the loss is a mean over items whose "
+            "number differs between shards",
             "averaged-over",
         )
     ]
@@ -162,14 +162,14 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     """Report the strongest evidence if no cause is supported."""
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     assert first is not None
-    parts = [f"{first.check} differ first: {where(first)}"]
+    parts = [f"{first.check} diverge first: {where(first)}"]
     reason = first.first_reason
     parts += [reason] if reason and (first.layer != ROUNDING or not facts.steps) else []
     seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
     parts.append(seen)
     evidence = "; ".join(filter(None, parts))
     if facts.trouble:
-        evidence += f" (a closer look was not possible: {facts.trouble})"
+        evidence += f" (measurements were not possible: {facts.trouble})"
     hint = {"data": "data", "local gradients": "local-gradients"}.get(first.check, "usual")
     return name_cause("unexplained", evidence, hint)
 
@@ -185,7 +185,7 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "wrong-on-server",
-            "every rank with data holds the right mean, but the one without does not: "
+            "every rank with data holds the right mean, but the rank without data does not: "
             f"{where(first)}, got {first.first.actual}, expected {first.first.expected}",
         )
     ]
@@ -209,7 +209,7 @@ def _with_loss_contract(found: Sequence[Diagnosis], facts: Facts) -> list[Diagno
     names = " or ".join(f"--loss {name}" for name in facts.right_under)
     hinted = msgspec.structs.replace(
         chosen,
-        evidence=f"{chosen.evidence}; every gradient of every rank and step is right under {names}",
+        evidence=f"{chosen.evidence}; all gradients are right with {names}",
         suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
     )
     return [hinted if d is chosen else d for d in found]

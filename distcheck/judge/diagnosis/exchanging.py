@@ -24,7 +24,7 @@ def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
         found = [_wrong_loss(facts)]
     if not found and "buffers" in checks:
         result = next(result for (check, _), result in failed.items() if check == "buffers")
-        evidence = f"{where(result)}: this is not what all samples leave in one process"
+        evidence = f"{where(result)}differs from the single-process reference on the global batch"
         found = [name_cause("buffers-differ", evidence, "exchanging")]
     return found
 
@@ -40,7 +40,8 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
         also = ", and so is the loss" if facts.loss_is_wrong else ""
         yield name_cause(
             "no-sync",
-            f"{place}: the gradient is the mean of what each rank has of its own samples{also}",
+            f"{place}: the gradient is the mean of the ranks' local gradients, each from its own "
+            f"samples{also}",
             "loss",
         )
         return
@@ -55,11 +56,11 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
         return
     names = some_of([found.name for found in wrong])
     most = max(found.distance for found in wrong)
-    others = len(facts.right) and f", and those of {', '.join(facts.right)} are right"
+    others = len(facts.right) and f", and the gradients of {', '.join(facts.right)} are right"
     yield name_cause(
         "broken-backward",
-        f"{place}, {names}: the loss is that of one process, and the gradient is not: it is off by "
-        f"{100 * most:.2g} % of its norm{others or ''}",
+        f"{place}, {names}: the loss matches the single-process reference, but the gradient does "
+        f"not: the error is {100 * most:.2g} % of its norm{others or ''}",
         "loss",
     )
 
@@ -70,22 +71,22 @@ def _of_factor(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis | None:
         return name_cause("missing-gradient", evidence)
     if found.factor is None:
         return None
-    times = f"the gradient is {number_text(found.factor)} times that of one process"
+    times = f"the gradient is {number_text(found.factor)}x the single-process reference"
     world = _world(facts)
     if found.is_scaled_by(world):
-        return name_cause("missing-division", f"{times}, the number of ranks", "loss")
+        return name_cause("missing-division", f"{times}, the world size", "loss")
     if found.is_scaled_by(1 / world):
-        return name_cause("double-division", f"{times}, 1 / the number of ranks", "loss")
+        return name_cause("double-division", f"{times}, 1 / world size", "loss")
     return name_cause("wrong-divisor", times, "layout")
 
 
 def _wrong_loss(facts: LayoutFacts) -> Diagnosis:
     got, right = facts.loss, facts.expected_loss
-    ratio = f", {number_text(got / right)} times it" if right else ""
+    ratio = f", {number_text(got / right)}x the reference" if right else ""
     return name_cause(
         "wrong-output",
-        f"step {facts.step}: the loss over the ranks is {number_text(got)}, and that of one "
-        f"process {number_text(right)}{ratio}",
+        f"step {facts.step}: the loss over all ranks is {number_text(got)}, but "
+        f"{number_text(right)} in the single-process reference{ratio}",
         "loss",
     )
 
@@ -93,16 +94,16 @@ def _wrong_loss(facts: LayoutFacts) -> Diagnosis:
 def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
     place, world = f"step {facts.step}: compute()", _world(facts)
     if found.unexchanged:
-        evidence = f"{place} gives each rank the result of its own samples"
+        evidence = f"{place} returns on each rank the result of its own samples"
         return name_cause("no-sync", evidence, "metric")
     if found.even:
-        evidence = f"{place} gives the mean of the ranks' results, each of which counts alike"
+        evidence = f"{place} returns the mean of the ranks' results, weighted equally"
         return name_cause("unweighted-mean", evidence, "metric")
     if len(found.wrong) < world:
-        evidence = f"{place} gives another result on {ranks_in_words(found.wrong)} alone"
+        evidence = f"{place} returns a different result only on {ranks_in_words(found.wrong)}"
         return name_cause("wrong-output", evidence, "metric")
     if found.factor is not None:
-        times = f"{place} gives {number_text(found.factor)} times the result of one process"
+        times = f"{place} returns {number_text(found.factor)}x the single-process result"
         if found.is_scaled_by(world):
             return name_cause("missing-division", times, "metric")
         if found.is_scaled_by(1 / world):
@@ -110,7 +111,7 @@ def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
         return name_cause("wrong-divisor", times, "metric")
     where_wrong = f" in {found.region.where}" if found.region is not None else ""
     evidence = (
-        f"{place} gives another result than one process{where_wrong}: it is off by "
+        f"{place} differs from the single-process result{where_wrong}: the error is "
         f"{100 * found.distance:.2g} % of its norm"
     )
     return name_cause("wrong-output", evidence, "metric")

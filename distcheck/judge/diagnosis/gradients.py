@@ -124,7 +124,7 @@ def left_otherwise(step: StepFacts) -> list[Diagnosis]:
         evidence += f": ranks held {shown} times that"
     else:
         most = max(found.distance for found in step.left)
-        evidence += f" (up to {most:.2g} of it apart, as norms)"
+        evidence += f" (differing by up to {most:.2g} of its norm)"
     if step.mean_of_left:
         evidence += "; ranks hold the right mean of the local gradients, so the all-reduce is right"
     if all(found.buffers for found in step.left):

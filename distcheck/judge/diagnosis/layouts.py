@@ -37,12 +37,12 @@ def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
 def _wrong_output(facts: LayoutFacts) -> Diagnosis:
     ratio = facts.loss / facts.expected_loss if facts.expected_loss else 0.0
     times = [f"{text}" for text in _products(facts, ratio)]
-    same = f", {number_text(ratio)} times it ({' or '.join(times)})" if times else ""
+    same = f", {number_text(ratio)}x that ({' or '.join(times)})" if times else ""
     return name_cause(
         "wrong-output",
-        f"step {facts.step}: the loss is {number_text(facts.loss)}, and the whole batch's "
-        f"is {number_text(facts.expected_loss)}{same}: the forward pass is wrong, and gradients "
-        f"follow from it{_APART if facts.apart else ''}",
+        f"step {facts.step}: the loss is {number_text(facts.loss)}, but "
+        f"{number_text(facts.expected_loss)} for the global batch{same}: the forward pass is "
+        f"wrong, and wrong gradients follow{_APART if facts.apart else ''}",
         "ranks-apart" if facts.apart else "forward",
     )
 
@@ -50,17 +50,20 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
 def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
     """Name wrong outputs that do not affect the loss, with a description."""
     gradients = "gradients are not" if facts.parameters else "so are all gradients"
-    how = f"they differ from the right ones by {100 * found.distance:.2g} % of their norm"
+    how = f"the error is {100 * found.distance:.2g} % of their norm"
     if found.reordered:
-        how = "they are the right rows, in another order than the samples"
+        how = "the rows are right, but in a different order than the samples"
     elif found.factor is not None:
-        how = f"they are {number_text(found.factor)} times the right ones"
+        how = f"they are {number_text(found.factor)}x the right outputs"
     elif found.shifted:
-        how = "all numbers of a sample are off by the same amount, which this loss does not see"
+        how = (
+            "all outputs of a sample are shifted by the same amount, to which this loss is "
+            "invariant"
+        )
     return name_cause(
         "wrong-output",
-        f"step {facts.step}: the loss is right and {gradients}, but what the model "
-        f"returns on rank {found.rank} is not: {how}",
+        f"step {facts.step}: the loss is right and {gradients}, but the model outputs on rank "
+        f"{found.rank} are wrong: {how}",
         "loss-is-right",
     )
 
@@ -87,7 +90,11 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
             "missing-gradient", f"there is no gradient on {ranks_in_words(found.absent)}"
         )
     elif found.earlier or found.added:
-        what = "that of the step before" if found.earlier else "the sum of this step's and the last"
+        what = (
+            "that of the previous step"
+            if found.earlier
+            else ("the sum of this and the previous step's gradients")
+        )
         yield name_cause(
             "stale-gradient" if found.earlier else "accumulated-gradient",
             f"the gradient is {what}",
@@ -98,63 +105,63 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
     elif found.shard:
         yield name_cause(
             "no-sync",
-            "every rank holds the gradient of its own data coordinate's samples",
+            "every rank holds the gradient of the samples of its own data coordinate",
             "layout",
         )
     elif found.even:
         yield name_cause(
             "unweighted-tokens" if facts.by_tokens else "unweighted-mean",
-            "it is the mean of the data coordinates' gradients, each of which counts alike",
+            "it is the mean over the data coordinates, weighted equally",
             "layout",
         )
     elif found.shares:
         yield name_cause(
             "missing-sum",
-            f"ranks along the axis {found.shares} hold different parts of the gradient, which add "
-            "up to the right one",
+            f"ranks along the axis {found.shares} hold different partial gradients, whose sum is "
+            "right",
             axis=found.shares,
         )
     elif found.lost:
         yield name_cause(
             "lost-micro-batch",
-            "the gradient lacks that of micro-batch " + ", ".join(map(str, found.lost)),
+            "the gradient does not include micro-batch " + ", ".join(map(str, found.lost)),
             "layout",
         )
     elif found.mixed:
         yield name_cause(
             "wrong-group",
-            f"ranks along the axis {found.mixed} hold different pieces of the parameter, and each "
-            "holds the mean or the sum of all their pieces' gradients",
+            f"ranks along the axis {found.mixed} hold different shards of the parameter, but "
+            "each holds the mean or the sum of the gradients of all shards",
             axis=found.mixed,
         )
     elif found.distance < _OF_PRECISION:
         yield name_cause(
             "low-precision",
-            f"the gradient is within {100 * found.distance:.2g} % of the right one, and no closer: "
-            "something on its way is rounded to a shorter dtype",
+            f"the gradient is within {100 * found.distance:.2g} % of the right gradient, but no "
+            "closer: an intermediate result is rounded to a lower precision",
             "layout",
         )
     elif found.region is not None:
         factor = found.region.factor
-        times = "" if factor is None else f", where it is {number_text(factor)} times the right one"
-        where_alone = f"the gradient is wrong in {found.region.where} alone{times}"
+        times = "" if factor is None else f", where it is {number_text(factor)}x the right gradient"
+        where_alone = f"the gradient is wrong only in {found.region.where}{times}"
         yield name_cause("wrong-piece", where_alone)
 
 
 def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
     """Return all causes that explain a factor of the right gradient."""
-    times = f"the gradient is {number_text(of.factor or 0.0)} times the right one"
+    times = f"the gradient is {number_text(of.factor or 0.0)}x the right gradient"
     parts, found = facts.micro_batches, list[Diagnosis]()
     if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
-        how = "their gradients are added up" if added_up else "it is divided by them twice"
+        how = "their gradients are summed" if added_up else "it is divided by them twice"
         evidence = f"{times}: there are {parts} micro-batches, and {how}"
         found.append(name_cause("micro-batch-scale", evidence))
     for axis, size in facts.axes:
-        over = f"{times}: the axis {axis} has {size} ranks, over which it was"
+        over = f"{times}: the axis {axis} has {size} ranks, over which it is"
         if size < 2 or not (of.is_scaled_by(size) or of.is_scaled_by(1 / size)):
             continue
         if of.is_scaled_by(size):
-            evidence = f"{over} added up"
+            evidence = f"{over} summed"
             added = name_cause("missing-division", evidence, "layout", size=size)
             found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
         elif axis == "data":
@@ -192,7 +199,7 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
     yield name_cause(
         "broken-backward",
         f"step {facts.step}: the loss is right, and so are the gradients of "
-        f"{', '.join(facts.right)}; they are wrong from {last.module or last.name} on towards the "
+        f"{', '.join(facts.right)}; they are wrong from {last.module or last.name} on toward the "
         "inputs",
     )
 
@@ -201,6 +208,6 @@ def _replicas(failed: Failures) -> Diagnosis:
     result = failed["agreement", "-"]
     return name_cause(
         "replicas-differ",
-        "every gradient is within its bound, but ranks that hold the same parameter do not hold "
-        f"the same bits of it: {where(result)}",
+        "every gradient is within its bound, but ranks that hold the same parameter are not "
+        f"bit-identical: {where(result)}",
     )

@@ -16,7 +16,7 @@ _SHOWN = 4
 def lost(facts: Facts) -> list[Diagnosis]:
     if not facts.lost:
         return []
-    evidence = f"{facts.lost}: the shard's gradient is gone before anything is exchanged"
+    evidence = f"{facts.lost}: the local gradient is lost before the first collective"
     return [name_cause("wrong-local-gradient", evidence, "lost")]
 
 
@@ -30,12 +30,12 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     )
     if not right or not pairs or not pairs <= {("gradients", BITWISE), ("agreement", "-")}:
         return []
-    what = "every gradient is within rounding of the right mean, but its last bits are not those "
+    what = "every gradient is within rounding of the right mean, but not bit-identical to that "
     result = failed.get(("gradients", BITWISE))
     if result is not None:
         evidence = f"{what}of the promised order and scale: {where(result)}"
         if facts.other_order:
-            evidence += f"; the bits are those of {facts.other_order}"
+            evidence += f"; it is bit-identical in the order {facts.other_order}"
             return [name_cause("not-as-promised", evidence, "other-order")]
         return [name_cause("not-as-promised", evidence)]
     if not any(len(step.alike) > 1 for step in facts.steps):
@@ -62,8 +62,8 @@ def of_passes(facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "lost-micro-batch",
-            f"step {found.step}: each rank's {found.passes} backward passes should count "
-            f"once each; {text} times those of ranks "
+            f"step {found.step}: each rank's {found.passes} backward passes should each have "
+            f"weight 1; {text} times those of ranks "
             f"{', '.join(str(facts.steps[0].number(r)) for r in range(len(rows)))}",
         )
     ]
@@ -89,8 +89,8 @@ def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             finding.cause,
-            "of the parameters, which are averaged then (a rank's own is what its own update "
-            f"left): {finding.evidence}",
+            "of the parameters, which are averaged at this step (local values are those after "
+            f"the rank's own update): {finding.evidence}",
             "average",
         )
         for finding in found
@@ -111,8 +111,8 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
         return [
             name_cause(
                 cause or "wrong-divisor",
-                f"{where(result)}: every rank holds {number_text(factor)} times what a "
-                "projection of the mean is",
+                f"{where(result)}: every rank holds {number_text(factor)} times a projection of "
+                "the mean",
                 "low-rank",
                 world=world,
             )
@@ -120,7 +120,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     reason = result.first_reason
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [where(result), reason, seen]))
-    evidence = f"gradients are not what --accept {accept} allows: {evidence}"
+    evidence = f"gradients are not within --accept {accept}: {evidence}"
     return [name_cause("not-as-accepted", evidence)]
 
 
@@ -136,8 +136,10 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
     seen = facts.update
     if seen is not None and (named := _of_owners(seen, facts.world)):
         return named
-    evidence = "with the gradients that ranks held, the optimizer's step gives other parameters "
-    evidence += f"or another state of its own: {where(result)}"
+    evidence = (
+        "with the ranks' gradients, the reference optimizer step yields different parameters "
+    )
+    evidence += f"or a different optimizer state: {where(result)}"
     reason = result.first_reason
     if seen is None:
         evidence += f"; {reason}" if reason else ""
@@ -153,19 +155,19 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
         return [
             name_cause(
                 "lost-broadcast",
-                f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
-                "right on one rank alone, and on the other ranks as it was before the step: the "
-                "rank that updates it did not send it on",
+                f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is right on "
+                "only one rank and unchanged on the others: the rank that updates it did not "
+                "broadcast it",
             )
         ]
     if seen.counted:
         return [
             name_cause(
                 "replicas-in-norm",
-                f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
-                "far as they should, as if they had been clipped by a norm in which "
-                f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) count "
-                f"{seen.times} times",
+                f"step {seen.step}: the update is {number_text(seen.factor)}x the right one, as "
+                "if gradients were clipped by a norm in which "
+                f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) are "
+                f"included {seen.times} times",
             )
         ]
     if seen.norms:
@@ -173,9 +175,8 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
         return [
             name_cause(
                 "local-norm-clip",
-                f"step {seen.step}: parameters moved as if ranks had clipped the pieces "
-                f"that they hold by the norms of these pieces alone ({norms}), and not by the "
-                "norm of all gradients",
+                f"step {seen.step}: the update is as if each rank had clipped its shards by the "
+                f"norm of only these shards ({norms}), and not by the norm of all gradients",
             )
         ]
     return []
@@ -188,15 +189,15 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
     if not seen.parameters:
         return f"{text}; the parameters are right"
     if seen.unchanged:
-        return f"{text}; they stayed as they were"
+        return f"{text}; they did not change"
     # Heuristic: with a larger residual, an update is not a multiple of the right one.
     if seen.rest > 1e-3:
         return text
     # Heuristic: printed as a factor of 1.
     if abs(seen.factor - 1) > 1e-4:
-        text += f"; they moved {number_text(seen.factor)} times as far as they should"
+        text += f"; the update is {number_text(seen.factor)}x the right one"
     if seen.decay:
-        what = "taken from" if seen.decay < 0 else "added to"
+        what = "subtracted from" if seen.decay < 0 else "added to"
         text += f"; {abs(seen.decay):.3g} of each was {what} it"
     return text
 
@@ -212,8 +213,8 @@ def of_owners(facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "wrong-owner",
-            f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
-            f"the one whose optimizer updates the parameter: {shown}"
+            f"step {facts.elsewhere[0].step}: the right gradient is not on the rank whose "
+            f"optimizer updates the parameter: {shown}"
             f"{f', and {more} more' if more > 0 else ''}",
         )
     ]
@@ -224,6 +225,6 @@ def of_loss(failed: Failures) -> list[Diagnosis]:
     if not results or {check for check, _ in failed} - {"loss", "outcome"}:
         return []
     place = results[0].first
-    numbers = f" is {place.actual}, and should be {place.expected}" if place else ""
+    numbers = f" is {place.actual}, but should be {place.expected}" if place else ""
     evidence = "gradients and parameters are right, but the returned loss is not: "
     return [name_cause("wrong-loss", f"{evidence}{where(results[0])}{numbers}")]

@@ -35,8 +35,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return [
             name_cause(
                 "nonfinite",
-                f"{ranks_in_words(by_zero)}: where every gradient is zero, as that of a layer is "
-                "which a batch does not use, the step leaves parameters that are infinite or NaN",
+                f"{ranks_in_words(by_zero)}: if every gradient is zero (for example of a layer "
+                "that a batch does not use), the step makes parameters infinite or NaN",
                 "by-zero",
             )
         ]
@@ -47,8 +47,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return [
             name_cause(
                 "crash",
-                f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report came after "
-                "it",
+                f"rank {cause.rank} {cause.outcome} ({last}); other ranks failed after it",
                 _WITHOUT_TRACEBACK.get(cause.outcome, "traceback"),
                 rank=cause.rank,
             )
@@ -65,7 +64,7 @@ def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
         return msgspec.structs.replace(found, evidence=hung.why)
     if hung.proven != "deadlock":
         return found
-    evidence = f"no rank can go on: {hung.why}"
+    evidence = f"no rank can proceed: {hung.why}"
     if found.cause == "hang":
         return name_cause("hang", evidence, "deadlock")
     return msgspec.structs.replace(found, evidence=evidence)
@@ -77,8 +76,8 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
     """
     apart = calls_apart(_calls(outcomes))
     evidence = (
-        f"rank {received.rank} received a message of another size than its own call expects; "
-        "which rank called something else is not known"
+        f"rank {received.rank} received a message of a different size than its call expects; it "
+        "is unknown which rank made the different call"
         if apart is None
         else apart.in_words()
     )
@@ -91,10 +90,10 @@ def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     if finished:
         return name_cause(
             "collective-mismatch",
-            f"{ranks_in_words(finished)} finished and left, and {victims} still waited in a "
+            f"{ranks_in_words(finished)} finished and exited while {victims} still waited in a "
             "collective",
         )
-    evidence = f"{victims} lost their peers, and no rank is known to have failed before that"
+    evidence = f"{victims} report that a peer exited, but no rank is known to have failed first"
     return name_cause("crash", evidence, "no-peer")
 
 
@@ -132,9 +131,9 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     parts = [f"{ranks_in_words(ranks)} in {call}" for call, ranks in (calls | messages).items()]
     if elsewhere:
         place = next((f", at {o.place}" for o in hung if [o.rank] == elsewhere and o.place), "")
-        kept = ", and kept its turn" if without_turn else ""
+        kept = ", and did not yield" if without_turn else ""
         parts.append(f"{ranks_in_words(elsewhere)} in no collective{place}{kept}")
-    parts += [f"{ranks_in_words(without_turn)} waited for a turn"] if without_turn else []
+    parts += [f"{ranks_in_words(without_turn)} waited for the scheduler"] if without_turn else []
     parts += [f"{ranks_in_words(silent)} did not answer"] if silent else []
     parts += [f"{ranks_in_words(finished)} finished"] if finished else []
     evidence = "; ".join(parts)

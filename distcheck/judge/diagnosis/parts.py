@@ -9,7 +9,7 @@ from distcheck.judge.diagnosis.wording import parameters_text, positions_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-OWN_THERE = "ranks hold their own gradients there, and not in the other parameters"
+OWN_THERE = "ranks hold their local gradients there, but not in the other parameters"
 _LEAST_OF_A_KIND = 4  # elements over all ranks; fewer may match by chance
 
 
@@ -34,7 +34,9 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
         return []
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     if mean:
-        what = f"{own:,} of {elements:,} elements (over all ranks) are the rank's own, the others "
+        what = (
+            f"{own:,} of {elements:,} elements (over all ranks) are the local gradient, the others "
+        )
         what += "the mean over all samples"
     else:
         what = OWN_THERE
@@ -44,10 +46,10 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
 # By kind of element: cause, variant of the suggestion, description.
 _KINDS = {
     "zero": ("partial-sync", "zeros", "zero"),
-    "own / W": ("partial-sync", "divided", "a W-th of the rank's own gradient"),
+    "own / W": ("partial-sync", "divided", "1/W of the local gradient"),
     "sum": ("missing-division", "elements", "the sum over all ranks, not divided"),
     "any rank's": (
-        "one-rank-only", "chunks", "some one rank's own gradient, or its share of the mean",
+        "one-rank-only", "chunks", "a single rank's local gradient, or its share of the mean",
     ),
 }  # fmt: skip
 
@@ -108,8 +110,8 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
     if _all_match(parameters, mixed):
         first = next(m for m in mixed if m.ranks)
         what = (
-            f"in what {positions_text(step, [first.rank])} holds as {first.parameter}, "
-            f"{positions_text(step, first.ranks)} gave "
+            f"in the result of {positions_text(step, [first.rank])} for {first.parameter}, "
+            f"{positions_text(step, first.ranks)} contributed "
             f"{'its' if len(first.ranks) == 1 else 'their'} gradient of {first.other}"
         )
         if first.other not in {p.name for p in step.parameters}:
@@ -118,17 +120,17 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     permuted = [m for m in step.matches if m.kind == "permuted"]
     if len(parameters) == len(step.parameters) and _all_match(parameters, permuted):
-        what = "the elements are those of the mean over all samples, and stand in other places"
+        what = "the elements are those of the mean over all samples, but at other indices"
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     return []
 
 
 # Remains of an earlier step's gradient, by the kind of a match.
 _LEFT = {
-    "sum": "the means of steps {past} to {step} added up",
-    "added": "this step's mean, added to what they held at step {past}",
-    "left": "this step's mean, and what some ranks still held of step {past} when backward began: "
-    "these did not clear it",
+    "sum": "the sum of the means of steps {past} to {step}",
+    "added": "this step's mean plus the gradients of step {past}",
+    "left": "this step's mean plus leftover gradients of step {past} on some ranks, which did "
+    "not clear them before backward",
 }
 
 

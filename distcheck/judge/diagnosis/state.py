@@ -29,7 +29,7 @@ _NO_ROUNDING = 1e-2
 # Causes of a difference in words; the table of causes has the advice.
 _FACTORS = {
     "memory": "the addresses of objects (id(), data_ptr(), the order of a set of objects)",
-    "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, as on several machines,",
+    "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, which differ on several machines,",
     "environment": "the order of the environment variables",
     "interpreters": "a separate interpreter for the ranks (its PYTHONHASHSEED, and so hash() of a "
     "string and the order of a set of them)",
@@ -44,7 +44,7 @@ def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) ->
     if result is None:
         return []
     if separation is not None and separation.depends:
-        return [of_process(separation, f"it differs first at {where(result)}", passed=alone)]
+        return [of_process(separation, f"it first diverges at {where(result)}", passed=alone)]
     return [_nondeterministic(result, failed, separation, alone=alone)]
 
 
@@ -54,23 +54,23 @@ def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diag
     """
     factors = separation.factors
     only = len(factors) == 1
-    which = "no single one of the things that differ there makes the difference"
+    which = "no single factor that differs there causes the difference"
     if only:
-        which = f"the difference is made by {_FACTORS[factors[0]]} alone"
+        which = f"only {_FACTORS[factors[0]]} causes the difference"
     found = "; ".join(separation.lines)
     lines = (
         f"lines that may depend on it: {found}"
         if found
         else (
-            "no line that reads such state was found in the strategy's file and the modules beside "
-            "it"
+            "no line that reads such state was found in the strategy's file and the modules next "
+            "to it"
         )
     )
     first = "the first world, in which ranks share their process state, passed every check, and "
     return name_cause(
         "depends-on-process-state",
-        f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
-        f"A repeat of the first world was as the first, and {which} ({separation.worlds} further "
+        f"{first if passed else ''}the rerun in separate interpreters differed: {how}. A repeat "
+        f"of the first world matched the first, and {which} ({separation.worlds} further "
         f"worlds); {lines}",
         *(factors if only else _FACTORS),
     )
@@ -79,21 +79,23 @@ def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diag
 def _nondeterministic(
     result: CheckResult, failed: Failures, separation: Separation | None, *, alone: bool
 ) -> Diagnosis:
-    agreed = "everything agreed with one machine, but two" if alone else "two"
-    evidence = f"{agreed} runs with the same seeds did not agree with each other: {where(result)}"
+    agreed = "everything matched the single-process reference, but two" if alone else "two"
+    evidence = f"{agreed} runs with the same seeds differ: {where(result)}"
     late = separation is not None and separation.factors == ("delays",)
     if late:
-        evidence += ", nor does a world in which ranks are some milliseconds late"
+        evidence += "; a world with ranks delayed by some milliseconds differs as well"
     if gradients_raced(failed):
-        evidence += ", by more than roundings do"
+        evidence += ", by more than rounding"
         parameters = failed.get(("parameters", BITWISE))
         if parameters is not None and parameters.first is not None:
             evidence += (
-                "; and the update was not that of the gradients which the exchange had left: "
-                "something changed them after it had returned"
+                "; the update does not correspond to the reduced gradients either: they were "
+                "modified after the all-reduce returned"
             )
     if separation is not None and separation.lines:
-        evidence += f"; lines that another process need not repeat: {'; '.join(separation.lines)}"
+        evidence += (
+            f"; lines whose result may differ between processes: {'; '.join(separation.lines)}"
+        )
     races = late or gradients_raced(failed)
     return name_cause("nondeterministic", evidence, "race" if races else "usual")
 
@@ -128,9 +130,9 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "same-randomness",
-            f"{groups} began a forward pass from one and the same random-number state, "
-            "which distcheck had made different, and the workload draws from it: their masks or "
-            "noise are copies. (By itself that fails no check.)",
+            f"{groups} began a forward pass with the same RNG state, which distcheck had seeded "
+            "differently, and the workload draws from it: their masks or noise are identical "
+            "copies. (This alone fails no check.)",
         )
     ]
 
@@ -150,9 +152,9 @@ def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
     result = _of("initial state", failed)
     if result is None:
         return []
-    evidence = f"ranks did not begin where one machine begins: {where(result)}"
+    evidence = f"the initial state differs from the single-process reference: {where(result)}"
     if facts.begins_alike:  # a broadcast cannot help
-        evidence += "; all ranks begin alike"
+        evidence += "; it is the same on all ranks"
         return [name_cause("initial-state-differs", evidence, "alike")]
     return [name_cause("initial-state-differs", evidence)]
 
@@ -161,7 +163,7 @@ def _repeated(result: CheckResult) -> list[Diagnosis]:
     """Name samples that a rank reads again, if ranks share none."""
     if result.first_kind is not FindingKind.READ_AGAIN:
         return []
-    evidence = f"ranks share no samples, and read some again: {result.first_reason}"
+    evidence = f"ranks share no samples, but read some samples twice: {result.first_reason}"
     return [name_cause("repeated-samples", evidence)]
 
 
@@ -169,7 +171,7 @@ def _data(facts: Facts) -> list[Diagnosis]:
     same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
     if same:
         ranks = ranks_in_words(sorted({rank for overlap in same for rank in overlap.ranks}))
-        evidence = f"{ranks} read the very same samples at every step"
+        evidence = f"{ranks} read exactly the same samples at every step"
         return [name_cause("same-data", evidence)]
     if facts.overlaps:
         most = max(facts.overlaps, key=lambda overlap: overlap.shared)
@@ -177,8 +179,8 @@ def _data(facts: Facts) -> list[Diagnosis]:
             name_cause(
                 "overlapping-data",
                 f"ranks share samples within an epoch: ranks {most.ranks[0]} and "
-                f"{most.ranks[1]} {most.shared} of the {most.read} that each read, "
-                f"{len(facts.overlaps)} pairs of ranks share some",
+                f"{most.ranks[1]} share {most.shared} of the {most.read} samples that each of "
+                f"them read; {len(facts.overlaps)} pairs of ranks share samples",
             )
         ]
     return []
@@ -192,15 +194,15 @@ def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return [
             name_cause(
                 "forward-ran-twice",
-                "gradients are right, and buffers moved as if each forward pass had run "
-                f"twice on its batch: {where(result)}",
+                "gradients are right, but buffers changed as if each forward pass had run twice "
+                f"on its batch: {where(result)}",
             )
         ]
     return [
         name_cause(
             "buffers-differ",
-            "gradients are right, but buffers are not those that the shard's own forward "
-            f"pass leaves: {where(result)}, actual "
+            "gradients are right, but buffers are not those of the local forward pass: "
+            f"{where(result)}, actual "
             f"{result.worst.actual if result.worst else ''}, expected "
             f"{result.worst.expected if result.worst else ''}",
         )
@@ -216,8 +218,7 @@ def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return [
         name_cause(
             "optimizer-not-stepped",
-            f"step {step.step}: no parameter moved on "
-            f"{positions_text(step, step.unchanged)}, "
-            "although the gradients there are not zero and the optimizer would have moved them",
+            f"step {step.step}: no parameter changed on {positions_text(step, step.unchanged)}, "
+            "although the gradients there are nonzero and the optimizer would have changed them",
         )
     ]

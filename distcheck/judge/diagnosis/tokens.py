@@ -77,8 +77,7 @@ def padded(step: StepFacts, where: str) -> Diagnosis:
         "padding-counted",
         f"{where}: each rank's gradient is divided by its positions "
         f"({_listed(step.positions)}) and not by its tokens ({_listed(step.tokens)}): "
-        f"the ranks' means count "
-        f"{', '.join(map(number_text, factors))} times",
+        f"the ranks' means have weights {', '.join(map(number_text, factors))}",
     )
 
 
@@ -93,20 +92,20 @@ def of_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
             name_cause(
                 "padding-counted",
                 f"{evidence}, which is {tokens:,} tokens over {positions:,} positions: padding "
-                "counts in the divisor",
+                "is included in the divisor",
             )
         )
     if not step.summed or _is(factor, world) or _is(factor, 1 / world):
         return found
     if _is(factor, tokens):
-        text = f"{evidence}, which is the number of tokens of all ranks: nothing was divided"
+        text = f"{evidence}, the number of tokens of all ranks: the sum was not divided"
         return [*found, name_cause("missing-division", text, "tokens-of-all")]
     divisors = {"ranks": world, "samples": sum(step.samples)}
     for what, number in divisors.items():
         if number != tokens and _is(factor, tokens / number):
             text = (
-                f"{evidence}, as if the sum were divided by the number of {what} ({number:,}) and "
-                f"not by that of the tokens ({tokens:,})"
+                f"{evidence}, as if the sum were divided by the number of {what} ({number:,}) "
+                f"and not by the number of tokens ({tokens:,})"
             )
             found.append(name_cause("wrong-divisor", text, "tokens-of-all"))
     return found

@@ -228,9 +228,9 @@ def _already_there(step: StepFacts, factor: float) -> str:
     """Report if the factor was present before synchronization, or if that is unknown."""
     seen = step.left_factors
     if any(f is None for f in seen):
-        return " (a loss that was scaled by as much would look the same)"
+        return " (a loss scaled by the same factor would look the same)"
     if all(f == 1.0 for f in seen):
-        return "; gradients were correct after backward, so the exchange introduced the factor"
+        return "; gradients were correct after backward, so synchronization introduced the factor"
     # Heuristic: far above float32 rounding, and no other factor is this close.
     if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
         return "; gradients were wrong by the same factor after backward"
@@ -383,8 +383,8 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
         return [
             name_cause(
                 "clip-before-sync",
-                f"{evidence}, which is {products[0]:.4g} over the norm of each rank's own "
-                "local gradient: the norm was computed before the sync",
+                f"{evidence}, which is {products[0]:.4g} over the norm of each rank's local "
+                "gradient: the norm was computed before the sync",
             )
         ]
     world = len(step.shares)

@@ -23,16 +23,15 @@ _OWN_ERRORS = 2.0
 _UNDECIDED = 2.0
 
 EXCUSE = (
-    "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) samples are, "
-    "or is large beside what is left of a sum, and another device rounds otherwise: there "
-    "gradients may be further off, by twice what putting these samples on the other side moves "
-    "them by and by twice the reference's own distance from float64"
+    "at some steps rounding decides on which side of a kink (of a ReLU or a maximum) samples "
+    "lie, or is large relative to a sum that cancels, and devices round differently: at these "
+    "steps the bound also includes twice the change from moving these samples to the other side, "
+    "and twice the reference's own distance from float64"
 )
 
 _OTHER_KINKS = (
-    "another device rounds otherwise, and puts other samples on other sides of a kink; there are "
-    "kinks here by which gradients may move, and by how much is not known ({}): float32 does not "
-    "show whether they are right"
+    "devices round differently, which may move samples across a kink; the resulting change of "
+    "the gradients is not known here ({}), so float32 cannot show whether they are right"
 )
 
 

@@ -41,8 +41,8 @@ from distcheck.machine.numerics import distance, every, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
 
 _CLIPPED = (
-    "the norm of all gradients is added up over the ranks' pieces, in another order than in one "
-    "process: the update is compared within what that may change"
+    "the norm of all gradients is summed over the ranks' shards, in a different order than in a "
+    "single process: the update is compared within the resulting rounding"
 )
 _ROOM = 8.0  # Derived: one rounding each for root, sum, quotient and product, and as many here
 

@@ -81,7 +81,7 @@ def _try_sums(
 ) -> str:
     """Compare a collective's sums with the prediction, on rank 0; the others take part."""
     if known is None:
-        return f"the order in which {name} adds on {job.rendezvous.backend} is not known"
+        return f"the reduction order of {name} on {job.rendezvous.backend} is not known"
     failure = ""
     for dtype, elements in _cases(job):
         reduced = known_vector(job.rendezvous.rank, elements, dtype)
@@ -92,7 +92,7 @@ def _try_sums(
         if not torch.equal(reduced, known([known_vector(r, elements, dtype) for r in ranks])):
             failure = (
                 f"{name} of {elements} elements in {str(dtype).removeprefix('torch.')} "
-                f"on {job.rendezvous.backend} adds in another order than predicted"
+                f"on {job.rendezvous.backend} has a different reduction order than predicted"
             )
     return failure
 
@@ -136,7 +136,7 @@ def _try_ddp_in(dtype: torch.dtype, rendezvous: Rendezvous, order: DDPBuckets) -
         )
         for got, want in zip(actual[step], predicted, strict=True):
             if want is None or not torch.equal(got, want):
-                return f"DDP's buckets at step {step} are not the ones predicted for {order}"
+                return f"DDP's buckets at step {step} differ from those predicted for {order}"
     return ""
 
 

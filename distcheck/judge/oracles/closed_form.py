@@ -40,8 +40,8 @@ Standing = Literal["exact", "rounded", "wrong"]
 # roundings of 8,000 ranks.
 _EXACT = 2.0**-40
 _ROUNDED = (
-    "sums are rounded on the way, by no more than R allows for any order: the exact ones "
-    "are asked of code that promises an order"
+    "sums are rounded, within the bound of R for any order: exact sums are required only of code "
+    "that promises an order"
 )
 
 

@@ -118,7 +118,7 @@ class GhostBatch:
         if left or rows == 0:
             raise NotRecordedError(
                 f"{name or 'the BatchNorm'} sees {len(inputs)} rows of {self._samples} samples: "
-                "which rank each row belongs to is not recorded, and BatchNorm depends on it"
+                "the rank of each row is not recorded, but BatchNorm depends on it"
             )
         return torch.split(inputs, [stretch.samples * rows for stretch in self._stretches])
 

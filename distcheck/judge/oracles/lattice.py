@@ -62,9 +62,12 @@ def why_not_exact(
     step the ranks' numbers of samples.
     """
     if dtype not in _SIGNIFICAND_BITS:
-        return f"{dtype} is too short for exact sums"
+        return f"{dtype} has too low a precision for exact sums"
     if contract.wire in _SHORT:
-        return f"gradients travel in {contract.wire}, which is too short for exact sums"
+        return (
+            f"gradients are communicated in {contract.wire}, whose precision is too low for "
+            "exact sums"
+        )
     if contract.wire is not None:
         dtype = contract.wire  # at most float32, which every exact dtype contains
     grown = 0

@@ -139,12 +139,14 @@ def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> 
     if norm <= eps:
         if bool((form.mean.abs() <= form.bound).all()):  # gradients cancel: zero is their mean
             return Projected(norm, eps, 1.0)
-        return Projected(whole, eps, 0.0, "zero, where the mean is not")
+        return Projected(whole, eps, 0.0, "zero, but the mean is not")
     if whole == 0.0:
-        return Projected(norm, eps, 0.0, "not zero, where the mean is")
+        return Projected(norm, eps, 0.0, "nonzero, but the mean is zero")
     if tail > eps:
         found = int((values > eps / sqrt(len(values))).sum())
-        return Projected(tail, eps, norm / whole, f"not the mean, and of rank {found}, not {rank}")
+        return Projected(
+            tail, eps, norm / whole, f"not the mean, and of rank {found} instead of {rank}"
+        )
     inner = columns[:, :rank].T @ (wanted - matrix)
     error = float((values[:rank, None] * inner).norm()) / norm
     slack = 1.0 if rank == 1 else _UNORTHOGONAL
@@ -152,7 +154,7 @@ def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> 
     if error <= bound:
         return Projected(error, bound, norm / whole)
     along = float((matrix * wanted).sum()) / norm**2
-    why = "of the rank allowed, and no projection of the mean with what was left over"
+    why = "of an allowed rank, but not a projection of the mean plus the error feedback"
     return Projected(
         error, bound, norm / whole, f"{why} ({1 / along if along else 0:.4g} times one)"
     )

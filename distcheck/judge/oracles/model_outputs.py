@@ -67,7 +67,7 @@ def _products(at: AtStep) -> int:
 def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
     """Return the largest error in the outputs that ranks of a data coordinate recorded."""
     mesh, whole = at.references.mesh, at.references.whole
-    assert mesh is not None, "outputs are recorded in a mesh"
+    assert mesh is not None, "outputs are recorded only in a mesh"
     wanted, found = wide(part), [0.0]
     for rank in mesh.ranks_of(place):
         held = whole.tensor(rank, Kind.OUTPUT, at.step, 0)

@@ -53,7 +53,8 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
     largest = [float(g.abs().max()) for g in gradients if g is not None and g.numel()]
     if not all(map(isfinite, largest)):
         raise NotBoundedError(
-            "one of its gradients is not finite, and nothing bounds how far quantising moves others"
+            "one of its gradients is not finite, so the quantization error of the others has no "
+            "bound"
         )
     return max(largest, default=0.0) / (2.0**bits - 2.0) * (1.0 + 2.0 ** (bits + 2) * _U)
 

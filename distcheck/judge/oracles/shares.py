@@ -106,4 +106,4 @@ class Shares:
             return ""
         ranks = f"rank{'s' * (len(factors) > 1)} {', '.join(map(str, factors))}"
         by = " or ".join(dict.fromkeys(factors.values()))
-        return f"the loss of {ranks} is multiplied by {by}, from which no gradient comes back"
+        return f"the loss of {ranks} is multiplied by {by}, so no gradient flows back"

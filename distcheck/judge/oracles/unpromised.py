@@ -32,16 +32,16 @@ def said(at: AtStep) -> str:
         return ""
     count = at.contract.micro_batches
     return (
-        f"backward ran over {count} micro-batches of each shard, and the contract promises 1: "
-        f"@strategy(micro_batches={count}) lets bits be compared"
+        f"backward ran over {count} micro-batches of each shard, but the contract promises 1: "
+        f"@strategy(micro_batches={count}) allows bitwise comparison"
     )
 
 
 def excuse(at: AtStep) -> str:
     """Return the reason why results with other bits pass."""
     return (
-        "bits differ from those of micro-batches that count by their samples, by less than the "
-        f"tolerance of the {at.whole_batch_layer} layer"
+        "results are not bit-identical to micro-batches weighted by their samples, but within "
+        f"the tolerance of the {at.whole_batch_layer} layer"
     )
 
 

@@ -35,26 +35,26 @@ from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
 _AT_A_KINK = (
-    "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) a sample "
-    "is, or a long sum rounds by more than the tolerance: there the whole batch is taken shard by "
-    "shard, which in float64 is the same"
+    "at some steps rounding decides on which side of a kink (of a ReLU or a maximum) a sample "
+    "lies, or a long sum rounds by more than the tolerance: at these steps the reference "
+    "processes the global batch shard by shard, which is equivalent in float64"
 )
 
 _ROUNDED = (
-    "{} rounded by more than the bound, in one process as well, as nearly equal numbers cancel: "
-    "float32 does not show whether {} right; give --dtype float64"
+    "{} rounded by more than the bound, in a single process as well, because nearly equal "
+    "numbers cancel: float32 cannot show whether {} right; pass --dtype float64"
 )
 
 _ROUNDED_GRADIENTS = _ROUNDED.format("gradients are", "they are")
 
 _TIMES_WORLD = (
-    "the loss is {} times that of one process: the number of ranks, which an average of gradients "
-    "takes back. A loss that is printed must be divided by it"
+    "the loss is {}x the single-process loss: multiplied by the world size, which averaging "
+    "gradients compensates. Divide the loss by it before printing"
 )
 
 _LONG_LOSS = (
-    "at some steps the loss adds up so many terms that its rounding is beyond the tolerance: there "
-    "it is the mean of the ranks' own losses, which in float64 is the whole batch's"
+    "at some steps the loss sums so many terms that its rounding exceeds the tolerance: at these "
+    "steps the reference is the mean of the ranks' losses, which is equivalent in float64"
 )
 
 
@@ -137,9 +137,9 @@ def _of_ghost(at: AtStep) -> str:
     stretches = "shard" if len(sizes) == len(at.shares.sizes) else "micro-batches"
     distance = reference.distance_from_true(at.step, at.full_batch)
     return (
-        "BatchNorm: expected is the ghost batch, in which each rank normalises its own "
+        "BatchNorm: the reference uses ghost batches, in which each rank normalizes its own "
         f"{stretches} ({', '.join(map(str, sizes))}). It is {distance:.2f} (relative L2) from "
-        "full-batch training, which no gradient sync can change"
+        "full-batch training, which no gradient sync can correct"
     )
 
 

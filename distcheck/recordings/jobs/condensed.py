@@ -246,8 +246,8 @@ class _Unit:
             sum(value.numel() for _, value in boxes) != math.prod(part.shape)
         ):  # fmt: skip
             raise UsageError(
-                f"the parts of {key} that ranks {', '.join(map(str, part.of))} have do not make up "
-                "the whole; give --no-reference with DistributedDataParallel in its place"
+                f"the shards of {key} on ranks {', '.join(map(str, part.of))} do not cover the "
+                "whole tensor; use DistributedDataParallel instead, with --no-reference"
             )
         found = boxes[0][1].new_empty(part.shape)
         for at, value in boxes:

@@ -263,7 +263,7 @@ def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
         tensors = load_file(file)
         others = {str(t.dtype) for t in tensors.values() if "float4" in str(t.dtype)}
         if others:
-            raise ValueError(f"it holds {', '.join(others)}, which no script trains in")
+            raise ValueError(f"it holds {', '.join(others)}, in which no script can train")
         return tensors
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
@@ -279,8 +279,8 @@ def read(folder: Path) -> JobRecording:
     if len(ranks) != world or [rank.rank for rank in ranks] != list(range(len(ranks))):
         there = ", ".join(str(rank.rank) for rank in ranks)
         raise UsageError(
-            f"{folder} holds the ranks {there} of a world of {world}; the others failed, or ran on "
-            "a machine without distcheck job in front of their command"
+            f"{folder} has only the ranks {there} of a world of {world}; the others failed, or "
+            "ran on a machine without distcheck job before their command"
         )
     records = {(r.rank, r.step): r for r in _records(folder, world)}
     counts = {rank: sum(r == rank for r, _ in records) for rank in range(world)}
@@ -306,19 +306,19 @@ def read_kept(folder: Path) -> JobRecording:
     """
     if not any(folder.glob("rank-*/rank.json")):
         raise UsageError(
-            f"{folder} does not hold the recording of a job; give a folder that distcheck job "
-            "--save has made"
+            f"{folder} does not have the recording of a job; pass a folder that distcheck job "
+            "--save wrote"
         )
     file = folder / MANIFEST
     known = read_manifest(file) if file.exists() else None
     if known is None or known.form != FORM:
         raise UsageError(
-            f"{folder} was recorded by another version of distcheck; record the job again"
+            f"{folder} was recorded by a different version of distcheck; record the job again"
         )
     job = read(folder)
     if (job.world, job.steps) != (known.world, known.steps) or not job.steps:
         raise UsageError(
-            f"{folder} is cut short: {len(job.steps)} of its {len(known.steps)} steps are there; "
+            f"{folder} is truncated: it has {len(job.steps)} of its {len(known.steps)} steps; "
             "run distcheck job again"
         )
     return job
@@ -348,5 +348,5 @@ def _records(folder: Path, world: int) -> Iterator[StepRecord]:
         for file in sorted(rank_folder(folder, rank).glob("step-*.json")):
             record = read_step(file)
             if (record.rank, f"step-{record.step:06d}") != (rank, file.stem):
-                raise UsageError(f"{file} is damaged: it is of another rank or step")
+                raise UsageError(f"{file} is damaged: it belongs to a different rank or step")
             yield record

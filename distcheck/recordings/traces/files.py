@@ -115,7 +115,7 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
             data = raw_bytes(tensor)
             at = layout.entry_offset(rank, kind, slot, number)
             if xxhash.xxh3_128_digest(data) != ENTRY.unpack_from(index, at)[0]:
-                raise ValueError(f"{_key(rank, kind, spec)} is not what its rank recorded")
+                raise ValueError(f"{_key(rank, kind, spec)} differs from the recording of its rank")
             write_at(fd, data, layout.data_offset(rank, kind, slot, number))
 
 

@@ -67,17 +67,17 @@ def _told(
 
 def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bool) -> str:
     if never:
-        return f"All ranks hold the same bits at every step. The rows show the {what}."
+        return f"All ranks are bit-identical at every step. The rows show the {what}."
     if tie:
         return (
-            f"The {what} differ first: there are {len(groups)} versions, and most ranks hold none "
-            "of them. So the picture cannot say which ranks are wrong."
+            f"The {what} diverge first: there are {len(groups)} versions, and no version is held "
+            "by most ranks. The picture therefore cannot show which ranks are wrong."
         )
     names = ", ".join(map(str, odd))
     one = len(odd) == 1
     return (
-        f"The {what} differ first: rank{'' if one else 's'} {names} (marked ◂) "
-        f"hold{'s' if one else ''} other bits than the rest."
+        f"The {what} diverge first: rank{'' if one else 's'} {names} (marked ◂) "
+        f"differ{'s' if one else ''} from the other ranks."
     )
 
 

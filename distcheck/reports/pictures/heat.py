@@ -87,7 +87,7 @@ def draw_bits(name: str, check: dict[str, Any]) -> Picture:
     says += f"{len(same)} of {total} are bit-identical."
     title = f"Bits: {check['check']}{layer_of(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
-    table = Table(["parameter", "steps whose bits differ"], rows)
+    table = Table(["parameter", "steps that are not bit-identical"], rows)
     return Picture(title, says, svg, table, _grouped(found))
 
 

@@ -56,19 +56,20 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     for i in ticks(len(steps), 10):
         drawing.text(x(i), bottom + 14, str(steps[i]), kind="faint", end="middle")
     drawing.text(_LEFT - 6, bottom + 14, "step", kind="faint", end="end")
-    drawing.text(_LEFT, _TOP + _UPPER + _BETWEEN - 6, "mean less reference", kind="faint")
+    drawing.text(_LEFT, _TOP + _UPPER + _BETWEEN - 6, "mean - reference", kind="faint")
     for number, place in labels([upper(rank[-1]) for rank in ranks]):
         drawing.text(right + 3, place + 4, str(number), kind="faint")
     drawing.text(right + 16, _TOP + _UPPER + 14, "rank", kind="faint", end="end")
     title = f"Loss of {len(ranks)} ranks and of the reference ({layer_name(check['layer'])})"
     says = (
-        f"The ranks' mean leaves its bound at step {steps[apart[0]]}, and at {len(apart)} of "
+        f"The mean over the ranks exceeds its bound at step {steps[apart[0]]}, and at "
+        f"{len(apart)} of "
         f"{plural(len(steps), 'step')} in all."
         if apart
-        else "The ranks' mean is within its bound"
+        else "The mean over the ranks is within its bound"
         + (f" at all {len(steps)} steps." if len(steps) > 1 else ".")
     )
-    says += " Thin lines: ranks, numbered at the right where there is room. Dashed line: reference."
+    says += " Thin lines: ranks, numbered at the right if there is room. Dashed line: reference."
     says += " Below: their mean minus the reference"
     says += ", shaded: the bound." if any(bound) else "; the bound is 0."
     stride = -(-len(steps) // _MOST_NUMBERED_STEPS)

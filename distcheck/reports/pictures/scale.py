@@ -56,7 +56,7 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
     says = (
         f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
         f"{described(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"
-        f"{'; at the upper edge, one without an error to draw' if at_edge else ''}."
+        f"{'; at the upper edge, a world without an error to draw' if at_edge else ''}."
     )
     table = Table(
         ["world", "verdict", "error", "bound", "error / bound", "where"],

@@ -51,7 +51,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
     bottom = _legend(drawing, _TOP + _ROW * len(calls) + 8)
     says = _in_words(outcomes, named)
     title = "Collectives of every rank, at the end"
-    table = Table(["rank", "call", "what it called", "how it stands"], rows)
+    table = Table(["rank", "call", "operation", "state"], rows)
     return Picture(title, says, drawing.markup(bottom, title=title, says=says), table)
 
 
@@ -131,8 +131,8 @@ def _legend(drawing: Drawing, y: float) -> float:
     """Draw the legend in two rows, which fit the narrowest drawing."""
     lower, column = y + 18, 100
     for x, top, look, words in (
-        (0, y, "same", "as most ranks"),
-        (column, y, "over", "another call"),
+        (0, y, "same", "same call as most ranks"),
+        (column, y, "over", "different call"),
         (0, lower, "open", "not called"),
     ):
         drawing.path(look, cell(x + 0.5, top, 12, 12))
@@ -164,7 +164,7 @@ def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
         parts.append(f"Call {number} is missing on {ranks_in_words(ranks)}.")
     elif culprits and not parts:
         parts.append(
-            f"{ranks_in_words(culprits[:1]).capitalize()} failed first; the calls that others "
-            "lack are a consequence."
+            f"{ranks_in_words(culprits[:1]).capitalize()} failed first; the missing calls of "
+            "other ranks are a consequence."
         )
-    return " ".join(parts) or "All ranks that gave data made the same calls."
+    return " ".join(parts) or "All ranks that reported data made the same calls."

@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     if not strategies:
         raise pytest.UsageError(
-            "no strategy is given for the conformance suite; give --distcheck-strategy NAME, "
+            "no strategy was given for the conformance suite; pass --distcheck-strategy NAME, "
             "FILE.py:OBJ or MODULE:OBJ"
         )
     worlds = config.getoption("distcheck_world") or _WORLDS

@@ -78,8 +78,8 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     if target.adaptation.without_data and form.computes:
         raise UsageError(
             f"--without-data is for code that is called after backward; {target.spec!r} was taken "
-            f"as {form.name}, which works in a backward that a rank without data never runs (--as "
-            "says otherwise)"
+            f"as {form.name}, which runs in a backward pass that a rank without data never "
+            "executes (override with --as)"
         )
     loaded = adapt_row(form, target, scene) if form.called else form.own.adapt(target, scene)
     line = source_line(target.value, file=loaded.file)
@@ -106,17 +106,17 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
 def _no_form(target: Target) -> UsageError:
     if not callable(target.value) and not own_names(type(target.value)):
         return UsageError(
-            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; give a "
-            "function, a class, or an object with a method to call after backward"
+            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; pass "
+            "a function, a class, or an object with a method to call after backward"
         )
     return refusal(
         target,
-        f"strategy {target.spec!r} is the class {target.signature}; expected is a function "
-        "f(model), or a class with a method to call after backward, by a usual name or as the "
-        f"only one ({_methods(target.value)})"
+        f"strategy {target.spec!r} is the class {target.signature}; expected a function "
+        "f(model), or a class with a method to call after backward, by a conventional name or as "
+        f"the only one ({_methods(target.value)})"
         if target.is_class
-        else f"strategy {target.spec!r} has several methods, none with a usual name "
-        f"({_methods(target.value)}); give --finish METHOD",
+        else f"strategy {target.spec!r} has several methods, none with a conventional name "
+        f"({_methods(target.value)}); pass --finish METHOD",
     )
 
 
@@ -152,7 +152,7 @@ def _of_script(target: Target) -> str:
     if not line:
         return ""
     file = target.spec.partition(":")[0]
-    return f"{file} trains when it is imported (line {line}), so only its definitions were run"
+    return f"{file} trains when it is imported (line {line}), so only its definitions were executed"
 
 
 def _method_of(target: Target, method: str) -> Target:
@@ -187,8 +187,8 @@ def _refuse_deferred(target: Target) -> None:
     for kind, has_it in kinds.items():
         if has_it(target.value):
             raise UsageError(
-                f"strategy {target.spec!r} is {kind}, and calling it runs nothing; give a "
-                "function that runs it to its end, for example with asyncio.run"
+                f"strategy {target.spec!r} is {kind}, and calling it runs nothing; pass a "
+                "function that runs it to completion, for example with asyncio.run"
             )
 
 
@@ -198,7 +198,7 @@ def _with_generators(note: str, scene: Scene) -> str:
         given = f"model.{'named_' * value.startswith('@named_')}parameters(), a generator"
         note += f"; {name} is {given} (--arg {name}={value} gives a list)"
     if scene.assumed:
-        note += f"; {', '.join(dict.fromkeys(scene.assumed))} (--arg says otherwise)"
+        note += f"; {', '.join(dict.fromkeys(scene.assumed))} (override with --arg)"
     return note.removeprefix("; ")
 
 
@@ -209,7 +209,7 @@ def _note(note: str, form: str, named: str | None, free: FreeNames, *more: str) 
     if note or filled or named:
         text = ", ".join(filter(None, [f"{TAKEN_AS}{form}", note]))
         text += f"; filled in in its module: {filled}" if filled else ""
-        text += "" if named else " (--as says otherwise)"
+        text += "" if named else " (override with --as)"
     return "; ".join(filter(None, [text, *more]))
 
 
@@ -256,8 +256,8 @@ def _refuse_options(target: Target) -> None:
     ):
         if value:
             raise UsageError(
-                f"{option} does not apply to {target.spec!r}, which has distcheck's own methods; "
-                "remove it"
+                f"{option} does not apply to {target.spec!r}, which already implements "
+                "distcheck's interface; remove it"
             )
 
 
@@ -274,7 +274,7 @@ def _check_used(target: Target, scene: Scene, form: Form) -> None:
         if value and not form.takes_methods:
             raise UsageError(
                 f"{option} {value} is for a wrapper; {target.spec!r} was taken as {form.name} "
-                "(--as wrapper says otherwise)"
+                "(override with --as wrapper)"
             )
 
 
@@ -347,7 +347,7 @@ def _watched(
         loaded.close()
         if scene.calls == 0:
             raise UsageError(
-                f"{target.spec!r} was never called, so nothing was verified; name its form with "
+                f"{target.spec!r} was never called, so nothing was verified; pass its form with "
                 "--as"
             )
 

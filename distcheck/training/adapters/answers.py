@@ -49,8 +49,8 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
             tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors
         ]
         raise UsageError(
-            f"{what} returned {str(shown[:4])[:200]} for {len(parameters)} gradients; expected is "
-            "nothing (in place), or a tensor of the same shape for each"
+            f"{what} returned {str(shown[:4])[:200]} for {len(parameters)} gradients; expected "
+            "None (in place), or a tensor of the same shape for each"
         )
 
 
@@ -81,10 +81,10 @@ class Stillness:
             slope += float(gradient.square().sum())
         if along > _DESCENDS * math.sqrt(moved * slope):
             raise UsageError(
-                f"{what} updates the parameters itself, so distcheck cannot see its gradients; if "
-                "it calls optimizer.step(), give --as step; if it takes the step of plain SGD, "
-                "give --as steps-inside; otherwise split it in two, and give the part that "
-                "synchronises"
+                f"{what} updates the parameters itself, so distcheck cannot see its gradients; "
+                "if it calls optimizer.step(), pass --as step; if it performs a plain SGD step, "
+                "pass --as steps-inside; otherwise split it in two and pass the part that "
+                "synchronizes"
             )
 
 
@@ -118,9 +118,9 @@ class AfterBackward:
             return answer
         if _hooks(model) - hooks:
             raise UsageError(
-                f"{self._what} registers hooks, but was called after backward: too late for that "
-                "step, and again at every other; if it must be called once, before training, "
-                "give --as hooks"
+                f"{self._what} registers hooks, but was called after backward, which is too late "
+                "for the first step and repeated at every step; if it must be called once before "
+                "training, pass --as hooks"
             )
         still.check(self._what)
         pairs = _gradients_of(model, answer)

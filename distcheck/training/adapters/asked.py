@@ -37,8 +37,8 @@ def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
     others = [name for name in workloads if trained and name != trained]
     if others:
         raise UsageError(
-            f"--workload {others[0]} does not go with --as {adaptation.form}, which trains the "
-            f"code itself, with the workload {trained}; remove --workload"
+            f"--workload {others[0]} cannot be combined with --as {adaptation.form}, which "
+            f"trains the code itself with the workload {trained}; remove --workload"
         )
 
 
@@ -92,8 +92,9 @@ def _text_of(option: str, name: str, value: Any) -> str:
     text = repr(value)
     if not _is_literal(text):
         raise UsageError(
-            f"{option} {name}: {value!r} cannot be sent to another process; give a Python "
-            "literal, @name for what distcheck would fill in under that name, or @module:object"
+            f"{option} {name}: {value!r} cannot be sent to another process; pass a Python "
+            "literal, @name for the value that distcheck fills in under that name, or "
+            "@module:object"
         )
     return text
 

@@ -34,8 +34,8 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(target, f"strategy {target.spec!r} {form.lacks}")
     if once and is_context_function(target.value):
         raise UsageError(
-            f"strategy {target.spec!r} is a context manager, which --as {form.name} would call but "
-            "never enter; give --as context"
+            f"strategy {target.spec!r} is a context manager, which --as {form.name} would call "
+            "but never enter; pass --as context"
         )
     note = f"{target.signature}{form.note}"
     if form.handed == "gradients":
@@ -56,7 +56,7 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     if form.handed == "model" and _needs_no_remark(target):
         note = ""
     elif target.source.returns_many:
-        note += ", a tensor for each parameter that it returns is taken for its gradient"
+        note += ", each tensor that it returns for a parameter is taken as its gradient"
     return target.loaded(note, sync=sync)
 
 
@@ -76,8 +76,8 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if of_several and not target.words & COLLECTIVES:
         raise UsageError(
             f"{target.described}: {first} is a list of models in one process, and no collective is "
-            "called; distcheck runs one model per process, so give the function that exchanges "
-            "gradients between processes"
+            "called; distcheck runs one model per process, so pass the function that "
+            "synchronizes gradients between processes"
         )
     is_subject = of_parameters or meaning_of(first) in ("", "model")
     supplied = [first] if first and is_subject and first not in target.arguments else []
@@ -118,7 +118,7 @@ def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
         scene.step = step
         method = getattr(made[-1], name, None)
         if not callable(method):
-            raise UsageError(f"{what} made an object without a method {name}()")
+            raise UsageError(f"{what} created an object without a method {name}()")
         wait_for(Filling(scene, method, what=f"{what}, {name}").call())
 
     return call
@@ -143,8 +143,8 @@ def _around(
             made = call()
             if not hasattr(made, "__exit__"):
                 raise UsageError(
-                    f"{target.spec!r} returned a {type(made).__name__}; a context manager is "
-                    "expected; name the form with --as"
+                    f"{target.spec!r} returned a {type(made).__name__}; expected a context "
+                    "manager; pass the form with --as"
                 )
             made.__enter__()
             entered.append(made)
@@ -167,8 +167,8 @@ def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) ->
         is_module = isinstance(answer, nn.Module) and answer not in (model, scene.model)
         if is_module and form.handed == "model":
             raise UsageError(
-                f"{target.spec!r} returned another module when it was called after backward; if it "
-                "wraps the model once, give --as wrapper"
+                f"{target.spec!r} returned another module when it was called after backward; if "
+                "it wraps the model once, pass --as wrapper"
             )
 
     return sync

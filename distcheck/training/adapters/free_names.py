@@ -62,8 +62,8 @@ class FreeNames:
                 with contextlib.suppress(ImportError, RuntimeError, OSError):
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
-                f"strategy {target.spec!r} uses {name}, which its module does not define; "
-                f"give {options('--set', [name], None)}"
+                f"strategy {target.spec!r} uses {name}, which its module does not define; pass "
+                f"{options('--set', [name], None)}"
             )
             self._put(name, stand_in(name, sentence) if value is None else value)
 
@@ -122,7 +122,7 @@ def _check_used(name: str, target: Target) -> None:
         known = [one for one in vars(target.module) if not one.startswith("_") and one != first]
         raise UsageError(
             f"--set {name}: {target.module.__name__} neither defines nor uses "
-            f"{first!r}{did_you_mean(first, known)}; give a name that is in its file"
+            f"{first!r}{did_you_mean(first, known)}; pass a name that occurs in its file"
         )
 
 

@@ -38,7 +38,9 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
     has = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
     if len(has) == 1:
         other = next(name for name in _ACCESSORS if name not in has)
-        raise UsageError(f"{what} has {has[0]}(model) and no {other}(model); give both, or none")
+        raise UsageError(
+            f"{what} has {has[0]}(model) but no {other}(model); define both or neither"
+        )
     layout = _Accessed(base, made, what) if has else _Pieced(base, what)
     return dataclasses.replace(
         base.promising(one_group=True),
@@ -55,7 +57,7 @@ def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
     try:
         return base.wrap(model)
     except ValueError as error:
-        raise UsageError(f"strategy {what} does not divide this model: {error}") from error
+        raise UsageError(f"strategy {what} does not shard this model: {error}") from error
 
 
 class _Buffers:
@@ -105,8 +107,8 @@ class _Pieced:
         mesh = self._base.contract.mesh(dist.get_world_size())
         assert mesh is not None
         undivided = (
-            f"{self._what} promises the mesh {mesh}, and every rank holds every parameter whole: "
-            "nothing is divided"
+            f"{self._what} promises the mesh {mesh}, but every rank holds every parameter whole: "
+            "nothing is sharded"
         )
         pieces = Pieces(
             model,
@@ -134,8 +136,8 @@ class _Pieced:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         if bool(flags.all()):
             raise UsageError(
-                f"{self._what} holds DTensors, and divides the model in another way as well; give "
-                "it full_parameters(model) and full_gradients(model)"
+                f"{self._what} uses DTensors and also shards the model in another way; define "
+                "full_parameters(model) and full_gradients(model)"
             )
         return bool(flags[0])
 
@@ -230,8 +232,8 @@ class _Accessed:
         if isinstance(whole, Mapping):
             return whole
         raise UsageError(
-            f"{self._what}: {name}(model) returned a {type(whole).__name__}; expected is a dict "
-            "of parameter names and whole tensors"
+            f"{self._what}: {name}(model) returned a {type(whole).__name__}; expected a dict "
+            "from parameter names to whole tensors"
         )
 
     def _check(self, name: str, value: Any, parameter: nn.Parameter) -> None:
@@ -239,7 +241,7 @@ class _Accessed:
             return
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(
-            f"{self._what}: full_parameters(model) gave {shape} for {name}; its whole tensor has "
+            f"{self._what}: full_parameters(model) gave {shape} for {name}; the whole tensor has "
             f"the shape {tuple(parameter.shape)}"
         )
 

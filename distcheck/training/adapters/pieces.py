@@ -89,7 +89,7 @@ class Pieces:
             read = [self._read(p, base) for p in wrap(numbered).parameters()]
             held = numbers_held or [torch.zeros_like(part) for part in read]
             if [len(part) for part in read] != [len(part) for part in held]:
-                raise UsageError(f"{self._what} divides one model in different ways")
+                raise UsageError(f"{self._what} shards one model in different ways")
             numbers_held = [a + b * base**digit for a, b in zip(held, read, strict=True)]
         self._places = [numbers - 1 for numbers in numbers_held]
         self._divide()
@@ -99,8 +99,8 @@ class Pieces:
         numbers = values.nan_to_num(-1, -1, -1).long()
         if not bool(((numbers == values) & (numbers >= 0) & (numbers < base)).all()):
             raise UsageError(
-                f"{self._what} does not only divide the module's numbers among the ranks: its "
-                "constructor changes them, so they cannot be put together again"
+                f"{self._what} does not only shard the module's elements: its constructor "
+                "changes them, so they cannot be unsharded"
             )
         return numbers
 
@@ -110,8 +110,8 @@ class Pieces:
         mine = here[here >= 0]
         if bool((mine >= self._total).any()) or len(mine.unique()) != len(mine):
             raise UsageError(
-                f"{self._what} has parameters() that hold an element twice on rank {self._rank}; "
-                "each element must be in one piece"
+                f"{self._what} has parameters() with a duplicated element on rank {self._rank}; "
+                "each element must be in exactly one shard"
             )
         speaker = self._zeros(self._total) + self._nobody
         speaker[mine] = self._rank
@@ -141,8 +141,8 @@ class Pieces:
         ]
         more = f" and of {len(named) - 3} others" if len(named) > 3 else ""
         return (
-            f"{self._what} has lost elements: {', '.join(named[:3])}{more} are held by no rank; "
-            "look at how sizes are divided that the number of ranks does not divide"
+            f"{self._what} has lost elements: no rank holds {', '.join(named[:3])}{more}; check "
+            "how sizes are sharded that are not divisible by the world size"
         )
 
     def _check(self, values: Sequence[torch.Tensor | None]) -> None:
@@ -152,9 +152,9 @@ class Pieces:
         if not fits:
             shown = [None if v is None else tuple(v.shape) for v in values]
             raise UsageError(
-                f"{self._what} holds tensors of {str(shown)[:120]}, but began with pieces of "
+                f"{self._what} holds tensors of {str(shown)[:120]}, but began with shards of "
                 f"{str([len(p) for p in self._places])[:120]} elements; between steps its "
-                "parameters must be those pieces again"
+                "parameters must be these shards"
             )
 
     def together(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -238,7 +238,7 @@ class Pieces:
 def _integers(dtype: torch.dtype) -> int:
     """Return the largest b such that the dtype has every integer to b. Raises UsageError."""
     if not dtype.is_floating_point:
-        raise UsageError(f"parameters of {dtype} cannot be put together from pieces")
+        raise UsageError(f"parameters of {dtype} cannot be unsharded")
     return int(2 / spacing(dtype))
 
 

@@ -42,8 +42,8 @@ def refusal(target: Target, why: str) -> FormError:
     """Return the error for code that cannot be adapted, with a strategy file for this object."""
     name = "Adapted" if target.is_class or target.maker is not None else "sync"
     return FormError(
-        f"{why}. Say with --as what it is ({', '.join(form_names())}), or call it yourself from a "
-        f"file beside it, and give that as FILE.py:{name}:\n{template(target)}"
+        f"{why}. Pass its form with --as ({', '.join(form_names())}), or call it yourself from a "
+        f"file next to it, and pass that as FILE.py:{name}:\n{template(target)}"
     )
 
 

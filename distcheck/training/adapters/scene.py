@@ -57,7 +57,7 @@ class Scene:
     def live_model(self) -> nn.Module:
         """The model. Raises UsageError if the code requests it too early."""
         if self.model is None:
-            raise UsageError("the code asks for the model before there is one")
+            raise UsageError("the code requests the model before it exists")
         return self.model
 
     def begin(self, model: nn.Module) -> None:
@@ -143,13 +143,13 @@ class Scene:
         meaning = meaning_of(name)
         if not meaning:
             known = "rank, world_size, group, device, model, optimizer, step, iteration, args, comm"
-            raise UsageError(f"@{name} stands for nothing; known are {known} and their like")
+            raise UsageError(f"@{name} is unknown; known are {known} and similar names")
         return meaning
 
     def _live(self, what: str) -> Any:
         value = getattr(self, what)
         if value is None:
-            raise UsageError(f"the code asks for the {what} before there is one")
+            raise UsageError(f"the code requests the {what} before it exists")
         return value
 
     def _device(self) -> torch.device:
@@ -239,7 +239,7 @@ class Filling:
                     unknown.append(p.name)
         if unknown:
             words = options("--arg", unknown, function)
-            raise FormError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
+            raise FormError(f"{what}: unknown parameters {', '.join(unknown)}; pass {words}")
         self._more: dict[str, str] = {}
         if takes_any_name(function):
             known = {p.name for p in parameters}
@@ -300,7 +300,7 @@ class _Arguments(SimpleNamespace):
         lacking = [name, *(other for other in reads if other not in {name, *vars(self)})]
         names = [f"args.{one}" for one in lacking]
         raise NotKnownError(
-            f"the code reads {', '.join(names)}, which distcheck does not know; give "
+            f"the code reads {', '.join(names)}, which distcheck does not know; pass "
             f"{options('--arg', names, reads.get(name))}"
         )
 

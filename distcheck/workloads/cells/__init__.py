@@ -49,7 +49,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "unused_later": Cell(
         place="distcheck.workloads.cells.models:UnusedLater",
-        about="from step 2 on one layer is left out: its p.grad is None from then on",
+        about="from step 2 on one layer is unused: its p.grad is None from then on",
         steps=4,
     ),
     "frozen_parameters": Cell(
@@ -63,7 +63,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "unfrozen_later": Cell(
         place="distcheck.workloads.cells.models:UnfrozenLater",
-        about="one layer begins to train at step 2 (requires_grad=False until then)",
+        about="one layer is unfrozen at step 2 (requires_grad=False until then)",
         steps=4,
     ),
     "called_twice": Cell(
@@ -72,7 +72,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "dropout": Cell(
         place="distcheck.workloads.cells.models:WithDropout",
-        about="every rank draws masks of its own",
+        about="every rank draws different dropout masks",
     ),
     "reassigned_buffers": Cell(
         place="distcheck.workloads.cells.models:ReassignedBuffers",
@@ -84,11 +84,11 @@ CELLS: Mapping[str, Cell] = {
     ),
     "zero_size": Cell(
         place="distcheck.workloads.cells.sizes:ZeroSize",
-        about="parameters of no element at all, between others",
+        about="parameters without elements, between others",
     ),
     "indivisible_sizes": Cell(
         place="distcheck.workloads.cells.sizes:IndivisibleSizes",
-        about="parameters whose sizes no world divides, some smaller than the world",
+        about="parameters whose sizes no world size divides, some smaller than the world size",
     ),
     "bucket_boundaries": Cell(
         place="distcheck.workloads.cells.sizes:BucketBoundaries",
@@ -96,7 +96,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "channels_last": Cell(
         place="distcheck.workloads.cells.sizes:ChannelsLast",
-        about="convolutions in channels_last: gradients lie in memory in another order",
+        about="convolutions in channels_last: gradients have a different memory layout",
     ),
     "transposed": Cell(
         place="distcheck.workloads.cells.sizes:Transposed",
@@ -104,7 +104,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "one_storage": Cell(
         place="distcheck.workloads.cells.sizes:OneStorage",
-        about="parameters that are views of one storage",
+        about="parameters that are views of the same storage",
     ),
     "mixed_dtypes": Cell(
         place="distcheck.workloads.cells.dtypes:MixedDtypes",
@@ -113,11 +113,11 @@ CELLS: Mapping[str, Cell] = {
     ),
     "complex": Cell(
         place="distcheck.workloads.cells.dtypes:ComplexParameters",
-        about="complex parameters, whose gradients have two parts",
+        about="complex parameters, whose gradients have a real and an imaginary part",
     ),
     "sparse": Cell(
         place="distcheck.workloads.cells.dtypes:SparseGradients",
-        about="an embedding with sparse gradients, which touch other rows on every rank",
+        about="an embedding with sparse gradients, whose nonzero rows differ across ranks",
         # torch may sum duplicates of a row at any time.
         without=(BITWISE, ROUNDING),
     ),
@@ -129,32 +129,33 @@ CELLS: Mapping[str, Cell] = {
     ),
     "two_epochs": Cell(
         place="distcheck.workloads.cells.schedules:TwoEpochs",
-        about="two epochs, in another order each",
+        about="two epochs in different orders",
         own_batch=True,
         steps=4,
     ),
     "accumulation": Cell(
         place="distcheck.workloads.cells.schedules:Accumulation",
-        about="two backward passes a step; the first within no_sync(), where there is one",
+        about="two backward passes per step, the first inside no_sync() if the strategy has it",
     ),
     "clipping": Cell(
         place="distcheck.workloads.cells.schedules:Clipping",
-        about="the loop clips gradients by their norm, after the exchange",
+        about="the loop clips gradients by their norm after synchronization",
     ),
     "loss_scaling": Cell(
         place="distcheck.workloads.cells.schedules:LossScaling",
-        about="a GradScaler, and on one rank a gradient that overflows: every rank skips the step",
+        about="a GradScaler, and a gradient that overflows on one rank: every rank skips the step",
         own_batch=True,
         steps=4,
     ),
     "adamw": Cell(
         place="distcheck.workloads.composite:WithAdamW",
-        about="the composite model with AdamW, in two groups, its rates changing with every step",
+        about="the composite model with AdamW and two groups, whose learning rates change at "
+        "every step",
         without=(IN_FLOAT32, IN_FLOAT64),
     ),
     "schedule": Cell(
         place="distcheck.workloads.cells.schedules:Schedule",
-        about="the learning rate changes with every step, from 0 on",
+        about="the learning rate changes at every step, starting at 0",
         steps=4,
     ),
     "zero_on_some": Cell(
@@ -163,7 +164,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "different_starts": Cell(
         place="distcheck.workloads.cells.some_ranks:DifferentStarts",
-        about="ranks begin with different parameters, and have to be given those of rank 0",
+        about="ranks begin with different parameters and must receive those of rank 0",
     ),
     "non_finite": Cell(
         place="distcheck.workloads.cells.extremes:NonFinite",
@@ -171,7 +172,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "huge_gradients": Cell(
         place="distcheck.workloads.cells.extremes:Huge",
-        about="gradients of 1e30, whose squares are beyond float32",
+        about="gradients of 1e30, whose squares overflow float32",
     ),
     "denormal_gradients": Cell(
         place="distcheck.workloads.cells.extremes:Denormal",
@@ -189,11 +190,11 @@ CELLS: Mapping[str, Cell] = {
     ),
     "complex128": Cell(
         place="distcheck.workloads.cells.dtypes:LongComplexParameters",
-        about="complex parameters with parts in float64",
+        about="complex parameters with float64 components",
     ),
     "equal_twins": Cell(
         place="distcheck.workloads.cells.modules:EqualTwins",
-        about="four layers of one shape, which begin with the same parameters",
+        about="four layers of the same shape, which begin with the same parameters",
     ),
     "odd_modules": Cell(
         place="distcheck.workloads.cells.modules:OddModules",
@@ -201,16 +202,16 @@ CELLS: Mapping[str, Cell] = {
     ),
     "integer_buffers": Cell(
         place="distcheck.workloads.cells.modules:IntegerBuffers",
-        about="buffers of int64, int32 and bool, one beyond what float32 counts",
+        about="int64, int32 and bool buffers, one beyond the exact integers of float32",
     ),
     "eval_mode": Cell(
         place="distcheck.workloads.cells.modules:InEvalMode",
-        about="the model is handed over in eval mode, and trains in it for two steps",
+        about="the model starts in eval mode and trains in it for two steps",
         steps=4,
     ),
     "kept_gradients": Cell(
         place="distcheck.workloads.cells.schedules:KeptGradients",
-        about="the loop clears gradients by zero_grad(set_to_none=False)",
+        about="the loop clears gradients with zero_grad(set_to_none=False)",
     ),
     "evaluation": Cell(
         place="distcheck.workloads.cells.schedules:Evaluation",
@@ -218,7 +219,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "resume": Cell(
         place="distcheck.workloads.cells.schedules:Resume",
-        about="after step 1 everything is built anew and filled from a checkpoint",
+        about="after step 1 everything is rebuilt and loaded from a checkpoint",
         steps=4,
     ),
     # Last: many a strategy that is right elsewhere ends the run here.
@@ -270,15 +271,18 @@ def why_declined(workload: str, contract: Contract, training: Training, *, own_u
             return f"its contract declines {what} ({CELLS[name].about})"
     if workload == "different_starts" and contract.initial_state is None:
         return (
-            'it does not promise initial_state="rank 0" in a contract: ranks have to begin alike, '
-            "and then there is nothing to send"
+            'it does not promise initial_state="rank 0" in a contract: ranks have to begin with '
+            "the same parameters, so there is nothing to broadcast"
         )
     scales, clips = training.loss_scale is not None, training.clip_norm is not None
     if (clips or scales) and own_update:
         return (
-            "it exchanges gradients within the optimizer's step, after the loop would have looked "
-            "at them"
+            "it synchronizes gradients inside the optimizer step, after the loop would have used "
+            "them"
         )
     if clips and contract.gradients == "owner":
-        return "the loop clips by the norm of what a rank holds, and gradients are on their owners"
+        return (
+            "the loop clips by the norm of a rank's gradients, but gradients are only on "
+            "their owners"
+        )
     return ""

@@ -87,7 +87,7 @@ def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
     if found is None:
         tried = ", ".join(str(path) for path in dataset.candidates(where))
         raise CannotRunError(
-            f"{name} is not in {where}: tried {tried}; give --data-dir the folder that holds "
+            f"{name} is not in {where}: tried {tried}; pass --data-dir the folder that holds "
             f"{dataset.folder}, that folder itself or the archive, or add --download"
         )
     with _readable_root(dataset, found) as root:
@@ -126,7 +126,7 @@ def _require_torchvision(name: str) -> None:
         ) from error
     except Exception as error:  # a torchvision built for another torch fails in many ways
         raise CannotRunError(
-            f"data {name} is read through torchvision, which does not load beside torch "
+            f"data {name} is read through torchvision, which does not load with torch "
             f"{torch.__version__} ({error}); install the torchvision that matches it"
         ) from error
 
@@ -165,7 +165,7 @@ def _download(dataset: FileDataset, where: Path) -> None:
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--data-dir {where} cannot be made a folder: {error}") from error
+        raise UsageError(f"--data-dir {where} cannot be created: {error}") from error
     try:
         with scratch.folder(where, ".distcheck-download-") as root:
             dataset.fetch(root)
@@ -175,7 +175,7 @@ def _download(dataset: FileDataset, where: Path) -> None:
     except Exception as error:
         raise CannotRunError(
             f"{dataset.name} could not be downloaded to {where} ({_in_one_line(error)}); "
-            "fetch it on a machine with a network and name its folder with --data-dir"
+            "download it on a machine with a network and pass its folder with --data-dir"
         ) from error
 
 
@@ -199,8 +199,8 @@ def unpack(archive: Path, root: Path) -> None:
     """
     if not hasattr(tarfile, "data_filter"):
         raise CannotRunError(
-            f"{archive} cannot be unpacked safely by Python {platform.python_version()}, which "
-            "3.11.4 and later can; unpack it, and name its folder with --data-dir"
+            f"{archive} cannot be unpacked safely by Python {platform.python_version()}, but "
+            "3.11.4 and later can; unpack it, and pass its folder with --data-dir"
         )
     left = MOST_BYTES
     with tarfile.open(archive) as tar:

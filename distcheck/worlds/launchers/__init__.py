@@ -56,7 +56,7 @@ def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         said = f"is {environ[name][:80]!r}" if name in environ else "is missing"
         raise CannotRunError(
-            f"{launcher} seems to have started this process, but {name} {said}; it takes a number"
+            f"{launcher} seems to have started this process, but {name} {said}; expected a number"
         )
     return int(text)
 
@@ -104,8 +104,8 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     inner = next(iter(found))
     if not 0 <= found[inner].rank < found[inner].world:
         raise CannotRunError(
-            f"{found[inner].launcher} says rank {found[inner].rank} of {found[inner].world} ranks; "
-            "ranks go from 0 to one less than their number"
+            f"{found[inner].launcher}: rank {found[inner].rank} of {found[inner].world} ranks is "
+            f"out of range; expected 0 to {found[inner].world - 1}; start the launcher again"
         )
     for outer, launch in list(found.items())[1:]:
         if (outer, inner) in _MAY_START or outer == "variables":
@@ -129,23 +129,25 @@ def launch_of(
     if given and launch is not None:
         raise CannotRunError(
             f"{launch.launcher} has started this process as rank {launch.rank} of {launch.world}, "
-            f"and {OPTIONS[given[0]]} asks for another way; use one of them"
+            f"but {OPTIONS[given[0]]} requests a different way; use only one of them"
         )
     if given:
         if machines["nnodes"] is None:
             raise UsageError(
-                f"{OPTIONS[given[0]]} needs --nnodes; give the number of machines, --nnodes 2"
+                f"{OPTIONS[given[0]]} requires --nnodes; pass the number of machines, --nnodes 2"
             )
         if len(worlds) > 1:
-            raise UsageError("--nnodes takes one --world; the ranks of one world are shared out")
+            raise UsageError(
+                "--nnodes accepts only one --world, whose ranks are distributed over the machines"
+            )
         launch = launch_here(**machines, world=worlds[0] if worlds else _DEFAULT_WORLD)
     if launch is None:
         return None, worlds or (_DEFAULT_WORLD,)
     if any(world != launch.world for world in worlds):
         wanted = ", ".join(map(str, worlds))
         raise UsageError(
-            f"--world {wanted} was given, and {launch.launcher} has started {launch.world} "
-            "ranks; remove --world, or start as many"
+            f"--world {wanted} was given, but {launch.launcher} started {launch.world} ranks; "
+            "remove --world, or start that many"
         )
     if launch.world == 1 and not launch.run:
         return None, (1,)  # a named run may be the rest of a larger one
@@ -168,7 +170,7 @@ def launch_here(
         raise UsageError(f"--nnodes {nnodes} is out of range; it takes 1 or more")
     if machine is None or not 0 <= machine < nnodes:
         said = "is missing" if machine is None else f"{machine} is out of range"
-        raise UsageError(f"--node-rank {said}; with --nnodes {nnodes} it takes 0 to {nnodes - 1}")
+        raise UsageError(f"--node-rank {said}; with --nnodes {nnodes} expected 0 to {nnodes - 1}")
     if world < nnodes:
         raise UsageError(
             f"--world {world} is smaller than --nnodes {nnodes}: a machine would have no rank"
@@ -176,7 +178,7 @@ def launch_here(
     if init_method is None:
         if not master_addr:
             raise UsageError(
-                "--master-addr is missing; give an address of machine 0 that the others can reach"
+                "--master-addr is missing; pass an address of machine 0 that the others can reach"
             )
         port = _DEFAULT_PORT if master_port is None else master_port
         if not 0 < port < 65536:
@@ -184,7 +186,8 @@ def launch_here(
         init_method = f"tcp://{master_addr}:{port}"
     elif not init_method.startswith(("tcp://", "file://")):
         raise UsageError(
-            f"--init-method {init_method!r} is not known; it takes tcp://HOST:PORT or file:///PATH"
+            f"--init-method {init_method!r} is not supported; expected tcp://HOST:PORT or "
+            "file:///PATH"
         )
     each, more = divmod(world, nnodes)
     first = machine * each + min(machine, more)

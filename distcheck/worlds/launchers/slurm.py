@@ -63,7 +63,7 @@ def first_host(nodes: str) -> str:
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
         raise CannotRunError(
-            f"srun's list of hosts {nodes!r} cannot be read; a list such as 'gpu[03-05],login' is; "
-            "set MASTER_ADDR and MASTER_PORT to rank 0's machine instead"
+            f"srun's list of hosts {nodes!r} is malformed; expected a list such as "
+            "'gpu[03-05],login'; set MASTER_ADDR and MASTER_PORT to rank 0's machine instead"
         )
     return first[1] + (first[2] or "")

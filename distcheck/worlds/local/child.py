@@ -164,8 +164,8 @@ def keep_folder() -> None:
             found = os.stat(path, dir_fd=None if dir_fd == -1 else dir_fd, follow_symlinks=False)
             if any(os.path.samestat(found, one) for one in kept):
                 raise _FolderError(
-                    "this is the working directory of the run, or a folder that it lies in, which "
-                    "other ranks need; remove and rename folders of your own only"
+                    "this is the working directory of the run or one of its parents, which other "
+                    "ranks need; remove and rename only folders that your code created"
                 )
 
     sys.addaudithook(hear)

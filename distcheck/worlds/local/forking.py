@@ -104,8 +104,8 @@ class Forker:
                 raise CannotRunError(NO_TORCH_IN_TIME)
         if self._ready.error:
             raise CannotRunError(
-                f"torch cannot be imported by {sys.executable}: {self._ready.error}; "
-                "distcheck doctor shows more"
+                f"torch cannot be imported by {sys.executable}: {self._ready.error}; run "
+                "distcheck doctor for details"
             )
         return self._ready.torch_version
 
@@ -203,7 +203,7 @@ class Forker:
         pid = self._helper.pid
         self._stopped_s = self._stopped_s + elapsed if pid and linux.is_stopped(pid) else 0.0
         if self._stopped_s >= _STOPPED_S:
-            self._give_up(f"it was stopped (process {pid}, state T), as SIGSTOP does")
+            self._give_up(f"it was stopped (process {pid}, state T, SIGSTOP)")
 
     def forget(self, child: Child) -> None:
         """Close a child's descriptors, once; it must have exited."""
@@ -252,20 +252,22 @@ class Forker:
         try:
             self._line.send(request, fds)
         except TimeoutError:
-            self._give_up(f"it took no message for {_PATIENCE_S:g} s")
+            self._give_up(f"it received no message for {_PATIENCE_S:g} s")
         finally:
             self._connection.setblocking(False)
 
     def _give_up(self, how: str) -> NoReturn:
         """End the helper; SIGKILL also ends a stopped one. Raises HelperError."""
         self._helper.end(0.0)
-        raise HelperError(f"the process that forks the ranks does not answer: {how}; run it again")
+        raise HelperError(
+            f"the process that forks the ranks does not respond: {how}; run the command again"
+        )
 
     def _helper_died(self) -> None:
-        last = self._helper.last_words() or "it said nothing"
+        last = self._helper.last_words() or "no error message"
         raise HelperError(
-            f"the process that forks the ranks ended unexpectedly: {last}; "
-            "out of memory is the usual reason"
+            f"the process that forks the ranks ended unexpectedly: {last}; the usual reason is "
+            "insufficient memory"
         )
 
     def _on_notices(self) -> None:

@@ -41,8 +41,8 @@ main({control}, {front}, {variant}, {imports!r})
 """
 START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 NO_TORCH_IN_TIME = (
-    f"importing torch took over {START_DEADLINE_S:.0f} s; run `python -c 'import torch'` until it "
-    "is quick, and then distcheck again"
+    f"importing torch took over {START_DEADLINE_S:.0f} s; run `python -c 'import torch'` until "
+    "it is fast, then rerun distcheck"
 )
 
 

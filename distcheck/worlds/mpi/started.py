@@ -135,8 +135,8 @@ class MPIJob:
         rank = int(variables.get("PMIX_RANK") or variables.get("PMI_RANK") or -1)
         if not 0 <= rank < size:
             raise CannotRunError(
-                f"an MPI launcher started a process that it gave no rank from 0 to {size - 1}: "
-                "neither PMIX_RANK nor PMI_RANK; use Open MPI 4 or newer, or MPICH"
+                f"an MPI launcher started a process without a rank from 0 to {size - 1}: neither "
+                "PMIX_RANK nor PMI_RANK; use Open MPI 4 or newer, or MPICH"
             )
         self.connections[rank] = {"PMI_FD": fds[0]} if fds else {}
         self.environments[rank] |= {
@@ -156,8 +156,8 @@ def _launcher() -> library.Launcher:
     launcher = library.find_launcher()
     if launcher is None:
         raise CannotRunError(
-            "ranks on backend mpi need mpirun or mpiexec, which is neither beside this Python nor "
-            f"on PATH; {INSTALL}, or pip install mpich"
+            "ranks on backend mpi need mpirun or mpiexec, which is neither next to this Python "
+            f"nor on PATH; {INSTALL}, or pip install mpich"
         )
     return launcher
 

@@ -32,7 +32,7 @@ from distcheck.worlds.shares import RankStart, Region, Share, Shared, descriptor
 from distcheck.worlds.stalls import Looks
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 
-_ENDED = "its process has ended"
+_ENDED = "its process exited"
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class Link:
         except ConnectionError:
             self.lose(_ENDED)
         except OSError as error:
-            self.lose(error.strerror or "the connection broke")
+            self.lose(error.strerror or "the connection was lost")
 
     def lose(self, reason: str) -> None:
         """Mark the peer as lost, and every rank there."""
@@ -196,7 +196,9 @@ class RemoteShare(Share):
         else:
             ranks = {message.key if isinstance(message, messages.Of) else message.rank}
         if not ranks <= self.children.keys():
-            self._link.lose(f"it names rank {max(ranks - self.children.keys())}, not its own")
+            self._link.lose(
+                f"it names rank {max(ranks - self.children.keys())}, which it does not own"
+            )
         elif isinstance(message, wire.Signs):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
@@ -221,7 +223,7 @@ class RemoteShare(Share):
             if offset <= message.offset and end <= offset + length:
                 os.pwrite(self._trace_fd, message.data, message.offset)
                 return
-        self._link.lose(f"it wrote outside of rank {message.rank}'s part of the trace")
+        self._link.lose(f"it wrote outside rank {message.rank}'s part of the trace")
 
 
 LEAST_SILENCE_S = 5.0
@@ -306,13 +308,13 @@ class Fleet(Pool):
             away = [link.name for link in self._links if link.line.peer_address]
             if away:
                 raise CannotRunError(
-                    f"--backend mpi runs on one machine, and {away[0]} is on another; start all "
-                    "ranks on one, or give --backend gloo"
+                    f"--backend mpi runs on one machine, but {away[0]} is on another; start all "
+                    "ranks on one machine, or pass --backend gloo"
                 )
             return super().start_ranks(target, starts, fds)
         if len(starts) != self._launch.world:
             raise CannotRunError(
-                f"a world of {len(starts)} ranks was asked for, and {self._launch.launcher} has "
+                f"a world of {len(starts)} ranks was requested, but {self._launch.launcher} "
                 f"started {self._launch.world}"
             )
         self._worlds += 1
@@ -357,7 +359,7 @@ class Fleet(Pool):
             # A process that is importing torch sends nothing.
             allowed_s = max(self._deadline_s, LEAST_SILENCE_S) if link.hello else _IMPORT_S
             if not link.lost and link.silent_s > allowed_s:
-                link.lose(f"nothing was heard of it for {allowed_s:g} s")
+                link.lose(f"it sent no heartbeat for {allowed_s:g} s")
             link.send(wire.Beat())
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -436,8 +438,8 @@ class Fleet(Pool):
                 ranks = ", ".join(map(str, missing))
                 raise CannotRunError(
                     f"{'ranks' if len(missing) > 1 else 'rank'} {ranks} of {self._launch.world} "
-                    f"did not come within {patience_s:g} s; were their processes started, "
-                    "and can they reach this machine? --deadline gives them longer"
+                    f"did not connect within {patience_s:g} s; were their processes started, "
+                    "and can they reach this machine? Raise --deadline to wait longer"
                     + _about_refused(greetings.refused)
                 )
             self.pump(0)
@@ -452,14 +454,17 @@ class Fleet(Pool):
             link.take(word)
         problem = coming.error and f"{link.name} cannot take part: {coming.error}"
         if coming.protocol != wire.PROTOCOL:
-            problem = f"{link.name} has another version of distcheck; install the same everywhere"
+            problem = (
+                f"{link.name} has a different version of distcheck; install the same "
+                "version everywhere"
+            )
         elif coming.world != self._launch.world:
             problem = (
-                f"{link.name} was started for a world of {coming.world} ranks, rank 0 for "
+                f"{link.name} was started for a world of {coming.world} ranks, but rank 0 for "
                 f"{self._launch.world}"
             )
         elif not set(coming.ranks) <= set(self._missing()):
-            problem = f"{link.name} has come twice; give every process ranks of its own"
+            problem = f"{link.name} connected twice; assign different ranks to every process"
         self._links.append(link)
         self.watch(line, link.on_readable)
         if problem:
@@ -496,7 +501,7 @@ def _about_refused(connections: int) -> str:
     if not connections:
         return ""
     return (
-        f"; {connections} connections were refused, because they did not have rank 0's secret: "
+        f"; {connections} connections were rejected because they did not have rank 0's secret: "
         f"{secret.ADVICE}"
     )
 
@@ -550,7 +555,7 @@ def ask_store(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> s
     word = run_job(pool, meeting.THROUGH_STORE, request)
     if word.first_size != launch.world:
         raise MembershipError(
-            f"{launch.launcher} began this run with {word.first_size} ranks and has started it "
-            f"anew with {launch.world}: its membership changed, and nothing is verified"
+            f"{launch.launcher} started this run with {word.first_size} ranks and restarted it "
+            f"with {launch.world}: the membership changed, so nothing is verified"
         )
     return word.value

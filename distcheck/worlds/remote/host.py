@@ -36,7 +36,7 @@ _CHUNK_BYTES = 1 << 20
 _ERROR_PATIENCE_S = 15.0
 _ASK_AGAIN_S = 2.0
 _FAREWELL_S = 10.0  # from a launcher's SIGTERM to the front end's message; torchrun waits 30 s
-_FRONT_ENDED = "rank 0 has ended without a verdict"
+_FRONT_ENDED = "rank 0 exited without a verdict"
 _READ_DEADLINE_S = 600.0  # idle seconds; downloads take time
 
 
@@ -122,7 +122,7 @@ class Host:
             if asked_at is not None and time.monotonic() - asked_at > _FAREWELL_S:
                 raise KeyboardInterrupt
             if self._silent_s > self._silence_s:
-                raise RankLostError(f"nothing was heard of rank 0 for {self._silence_s:g} s")
+                raise RankLostError(f"rank 0 sent no heartbeat for {self._silence_s:g} s")
         return self._over
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -214,7 +214,7 @@ class Host:
             raise RankLostError(_FRONT_ENDED) from None
         except msgspec.MsgspecError:
             raise CannotRunError(
-                f"what answers at {self._launch.meeting} is not distcheck, or another version of it"
+                f"the peer at {self._launch.meeting} is not distcheck, or a different version of it"
             ) from None
         self._silent_s = 0.0
         for message in arrived:

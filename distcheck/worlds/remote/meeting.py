@@ -73,7 +73,7 @@ def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Wo
     except RuntimeError as error:  # includes torch's DistError
         last = str(error).strip().splitlines()[0]
         raise CannotRunError(
-            f"the launcher's store at {job.host}:{job.port} did not answer within "
+            f"the launcher's store at {job.host}:{job.port} did not respond within "
             f"{job.deadline_s:g} s: {last}"
         ) from None
     return Word(value=value.decode(), first_size=int(first))
@@ -85,7 +85,8 @@ def address_of(meeting: str) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise CannotRunError(
-            f"{meeting!r} is not a meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
+            f"{meeting!r} is not a rendezvous address; expected tcp://HOST:PORT with a port from "
+            "1 to 65535"
         )
     return host.strip("[]"), int(port)
 
@@ -114,13 +115,13 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise CannotRunError(
-                f"rank 0 cannot listen at {host}: it is not an address of this machine; give one "
-                f"that is as the master's, or name the one to listen at in {LISTEN} (where "
-                f"{named} leads here by another route)"
+                f"rank 0 cannot listen at {host}: it is not an address of this machine; pass a "
+                f"local address as the master's, or set {LISTEN} to the address to listen on (if "
+                f"{named} is routed here)"
             ) from None
         raise CannotRunError(
             f"rank 0 cannot listen at {host}:{port}: {error.strerror}; another program may use "
-            "the port: give another one with --master-port or MASTER_PORT"
+            "the port; pass a different one with --master-port or MASTER_PORT"
         ) from None
     server.listen(1024)
     return server
@@ -194,7 +195,7 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
     retrying until the deadline. Raises CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
-    reason, place = "its place is not known yet", None
+    reason, place = "its address is not known yet", None
     while True:
         place = find() or place
         if place is not None:
@@ -207,8 +208,8 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
             spelled = place if isinstance(place, str | None) else f"{place[0]}:{place[1]}"
             where = f" at {spelled}" if spelled else ""
             raise CannotRunError(
-                f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); is it "
-                "running, and is the address right? --deadline gives it longer"
+                f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); check "
+                "that it is running and that the address is right, or raise --deadline"
             )
         time.sleep(_RETRY_S)
 

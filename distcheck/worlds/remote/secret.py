@@ -38,7 +38,8 @@ CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
 ADVICE = (
-    f"start every process as one user with one home folder, or give all of them the same {VARIABLE}"
+    f"start every process as the same user with the same home folder, or set the same {VARIABLE} "
+    "for all of them"
 )
 _LEAST_CHARACTERS = 16
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -60,9 +61,8 @@ def shared_secret() -> bytes:
         with contextlib.suppress(OSError):
             return _long_enough(_kept(folder), str(folder / "secret"))
     raise CannotRunError(
-        "no secret can be kept for the processes of this run: neither the home folder nor "
-        f"{temporary} has room for a folder of your own that no other user can write; set "
-        f"{VARIABLE}"
+        "no secret can be stored for the processes of this run: neither the home folder nor "
+        f"{temporary} allows a private folder that no other user can write; set {VARIABLE}"
     )
 
 
@@ -92,7 +92,7 @@ def _read(place: Path) -> str:
                 or about.st_mode & 0o077
             ):
                 raise CannotRunError(
-                    f"{place} must be a file of your own that no other user can read; run chmod "
+                    f"{place} must be your own file that no other user can read; run chmod "
                     f"600 {place}, or set {VARIABLE}"
                 )
             return file.read(4096).strip()
@@ -103,7 +103,7 @@ def _read(place: Path) -> str:
 def _long_enough(text: str, name: str) -> bytes:
     if len(text) < _LEAST_CHARACTERS:
         raise CannotRunError(
-            f"{name} has {len(text)} characters; a secret has at least {_LEAST_CHARACTERS}"
+            f"{name} has {len(text)} characters; a secret needs at least {_LEAST_CHARACTERS}"
         )
     return text.encode(errors="surrogateescape")
 
@@ -136,13 +136,13 @@ def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> None
     until = time.monotonic() + timeout_s
     sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
     if not sent.startswith(GREETING):
-        raise ConnectionError("what answers there is not this version of distcheck")
+        raise ConnectionError("the peer there is not this version of distcheck")
     own = secrets.token_bytes(CHALLENGE_BYTES)
     theirs = sent[len(GREETING) :]
     connection.sendall(own + _proof(b"host", theirs, own, secret))
     proof = _exactly(connection, PROOF_BYTES, until)
     if not hmac.compare_digest(proof, _proof(b"front", theirs, own, secret)):
-        raise ConnectionError(f"what answers there does not have this run's secret: {ADVICE}")
+        raise ConnectionError(f"the peer there does not have this run's secret: {ADVICE}")
 
 
 def _proof(role: bytes, of_front: bytes, of_host: bytes, secret: bytes) -> bytes:
@@ -158,7 +158,9 @@ def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
         connection.settimeout(left)
         piece = connection.recv(count - len(data))
         if not piece:
-            raise ConnectionError(f"it closed the connection, as for another secret: {ADVICE}")
+            raise ConnectionError(
+                f"it closed the connection, as it does for a different secret: {ADVICE}"
+            )
         data += piece
     return data
 

@@ -133,7 +133,7 @@ class SimulatedGroup(PythonGroup):
         name = "reduce_scatter"
         check_length(name, self._size, parts)
         if (own := parts[self._rank].numel()) != output.numel():
-            raise ValueError(f"{name}: a part of {own} elements for an output of {output.numel()}")
+            raise ValueError(f"{name}: a chunk of {own} elements for an output of {output.numel()}")
         op = self._operation(name, opts)
         return self._post(opts, name, name, parts, [output], counts=parts, op=op)
 

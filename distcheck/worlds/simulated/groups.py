@@ -79,7 +79,7 @@ class GroupsMade:
                     f"{f' at {place}' * bool(place)}"
                     for (place, ranks), makers in alike.items()
                 ]
-                return f"{' and '.join(clauses)}, which torch takes for the same group"
+                return f"{' and '.join(clauses)}, which torch treats as the same group"
         return ""
 
     def not_destroyed(self) -> Iterator[str]:
@@ -97,8 +97,8 @@ class GroupsMade:
         for (place, ranks), counts in leaks.items():
             yield (
                 f"{_in_words(counts)} made {max(counts.values())} groups of {_in_words(ranks)} at "
-                f"{place}, one after the other, and never destroyed them, so that torch keeps each "
-                "with its connections: make it once, or call destroy_process_group(group)"
+                f"{place}, one after the other, and never destroyed them, so torch keeps each "
+                "with its connections: create the group once, or call destroy_process_group(group)"
             )
 
 

@@ -36,8 +36,8 @@ from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
-_NO_TURN = "waits for its turn, which rank {} does not give away"
-_STOPPED = "was stopped, because of what rank {} did"
+_NO_TURN = "waits for its turn, which rank {} does not yield"
+_STOPPED = "was stopped because of rank {}"
 _STACK_BYTES = 8 << 20  # of address space: unused stack takes no memory
 
 
@@ -271,7 +271,7 @@ class SimulatedHost:
 def _refusal(what: str) -> NotSimulatedError:
     device = " --device cuda" if what.startswith(limits.USES_CUDA) else ""
     return NotSimulatedError(
-        f"backend simulated cannot run this code: {what}; give --backend gloo{device}"
+        f"backend simulated cannot run this code: {what}; pass --backend gloo{device}"
     )
 
 

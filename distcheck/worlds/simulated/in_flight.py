@@ -111,7 +111,7 @@ class InFlight(compat.TorchDispatchMode):
             does = f"called {use.call.in_words()}{use.call.where} on"
         does_itself = "writes it" if held.writes else "reads it"
         dropped = call.work is None or call.work() is None
-        waited = "nothing can wait for it, as its work was not kept" if dropped else (
+        waited = "nothing can wait for it, because its work handle was discarded" if dropped else (
             "its work had not been waited for"
         )  # fmt: skip
         size = "x".join(map(str, use.tensor.shape)) or "scalar"
@@ -125,7 +125,7 @@ class InFlight(compat.TorchDispatchMode):
     def _place(operation: str) -> str:
         place = place_of_caller()
         return f" by {operation} at {place}" if place else (
-            f" by {operation}, after the code under test had returned"
+            f" by {operation}, after the code under test returned"
         )  # fmt: skip
 
     # -- the stack of modes ---------------------------------------------------------------------

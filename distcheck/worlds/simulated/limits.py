@@ -33,7 +33,9 @@ from distcheck.worlds.simulated.world import here
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
 USES_CUDA = "it uses CUDA"
-_MEETS = "it calls init_process_group itself, for which its ranks would meet outside,"
+_MEETS = (
+    "it calls init_process_group itself, so its ranks would connect outside the simulated world,"
+)
 _LIBRARY = tuple(
     os.path.join(os.path.dirname(torch.__file__), name) for name in ("library.py", "_library")
 )
@@ -62,7 +64,7 @@ def install() -> None:
 
     def refuse_signal(number: Any, handler: Any, /) -> Any:
         if here().baton.rank is not None:
-            here().refuse("it sets a handler of a signal")
+            here().refuse("it sets a signal handler")
         return set_signal(number, handler)
 
     def leave_rank(status: int) -> NoReturn:
@@ -74,7 +76,7 @@ def install() -> None:
         here().refuse("it starts a process")
 
     def refuse_rpc(*_: Any, **__: Any) -> NoReturn:
-        here().refuse("it starts RPC, which has threads and sockets of its own")
+        here().refuse("it starts RPC, which uses its own threads and sockets")
 
     module: Any = time
     module.sleep = sleep_or_give_way
@@ -200,7 +202,7 @@ def _hear(event: str, given: tuple[Any, ...]) -> None:
     if event in _FORKS:
         here().refuse(f"it calls {event}")
     if event == "import" and given[0] in _OWN_TRANSPORT:
-        here().refuse(f"it imports {given[0]}, which moves data by itself")
+        here().refuse(f"it imports {given[0]}, which communicates by itself")
 
 
 def place_of_cuda(error: BaseException | None) -> str:

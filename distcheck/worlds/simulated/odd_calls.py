@@ -48,7 +48,8 @@ class OddCalls:
                 self._say(
                     "other-shapes",
                     received,
-                    f"{_of_one(sent)} and {_of_one(received)}: as many elements, and another shape",
+                    f"{_of_one(sent)} and {_of_one(received)}: the number of elements matches, "
+                    "but the shape does not",
                 )
         elif first.kind not in ("all_to_all", "barrier"):
             self._look_at_shapes(calls)
@@ -57,7 +58,11 @@ class OddCalls:
         alike = [call for call in calls if call.name == calls[0].name]
         if len({_shapes(call) for call in alike}) > 1:
             said = posted_calls.called_in_words(alike)
-            self._say("other-shapes", alike[0], f"{said}: as many elements, and other shapes")
+            self._say(
+                "other-shapes",
+                alike[0],
+                f"{said}: the numbers of elements match, but the shapes do not",
+            )
             return
         tensors = {call: call.inputs or call.outputs for call in alike}
         if calls[0].by_index or all(t.is_contiguous() for own in tensors.values() for t in own):
@@ -70,7 +75,7 @@ class OddCalls:
                 f"{posted_calls.called_in_words(own)} with strides {', '.join(map(str, order))}"
                 for order, own in orders.items()
             )
-            self._say("other-shapes", alike[0], f"{said}: elements are taken as they lie in memory")
+            self._say("other-shapes", alike[0], f"{said}: elements are read in memory order")
 
     def _look_for_gaps(self, call: SimulatedCall) -> None:
         if call.by_index:
@@ -81,9 +86,9 @@ class OddCalls:
                 self._say(
                     "tensor-with-gaps",
                     call,
-                    f"{_of_one(call)} on a tensor with gaps (strides {strides}): gloo takes the "
-                    f"{tensor.numel()} elements that lie one after the other in memory, from its "
-                    "first on; give it a contiguous tensor, and copy the result back",
+                    f"{_of_one(call)} on a tensor with gaps (strides {strides}): gloo "
+                    f"reads {tensor.numel()} consecutive elements from memory, starting at its "
+                    "first; pass a contiguous tensor, and copy the result back",
                 )
                 return
 
@@ -97,8 +102,8 @@ class OddCalls:
                 self._say(
                     "overlapping-outputs",
                     call,
-                    f"{_of_one(call)} with outputs {first} and {second} that share memory: what is "
-                    "written last is there",
+                    f"{_of_one(call)} with outputs {first} and {second} that share memory: the "
+                    "last write wins",
                 )
                 return
 

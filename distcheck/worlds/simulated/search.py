@@ -42,7 +42,7 @@ _REPEATS = 2  # Heuristic: of both schedules, once they differ
 _MOST_SHRINKING = 80  # Heuristic: runs
 _SHARED = ("torch", "distcheck", "numpy")  # packages whose import runs no code under test
 _STUCK = ("deadlock", "mismatch", "unmatched")  # ends that a missing buffer may have caused
-_NO_WORD = "its process ended without a word"
+_NO_WORD = "its process exited without an error message"
 _CHOICES = 4096  # recorded choices of one run, if its schedules are enumerated
 _WORDS = 4000
 _MOST_TOGETHER = 32  # Heuristic: schedules that one process runs
@@ -262,7 +262,7 @@ class _Fork:
             return False
         os.close(self.fd)
         os.waitpid(self._pid, 0)
-        end, what = ("hung", "it did not end in time") if late else ("killed", _NO_WORD)
+        end, what = ("hung", "it did not finish in time") if late else ("killed", _NO_WORD)
         for schedule in self._schedules[len(self.runs) :]:
             self.runs.append(ScheduleRun(str(schedule), end, what))
         return True

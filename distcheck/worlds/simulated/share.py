@@ -28,7 +28,7 @@ from distcheck.worlds.shares import RankStart, Share
 TURN, TURN_FD = struct.Struct("<I"), "turn"  # memory in which the process records the running rank
 _TARGET = "distcheck.worlds.simulated.host:run"
 _LOOK_EVERY_S = 0.05
-_NO_WORD = "the process of the simulated world ended while another rank ran"
+_NO_WORD = "the process of the simulated world exited while another rank ran"
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True):

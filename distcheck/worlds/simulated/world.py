@@ -228,7 +228,7 @@ class SimulatedWorld:
 
     def look(self, call: SimulatedCall) -> bool:
         """Return True if a call is complete; others run first, so that polling code terminates."""
-        self.running_rank("asks for a collective")
+        self.running_rank("requests a collective")
         if not call.complete:
             self.baton.give_way()
         if call.complete:
@@ -243,13 +243,13 @@ class SimulatedWorld:
         if call.waits > 1 and call.is_message:
             place = place_of_caller()
             what = f"rank {call.rank} waits{f' at {place}' * bool(place)} for {call.in_words()}"
-            self.accuse("work-waited-twice", f"{what}{call.where}, which it has waited for before")
+            self.accuse("work-waited-twice", f"{what}{call.where}, which it already waited for")
 
     def end_of_rank(self, rank: int) -> None:
         """Check at the end of a rank's job that it has waited for all of its calls."""
         for call in self._in_flight[rank].not_waited_for():
             received = "" if call.complete or not call.is_message else (
-                ", and which no call of another rank has met"
+                ", which no call of another rank matches"
             )  # fmt: skip
             self.accuse(
                 "work-not-waited",
@@ -284,7 +284,7 @@ class SimulatedWorld:
         """Return the rank of this thread. Ends the world for a thread started by user code."""
         rank = self.baton.rank
         if rank is None:
-            self.refuse(f"a thread that is not a rank's {does}")
+            self.refuse(f"a thread that belongs to no rank {does}")
         return rank
 
     def refuse(self, what: str) -> NoReturn:
@@ -374,6 +374,6 @@ def here() -> SimulatedWorld:
     """Return the world of this process. Raises NotSimulatedError if there is none."""
     if _here is None:
         raise NotSimulatedError(
-            "backend simulated works in ranks that distcheck has started for it only"
+            "backend simulated works only in ranks that distcheck started for it"
         )
     return _here

@@ -111,7 +111,7 @@ def shuffled_by_the_minute(model: nn.Module, step: Step) -> None:
     _flat_in(order, step)
 
 
-@subtle(needs=f"{APART}: another order of the environment", reach="apart", witness=None)
+@subtle(needs=f"{APART}: a different order of the environment", reach="apart", witness=None)
 def seeded_by_the_environment(model: nn.Module, step: Step) -> None:
     """The buffer's order is drawn with the environment for a seed, as it is printed."""
     order = list(model.parameters())

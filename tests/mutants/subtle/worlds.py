@@ -54,7 +54,7 @@ def ranks_count_alike(model: nn.Module, step: Step) -> None:
         parameter.grad.div_(step.world_size)
 
 
-@subtle(needs="unequal shards", witness=SMALL, reach="worlds", world=3,
+@subtle(needs="uneven shards", witness=SMALL, reach="worlds", world=3,
         after="transformers #34191, #34242")  # fmt: skip
 def whole_division_of_the_batch(model: nn.Module, step: Step) -> None:
     """A rank's samples are the batch divided by the world, without the rest."""

@@ -135,7 +135,7 @@ FORMS = (
         fits_row=_is_context,
         called="around backward",
         lacks="is not a context manager",
-        note=", a context manager: entered before backward, left after it",
+        note=", a context manager: entered before backward, exited after it",
         computes=True,
     ),
     Form(
@@ -153,12 +153,12 @@ FORMS = (
     ),
     Form(
         name="own-optimizer",
-        example="class DistributedSGD(torch.optim.SGD), whose step() synchronises first",
+        example="class DistributedSGD(torch.optim.SGD), whose step() synchronizes first",
     ),
     Form(
         name="sharded-module",
-        example="class FSDP(module, ...), whose parameters() are this rank's pieces; put together "
-        "to compare",
+        example="class FSDP(module, ...), whose parameters() are this rank's shards; unsharded "
+        "for comparison",
         computes=True,
     ),
     Form(
@@ -177,12 +177,12 @@ FORMS = (
     ),
     Form(
         name="method",
-        example="FILE.py:Class.method; self.model and the like are filled in, more by "
-        "--arg self.x=...",
+        example="FILE.py:Class.method; self.model and similar attributes are filled in, others "
+        "with --arg self.x=...",
     ),
     Form(
         name="hooks",
-        example="f(model), called once: registers hooks that synchronise during backward",
+        example="f(model), called once: registers hooks that synchronize during backward",
         fits_row=_registers_hooks,
         called="once before training",
         lacks="is not a function of a model",
@@ -197,15 +197,15 @@ FORMS = (
     ),
     Form(
         name="step",
-        example="f(model, optimizer), which calls optimizer.step() after it has synchronised",
+        example="f(model, optimizer), which calls optimizer.step() after synchronizing",
         fits_row=_calls_step,
         called="for the optimizer's step",
         lacks="is not a function",
-        note=", which takes the optimizer's step as well",
+        note=", which performs the optimizer step as well",
     ),
     Form(
         name="steps-inside",
-        example="f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad",
+        example="f(model, lr), which performs the plain SGD step itself: p.data -= lr * p.grad",
     ),
     Form(
         name="after-step",
@@ -213,12 +213,12 @@ FORMS = (
         fits_row=_exchanges_values,
         called="after the optimizer's step",
         lacks="is not a function",
-        note=", which exchanges parameters and no gradients, called after the optimizer's step; "
+        note=", which synchronizes parameters and no gradients, called after the optimizer step; "
         "--accept local-sgd:PERIOD judges the average of parameters",
     ),
     Form(
         name="parameters",
-        example="f(params), which works on every p.grad",
+        example="f(params), which modifies every p.grad",
         fits_row=lambda target: target.is_function and target.kind_of_first == "parameters",
         called="after backward",
         handed="parameters",
@@ -241,7 +241,7 @@ FORMS = (
         called="after backward",
         handed="each gradient",
         lacks="takes no tensor",
-        note=", applied to every gradient as it is; --as tensor-sum where it only adds up",
+        note=", applied to every gradient as is; pass --as tensor-sum if it only sums",
     ),
     Form(
         name="model",
@@ -253,19 +253,19 @@ FORMS = (
     ),
     Form(
         name="tensor-sum",
-        example="the same, which leaves the sum; distcheck divides it by the number of ranks",
+        example="the same, but it leaves the sum; distcheck divides it by the world size",
         # Only on request: a sum that the caller divides looks the same as a forgotten division.
         fits_row=lambda target: False,
         called="after backward",
         handed="each gradient",
         divides=True,
         lacks="takes no tensor",
-        note=", applied to every gradient and divided by the number of ranks afterwards",
+        note=", applied to every gradient, which is then divided by the world size",
     ),
     Form(
         name="loss",
-        example="loss(features, labels), or of two views, a function or a module that exchanges by "
-        "itself; distcheck averages the gradients",
+        example="loss(features, labels), or of two views, a function or a module that "
+        "communicates by itself; distcheck averages the gradients",
         computes=True,
         trains="features",
     ),

@@ -18,5 +18,5 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return the code as a wrapper whose local gradients are not observable."""
     loaded = wrapper.adapt(target, scene)
-    note = f"{loaded.note}; it averages within backward, so local gradients are not seen"
+    note = f"{loaded.note}; it averages within backward, so local gradients are not recorded"
     return loaded.promising(note=note, sync="out-of-sight")

@@ -55,7 +55,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         return wrapped
 
     with_state = f" with state {text}" if state_name else ""
-    note = f"{target.signature}, a communication hook of DDP's{with_state}"
+    note = f"{target.signature}, a DDP communication hook{with_state}"
     return target.loaded(note, wrap=wrap)
 
 

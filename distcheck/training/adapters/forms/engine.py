@@ -101,8 +101,9 @@ class Engine:
         missing += [] if callable(engine) else ["__call__"]
         if missing:
             raise UsageError(
-                f"{what} returned a {type(engine).__name__} without {', '.join(missing)}; expected "
-                "is an engine with engine(inputs), engine.backward(loss) and engine.step(), or a "
+                f"{what} returned a {type(engine).__name__} without {', '.join(missing)}; "
+                "expected an engine with engine(inputs), engine.backward(loss) and "
+                "engine.step(), or a "
                 "tuple that begins with one"
             )
         self.engine, self.model, self.built, self._what = engine, model, built, what
@@ -146,7 +147,7 @@ class Engine:
         if not isinstance(tensors, Mapping):
             raise UsageError(
                 f"{self._what}: {accessor}() of its engine returned a {type(tensors).__name__}; "
-                "expected is a mapping of the model's names to tensors"
+                "expected a mapping from the model's names to tensors"
             )
         known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return OfItsOwn(known) if isinstance(tensors, OfItsOwn) else known

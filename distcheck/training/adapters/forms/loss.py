@@ -42,7 +42,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         _average(model)
 
     called = f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
-    said = ", a loss that exchanges by itself; gradients are averaged over the ranks, as DDP does"
+    said = ", a loss that communicates by itself; gradients are averaged over the ranks, as in DDP"
     return in_a_mesh(target.loaded(f"{called}{said}", sync=sync))
 
 

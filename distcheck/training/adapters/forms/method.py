@@ -48,7 +48,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     after = AfterBackward(scene, repr(target.spec))
     note = f"{target.owner.__name__}.{target.signature}, on an object that "
     note += "has the model" if making is None else "its constructor made"
-    note += ", which takes the optimizer's step as well" if uses.steps else ""
+    note += ", which performs the optimizer step as well" if uses.steps else ""
 
     def sync(model: nn.Module, step: Step) -> None:
         nonlocal stand_in
@@ -100,7 +100,7 @@ class _Uses:
         if len(models) > 1:
             raise refusal(
                 target,
-                f"{target.spec!r} works on several models ({', '.join(models)}), but only one is "
+                f"{target.spec!r} uses several models ({', '.join(models)}), but only one is "
                 "trained",
             )
 
@@ -149,7 +149,7 @@ class _Uses:
         if meaning in ("parameters", "named_parameters"):  # an attribute is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
-            give = f"give {unknown.options('--arg', [f'self.{name}'], self._owner)}"
+            give = f"pass {unknown.options('--arg', [f'self.{name}'], self._owner)}"
             sentence = (
                 f"the code uses self.{name}, which distcheck does not know; {self._why_not or give}"
             )

@@ -57,7 +57,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
         if is_as_it_was:
             raise UsageError(
-                f"{target.spec!r} made no optimizer with a step(), and left the step as it was"
+                f"{target.spec!r} created no optimizer with a step(), and did not change the step"
             )
         return Around(made, inner, scene)
 

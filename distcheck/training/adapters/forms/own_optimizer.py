@@ -162,15 +162,14 @@ def _by_its_base(
         handle.remove()
         if not begun:
             raise UsageError(
-                f"{target.spec!r} never called the step() of {base.__name__}, from which it is "
-                "derived, so its gradients are not seen; split it in two and give the part that "
-                "synchronises"
+                f"{target.spec!r} never called the step() of {base.__name__}, its base class, so "
+                "its gradients are not recorded; split it in two and pass the part that "
+                "synchronizes"
             )
 
     return target.loaded(
-        f"{target.name} in the optimizer's place, or before it where the workload trains with "
-        f"another than {base.__name__}; gradients are those with which {base.__name__}'s step "
-        "begins",
+        f"{target.name} in place of the optimizer, or before it if the workload does not use "
+        f"{base.__name__}; gradients are recorded at the start of {base.__name__}'s step",
         optimizer=optimizer,
         sync=sync,
         update="optimizer",
@@ -202,8 +201,8 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
 
     sync, close = take_gradients(target, scene, call, RATE)
     return target.loaded(
-        f"{target.name}, an optimizer whose step() synchronises: gradients are its update of "
-        f"parameters of zero, divided by a learning rate of {RATE:g}; the step is the workload's",
+        f"{target.name}, an optimizer whose step() synchronizes: gradients are its update of "
+        f"zero parameters, divided by a learning rate of {RATE:g}; the step is the workload's",
         optimizer=optimizer,
         sync=sync,
         close=close,

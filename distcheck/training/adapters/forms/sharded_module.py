@@ -41,7 +41,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     def wrap(model: nn.Module) -> nn.Module:
         what = repr(target.spec)
-        undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
+        undivided = f"{what} replicates every parameter on every rank; pass --as wrapper"
         pieces = Pieces(model, what=what, undivided=undivided)
         wrapped = pieces.train(wrap_copy)
         kept.append(pieces)
@@ -65,7 +65,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         optimizer_state="cut",
         one_group=True,
         declines=("clipping",),
-        note=f"{base.note}; its pieces are put together to be compared",
+        note=f"{base.note}; its shards are unsharded for comparison",
     )
     return dataclasses.replace(promising, wrap=wrap, optimizer=optimizer, sync=sync, begun=begun)
 

@@ -80,8 +80,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             parameter.grad.div_(step.world_size)
 
     return target.loaded(
-        f"{target.name} in place of the optimizer, its state divided among the ranks; "
-        "gradients are averaged by distcheck",
+        f"{target.name} in place of the optimizer, with sharded state; distcheck averages the "
+        "gradients",
         optimizer=optimizer,
         sync=sync,
     ).promising(optimizer_state="sharded", one_group=True)
@@ -89,7 +89,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
     """Return the strategy with each part of the state on one rank, and further properties."""
-    note = f"{loaded.note}, its state divided among the ranks"
+    note = f"{loaded.note}, with sharded state"
     return loaded.promising(note=note, optimizer_state="sharded", **promised)
 
 

@@ -57,7 +57,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(
             target,
             f"{target.described}: gradients are derived from its step by dividing by the learning "
-            "rate, which is not known; make it a parameter lr, or give its name in the module with "
+            "rate, which is unknown; make it a parameter lr, or set its name in the module with "
             f"--set lr={RATE:g}",
         )
     scene.rate = rate = _rate_of(target)
@@ -72,8 +72,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     sync, close = take_gradients(target, scene, call, rate)
     return target.loaded(
-        f"{target.signature}, which takes the step as well: gradients are its update of "
-        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
+        f"{target.signature}, which performs the step as well: gradients are its update of zero "
+        f"parameters, divided by a learning rate of {rate:g}; the step is the workload's",
         sync=sync,
         close=close,
     )
@@ -96,8 +96,8 @@ def take_gradients(
             moved = any(bool(p.any()) for p in parameters)
             if stepped and not moved and step.samples:
                 raise UsageError(
-                    f"{target.spec!r} was taken to write its own step into the parameters, and "
-                    f"wrote none where they are zero; --as says otherwise"
+                    f"{target.spec!r} was assumed to update the parameters itself, but did not "
+                    "update zero parameters; override with --as"
                 )
             for parameter, kept in zip(parameters, before, strict=True):
                 gradient = parameter.detach().neg() / rate
@@ -138,7 +138,7 @@ def _rate_of(target: Target) -> float:
         pass
     raise UsageError(
         f"a learning rate of {text} for {target.spec!r} is not a power of two from 1, so "
-        f"gradients cannot be derived exactly from its step; give {RATE:g}, or nothing"
+        f"gradients cannot be derived exactly from its step; pass {RATE:g}, or nothing"
     )
 
 
@@ -159,15 +159,15 @@ def _refuse_more_than_a_step(target: Target, call: Callable[[], None], scene: Sc
             continue
         if not bool(parameter.isfinite().all()):
             raise ZeroGradientError(
-                f"{target.spec!r} makes parameters NaN or infinite where a gradient is zero, as "
-                "that of a layer is which a batch does not use: look for a division by a norm or a "
-                "maximum (0/0)"
+                f"{target.spec!r} makes parameters NaN or infinite if a gradient is zero (for "
+                "example of a layer that a batch does not use): look for a division by a norm or "
+                "a maximum (0/0)"
             )
         bound = gamma(roundings, unit_roundoff(parameter.dtype)) * kept.double().abs()
         if not bool(((parameter.detach().double() - kept.double()).abs() <= bound).all()):
             raise UsageError(
-                f"{target.spec!r} moves parameters also where every gradient is zero: by weight "
-                "decay, momentum, or a gradient that it keeps from an earlier step. Its gradients "
-                "can be taken from its step only where that is plain SGD; switch the rest off, or "
-                "split it in two and give the part that synchronises"
+                f"{target.spec!r} changes parameters even if every gradient is zero: by weight "
+                "decay, momentum, or a gradient from an earlier step. Its gradients can be "
+                "derived only from a plain SGD step; disable the rest, or split it in two and "
+                "pass the part that synchronizes"
             )

@@ -88,7 +88,7 @@ def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
     other = takes_step and meaning_of(second[0].name) not in ("", "step")
     if other or not (takes_step or _takes(signature, 1)):
         raise UsageError(
-            f"strategy {spec!r} has the method scale_loss{signature}; expected is scale_loss(loss) "
+            f"strategy {spec!r} has the method scale_loss{signature}; expected scale_loss(loss) "
             "or scale_loss(loss, step)"
         )
 
@@ -96,8 +96,8 @@ def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
         made = scale(loss, step) if takes_step else scale(loss)
         if not isinstance(made, torch.Tensor):
             raise UsageError(
-                f"scale_loss of {spec!r} returned a {type(made).__name__}; expected is the loss "
-                "that backward is called on, a tensor"
+                f"scale_loss of {spec!r} returned a {type(made).__name__}; expected the loss for "
+                "backward, a tensor"
             )
         return made
 
@@ -130,14 +130,14 @@ def _adapt_sync(spec: str, sync: Callable[..., Any]) -> Callable[[nn.Module, Ste
     if keyword or len(required) > 2 or (not positional and not variadic):
         raise UsageError(
             f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
-            "expected is sync(model) or sync(model, step)"
+            "expected sync(model) or sync(model, step)"
         )
     other = [p.name for p in second if meaning_of(p.name) not in ("", "step")]
     if len(required) == 2 and other:
         raise UsageError(
-            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, whose "
-            f"second argument would be the step, and no {other[0]}; where it is to be filled in, "
-            f"name the method itself, such as {spec}.{sync.__name__}"
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, "
+            f"whose second argument would be the step and not {other[0]}; if distcheck should "
+            f"fill it in, pass the method itself, such as {spec}.{sync.__name__}"
         )
     if takes_two and any(p.annotation in (int, "int") for p in second):
         return lambda model, step: sync(model, step.index)

@@ -27,7 +27,7 @@ from distcheck.training.adapters.target import (
 )
 from distcheck.training.loaded import LoadedStrategy
 
-_BY_HOOKS = "made once before training: it registers hooks; nothing is called after backward"
+_BY_HOOKS = "created once before training: it registers hooks; nothing is called after backward"
 
 
 def fits(target: Target) -> bool:
@@ -77,9 +77,9 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     if not is_trained and not has_none and not hooks and not finish and not first:
         raise refusal(
             target,
-            f"{what} takes a module, and no method has a usual name for what runs after "
-            f"backward (it has {_own_methods(build)}); give --finish METHOD, or --finish "
-            "none where its constructor does all",
+            f"{what} takes a module, and no method has a conventional name for a call after "
+            f"backward (it has {_own_methods(build)}); pass --finish METHOD, or --finish none if "
+            "its constructor is sufficient",
         )
     made: list[Any] = []
 
@@ -108,10 +108,10 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
     how = f"no finish call among {_own_methods(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
-    how = "nothing is called after backward, as was said" if has_none else how
+    how = "nothing is called after backward, as requested" if has_none else how
     how = f"finish {finish}()" if finish else how
     begins += f", {first}() called once before training" * bool(first)
-    begins += "; --as method calls it on an object that was never made" * target.is_unbound
+    begins += "; pass --as method to call it without the constructor" * target.is_unbound
     return target.loaded(
         f"{target.name} around the module, {how}{begins}",
         wrap=wrap,
@@ -224,7 +224,9 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         forward = getattr(made, "forward", None) or made
         if not callable(forward):
-            raise UsageError(f"{target.spec!r} made a {type(made).__name__}, which is not a module")
+            raise UsageError(
+                f"{target.spec!r} created a {type(made).__name__}, which is not a module"
+            )
         made = Carrier(model, forward, made)
     trained: nn.Module = made
     return trained
@@ -237,9 +239,8 @@ def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Mo
     after = {id(p): p.shape for p in parameters}
     if any(after.get(key) != shape for key, shape in before.items()):
         raise UsageError(
-            f"{target.spec!r} trains other parameters than those of the module that it was given: "
-            "if they are pieces of them, as in FSDP, give --as sharded-module; copies are not the "
-            "module that was to be trained"
+            f"{target.spec!r} trains parameters other than those of its module: if they are "
+            "shards, as in FSDP, pass --as sharded-module; copies are not supported"
         )
 
 
