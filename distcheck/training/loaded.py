@@ -22,6 +22,7 @@ class LoadedStrategy:
     """A strategy with every optional method filled in; `file` and `line` are where it was
     defined, 0 where no line is known.
 
+    `builds` is told before `wrap` how an optimizer is built, for code that asks for one there.
     `backward` is None where one forward and backward over the whole shard will do. `begun` is
     called before every forward. `zero_grad` is called in place of the optimizer's; None where the
     strategy does not define it. `update` says where gradients are final: before the `loop`
@@ -38,6 +39,7 @@ class LoadedStrategy:
     contract: Contract
     file: str
     line: int = 0
+    builds: "Callable[[Build], None]" = lambda build: None
     wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = lambda model: model
     scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = lambda loss, step: loss
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing

@@ -7,6 +7,7 @@ stands, another way takes its place, or the person is asked. A guess that has pa
 doubted again. Only code that fails costs extra time.
 """
 
+import linecache
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import Outcome, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
@@ -50,42 +51,57 @@ _SMALL_SHARD = 12  # samples of each rank; chosen
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A way to call code, and what came of it: `seen` in words; whether an exchange was observed,
-    and whether a cause explains the numbers that it left.
+    whether a cause explains the numbers that it left, and whether it is `broken`: after a reduction
+    it raised an error that no statement of the code raises and that tells of no missing set-up.
     """
 
     way: Adaptation
     passed: bool = False
     exchanged: bool = False
     explained: bool = False
+    broken: bool = False
     seen: str = ""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The guess stands, a way takes its place, or one of `ways` is to be chosen by the person."""
+    """The guess stands, a way takes its place, or one of `ways` is to be chosen by the person. It
+    is `sure` if every way ends in the same: how the code is called makes no difference.
+    """
 
     what: Literal["stands", "take", "ask"]
     ways: tuple[Trial, ...] = ()
     seen: str = ""  # of the guess
+    sure: bool = False
 
 
 def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     """What follows from trials on the smallest case.
 
     A guess that passes there is right, and what failed elsewhere is a failure. If one other way
-    alone passes, it is the form. If several pass, or none, the person is asked, unless a cause
-    explains what the code exchanged: under the guess, or else in one way alone.
+    alone passes, it is the form; if several differ only in an argument for which every value
+    passes, the first is as good as any. If several others pass, or none, the person is asked,
+    unless a cause explains what the code exchanged: under the guess, or else in one way alone, or
+    the code exchanges in every way and then fails with the same error.
     """
     if guess.passed:
         return Decision("stands")
     passed = tuple(trial for trial in others if trial.passed)
+    valued = [one for one in others if one.way.arguments != guess.way.arguments]
+    forms = {msgspec.structs.replace(one.way, arguments=()) for one in valued}
+    is_idle = list(passed) == valued and len(forms) == 1  # an argument that makes no difference
     if passed:
-        return Decision("take" if len(passed) == 1 else "ask", passed)
-    if guess.exchanged and guess.explained:
-        return Decision("stands")
-    explained = tuple(trial for trial in others if trial.exchanged and trial.explained)
-    if len(explained) == 1 and not guess.exchanged:
-        return Decision("take", explained)
+        return Decision("take" if len(passed) == 1 or is_idle else "ask", passed)
+    explained = guess.exchanged and guess.explained
+    alike = bool(others) and all(one.seen == guess.seen for one in others)
+    alike &= all(one.broken or (one.exchanged and one.explained) for one in (guess, *others))
+    if explained or alike:
+        return Decision("stands", sure=alike)
+    # An argument's value that was tried may itself be what is wrong.
+    same = [one for one in others if one.way.arguments == guess.way.arguments]
+    found = tuple(trial for trial in same if trial.exchanged and trial.explained)
+    if len(found) == 1 and not guess.exchanged:
+        return Decision("take", found)
     return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess.seen)
 
 
@@ -102,7 +118,8 @@ def trial_of(run: CaseRun) -> Trial:
     ways = run.seen.ways if run.seen is not None else ()
     used = any(way.given or way.perhaps for way in ways)
     proven = any(outcome.proven for outcome in report.outcomes)
-    raised = next((o.error for o in report.outcomes if o.error and not o.lost_peer), "")
+    ends = [one for one in report.outcomes if one.error and not one.lost_peer]
+    raised = ends[0].error if ends else ""
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code that calls no collective exchanges in no form.
     sure = used or not run.facts.exchanges
@@ -112,8 +129,22 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
+        broken=any(map(_has_reduced, ends)) and not any(map(_is_meant, ends)),
         seen=f"it raises {raised}" if raised else f"it ends in {', '.join(causes)}",
     )
+
+
+def _has_reduced(end: Outcome) -> bool:
+    """Whether the last collective that it entered is the code's, and more than a broadcast."""
+    return end.call is not None and bool(end.call.place) and "broadcast" not in end.call.name
+
+
+def _is_meant(end: Outcome) -> bool:
+    """Whether an error may say that the code is called in a wrong way."""
+    file, _, line = end.place.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
+    raises = text.startswith(("raise", "assert")) and "NotImplementedError" not in text
+    return raises or bool(_LACKS.search(end.error) or _NEEDS_GPU.search(end.error))
 
 
 def _is_of_update(report: CaseReport) -> bool:
@@ -150,14 +181,14 @@ class Guess:
             for run in self.done:
                 enter(run)
             return self.waiting
-        (taken,) = decision.ways
+        taken, *more = decision.ways
         cases = [
             msgspec.structs.replace(run.case, adaptation=taken.way)
             for run in (*self.done, *self.waiting)
         ]
         runs = _planned(pool, cases, data)
         for run in runs:
-            run.notes = (note_on(taken), *run.notes)
+            run.notes = (note_on(taken, of_any_value=bool(more)), *run.notes)
         book.change(runs)
         return runs
 
@@ -167,7 +198,7 @@ class Guess:
         """
         passed = any(trial.passed for trial in decision.ways)
         known = case.adaptation.form or any(run.refused is not None for run in self.done)
-        if not passed and self.done[0].facts.refusal:
+        if not passed and not decision.sure and self.done[0].facts.refusal:
             raise UsageError(self.done[0].facts.refusal)
         error = _not_set_up(self.done) or _not_marked(self.done)
         if not passed and not known and error is not None:
@@ -183,6 +214,8 @@ class Guess:
         session: Session,
     ) -> Decision:
         """Tries the guess, then each tier of other ways until one has a way that passes."""
+        if self.done[0].facts.refusal and ways:  # its first form does not fit: the guess is a way
+            ways = [ways[0][1:], *ways[1:]]
         if not any(ways):
             return Decision("stands")
         small = _smallest(self.done[0].case)
@@ -289,8 +322,13 @@ def _smallest(case: Case) -> Case:
     )
 
 
-def note_on(taken: Trial) -> str:
+def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
     """What a report says of a way that took the guess's place."""
+    if of_any_value:
+        return (
+            f"{FOUND_AS}an argument was unknown, and the code passes with every value that was "
+            f"tried; it got {_words(taken.way)}; pin it with that option"
+        )
     report = "passes" if taken.passed else f"exchanges gradients, and {taken.seen}"
     return (
         f"{FOUND_AS}the first guess failed, and of the code's other forms only "

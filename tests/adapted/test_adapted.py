@@ -261,6 +261,21 @@ GIVEN = [
     Given("guessed:AttachedSum", "", SCALE, cause="missing-division"),
     Given("guessed:Parallelized", "wrapper", steps=2),
     Given("guessed:ParallelizedSum", "wrapper", SCALE, cause="missing-division"),
+    Given("functions:needs_a_word", "model"),
+    Given("guessed:of_some_ranks", "model", steps=2),
+    Given("guessed:with_a_word", "model", steps=2),
+    Given("guessed:with_a_word_sum", "model", SCALE, cause="missing-division"),
+    Given("bound:ListsItsParameters.mingle", "method"),
+    Given("guessed:hook_of_a_state", "comm-hook", steps=2),
+    Given("guessed:hook_of_a_state_sum", "comm-hook", SCALE, cause="missing-division"),
+    Given("guessed:of_a_wrapper", "model", steps=2),
+    Given("guessed:of_a_wrapper_sum", "model", SCALE, cause="missing-division"),
+    Given("guessed:Collects", steps=2),
+    Given("guessed:CollectsSum", "", SCALE, cause="missing-division"),
+    Given("guessed:WithoutSettings", "optimizer", steps=2),
+    Given("guessed:WithoutSettingsSum", "optimizer", SCALE, cause="missing-division"),
+    Given("guessed:OfBoth", "wrapper", steps=2),
+    Given("guessed:OfBothSum", "wrapper", SCALE, cause="missing-division"),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -326,6 +341,11 @@ def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
         steps=2,
     ).cases
     assert [found.cause for found in case.diagnosis] == causes
+
+
+def test_what_breaks_in_every_way_is_reported() -> None:
+    (case,) = verify(["guessed:Breaks"], world=2, steps=1).cases
+    assert [found.cause for found in case.diagnosis] == ["crash"]
 
 
 def test_a_form_that_was_found_says_how_to_pin_it() -> None:
@@ -440,7 +460,8 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("functions:needs_a_word", {}, "nothing is known of divisor; give --arg divisor=VALUE"),
+        ("guessed:of_a_loss_scale", {}, "nothing is known of denominator; give --arg"),
+        ("guessed:sums_over_a_scale", {}, "nothing is known of loss_scale; give --arg"),
         ("functions:with_odd_names", {}, "uses HOW_MANY, which its module does not define"),
         ("functions:average_gradients", {"finish": "x"}, "--finish x is for a wrapper"),
         ("functions:average_gradients", {"arguments": {"lr": 1}}, "takes no 'lr'; it takes model"),
@@ -459,7 +480,6 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
-        ("bound:ListsItsParameters.mingle", {}, r"sets that: nothing is known of is_server; give "),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
         ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
@@ -470,7 +490,6 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("guessed:sum_or_mean", {}, r"passes in 2 ways. (.|\n)*--as tensor-sum\n.* average=True"),
         ("guessed:of_marked_parameters", {}, "for the attribute is_replicated, which nothing"),
         ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before it exchanged anything"),
-        ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before it exchanged anything: it needs"),
         ("guessed:needs_a_setting", {}, "before it exchanged anything: it needs what the training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),

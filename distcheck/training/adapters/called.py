@@ -97,8 +97,13 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
 
+    asks = target.source.attributes_of(first)
+    is_wrapped = "module" in asks and not target.source.words & {"hasattr", "getattr", "isinstance"}
+
     def call() -> Any:
         model = scene.live_model
+        if is_wrapped and not hasattr(model, "module"):
+            model = _Holder(model)
         if takes_all:  # f(*arguments)
             scene.calls += 1
             return target.value(model, scene.step)
@@ -108,6 +113,18 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
         return filling.call(*[subject][: len(supplied)])
 
     return call
+
+
+class _Holder(nn.Module):
+    """A model as DDP holds it, for code that reads `model.module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's."""
+        return self.module(*inputs, **named)
 
 
 def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:

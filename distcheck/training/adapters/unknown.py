@@ -20,7 +20,7 @@ _BY_WORD = {
     "learners": "@world_size", "clients": "@world_size",
     "group": "@group", "pg": "@group", "comm": "@comm", "communicator": "@comm",
     "model": "@model", "net": "@model", "network": "@model", "module": "@model",
-    "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
+    "opt": "@optimizer", "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
     "parameters": "@params", "grads": "@grads", "gradients": "@grads", "device": "@device",
     "step": "@iteration", "iteration": "@iteration",
     "mb": "25", "mib": "25", "bytes": "26214400",  # as much as a bucket of DDP
@@ -35,6 +35,12 @@ def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) 
     return " ".join(
         f"{option} {name}={_value(name.rpartition('.')[2], defaults)}" for name in names
     )
+
+
+def suggested(name: str, code: Callable[..., Any] | None) -> str:
+    """The value that a name lets expect; empty where it says nothing."""
+    value = _value(name, _defaults(code))
+    return "" if value == "VALUE" else value
 
 
 def _value(name: str, defaults: dict[str, str]) -> str:
@@ -74,6 +80,14 @@ def _is_shown_as_it_is(value: object) -> bool:
 
 class FormError(UsageError):
     """Code that does not fit the form that was chosen for it; another may fit."""
+
+
+class UnknownArgumentsError(FormError):
+    """Arguments that nothing is known of; `values` are those to try, by name."""
+
+    def __init__(self, message: str, values: dict[str, list[str]]) -> None:
+        super().__init__(message)
+        self.values = values
 
 
 class NotKnownError(UsageError, AttributeError):
