@@ -42,6 +42,7 @@ _LACKS = re.compile(
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
 )
 _NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available")
+_OWN = ", or a file of your own that calls it as that does (docs/verify-your-own.md)"
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
@@ -89,7 +90,9 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     passed = tuple(trial for trial in others if trial.passed)
     valued = [one for one in others if one.way.arguments != guess.way.arguments]
     forms = {msgspec.structs.replace(one.way, arguments=()) for one in valued}
-    is_idle = list(passed) == valued and len(forms) == 1  # an argument that makes no difference
+    # An argument without a value at first, which makes no difference.
+    is_idle = list(passed) == valued and len(forms) == 1
+    is_idle &= all(len(one.way.arguments) > len(guess.way.arguments) for one in valued)
     if passed:
         return Decision("take" if len(passed) == 1 or is_idle else "ask", passed)
     explained = guess.exchanged and guess.explained
@@ -214,8 +217,10 @@ class Guess:
         session: Session,
     ) -> Decision:
         """Tries the guess, then each tier of other ways until one has a way that passes."""
-        if self.done[0].facts.refusal and ways:  # its first form does not fit: the guess is a way
-            ways = [ways[0][1:], *ways[1:]]
+        known = self.done[0].case.adaptation
+        guessed = known
+        if self.done[0].facts.refusal and ways:  # the first form does not fit: the guess is a way
+            guessed, ways = ways[0][0], [ways[0][1:], *ways[1:]]
         if not any(ways):
             return Decision("stands")
         small = _smallest(self.done[0].case)
@@ -234,10 +239,11 @@ class Guess:
                 for way, name in zip(tier, names, strict=True)
             ]
             session.run(_planned(pool, cases, data), on_finished=take)
-        first = next((one for one in tried if one.way == small.adaptation), None)
+        first = next((one for one in tried if one.way == known), None)
         if first is None:
             return Decision("stands")
-        return decide(first, [one for one in tried if one is not first])
+        others = [one for one in tried if one is not first]
+        return decide(replace(first, way=guessed), others)
 
     def close(self) -> None:
         """Frees what its cases keep."""
@@ -351,7 +357,7 @@ def question(case: Case, decision: Decision) -> UsageError:
     )
     return UsageError(
         f"strategy {case.strategy!r} does not say how it is called, and {how}. Give the options of "
-        f"the one by which your training loop calls it:{''.join(lines)}"
+        f"the one by which your training loop calls it{'' if passed else _OWN}:{''.join(lines)}"
     )
 
 

@@ -424,9 +424,15 @@ def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) ->
     [("with_mpi.py", "allreduce_model"), ("published.py", "needs_a_communicator")],
 )
 def test_mpi4py_on_another_backend(file: str, name: str) -> None:
-    ran = command(file, name)
+    ran = command(file, name, "--backend", "gloo")
     assert ran.returncode == 3
     assert "works on backend mpi only, not on gloo; give --backend mpi" in ran.stderr
+
+
+@needs_mpi
+def test_mpi4py_without_a_backend_gets_the_one_that_it_needs() -> None:
+    ran = command("with_mpi.py", "allreduce_model")
+    assert (ran.returncode, "taking --backend mpi" in ran.stderr) == (0, True), ran.stderr
 
 
 def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def command(
     depend on.
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
-    from distcheck.errors import UsageError
+    from distcheck.errors import OtherBackendError, UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
@@ -101,7 +101,8 @@ def command(
 
         with errors_annotated(files):
             return run_on(on, plan, files=files, quiet=quiet)
-    with errors_annotated(files):
+
+    def run() -> int:
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
         if last_failed or failed_first:
@@ -121,3 +122,15 @@ def command(
             digests=digests,
             launch=launch,
         )
+
+    with errors_annotated(files):
+        try:
+            return run()
+        except OtherBackendError as error:
+            # Of one strategy alone: others may work on no other backend.
+            is_given = launch is not None or "backend" in given_options()
+            if is_given or error.name != "mpi" or len(asked["strategies"]) != 1:
+                raise
+            click.echo("distcheck: taking --backend mpi, which this code needs", err=True)
+            asked["backend"] = error.name
+        return run()

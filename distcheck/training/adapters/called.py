@@ -54,7 +54,9 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     sync = _after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
-    if form.handed == "model" and _needs_no_remark(target):
+    if _unwraps(target):
+        note += ", with the model as the .module of a wrapper"
+    elif form.handed == "model" and _needs_no_remark(target):
         note = ""
     elif target.source.returns_many:
         note += ", a tensor for each parameter that it returns is taken for its gradient"
@@ -97,8 +99,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
 
-    asks = target.source.attributes_of(first)
-    is_wrapped = "module" in asks and not target.source.words & {"hasattr", "getattr", "isinstance"}
+    is_wrapped = _unwraps(target)
 
     def call() -> Any:
         model = scene.live_model
@@ -113,6 +114,12 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
         return filling.call(*[subject][: len(supplied)])
 
     return call
+
+
+def _unwraps(target: Target) -> bool:
+    """Whether it reads `model.module`, without a look at whether there is one."""
+    looks = target.source.words & {"hasattr", "getattr", "isinstance"}
+    return "module" in target.source.attributes_of(target.first) and not looks
 
 
 class _Holder(nn.Module):
