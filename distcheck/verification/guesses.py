@@ -72,7 +72,7 @@ class Decision:
 
     what: Literal["stands", "take", "ask"]
     ways: tuple[Trial, ...] = ()
-    seen: str = ""  # of the guess
+    guess: Trial = Trial(way=Adaptation())
     sure: bool = False
 
 
@@ -105,14 +105,14 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     found = tuple(trial for trial in same if trial.exchanged and trial.explained)
     if len(found) == 1 and not guess.exchanged:
         return Decision("take", found)
-    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess.seen)
+    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess)
 
 
 def trial_of(run: CaseRun) -> Trial:
     """A trial from how its run ended."""
     way = run.case.adaptation
     if run.refused is not None:
-        why = str(run.refused).partition(". ")[0].partition("\n")[0]
+        why = re.split(r"\. |\n|; give ", str(run.refused), maxsplit=1)[0]
         return Trial(way=way, seen=f"it is refused ({why})")
     if run.like is not None:
         return replace(trial_of(run.like), way=way)
@@ -200,9 +200,12 @@ class Guess:
         needs. What a person has said, or a rank has refused, is reported as it is.
         """
         passed = any(trial.passed for trial in decision.ways)
-        known = case.adaptation.form or any(run.refused is not None for run in self.done)
-        if not passed and not decision.sure and self.done[0].facts.refusal:
-            raise UsageError(self.done[0].facts.refusal)
+        refused = [str(run.refused) for run in self.done if run.refused is not None]
+        tried = {f"give --as {one.way.form}" for one in decision.ways}
+        # A refusal whose advice was tried in vain leads nowhere.
+        known = case.adaptation.form or (refused and not any(map(refused[0].endswith, tried)))
+        if not passed and not decision.sure and (refusal := self.done[0].facts.refusal):
+            raise UsageError(refusal + _tried(decision, case.adaptation.arguments))
         error = _not_set_up(self.done) or _not_marked(self.done)
         if not passed and not known and error is not None:
             raise error
@@ -349,7 +352,7 @@ def question(case: Case, decision: Decision) -> UsageError:
         f"passes in {len(passed)} ways"
         if passed
         else f"fails in all {1 + len(decision.ways)} ways that were tried (as guessed, "
-        f"{decision.seen[:_MOST_SEEN]})"
+        f"{decision.guess.seen[:_MOST_SEEN]})"
     )
     words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
     lines = (
@@ -401,6 +404,13 @@ def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
         "does, in a workload of your own (--workload FILE.py:CLASS) or in a function that sets it "
         "and calls this code"
     )
+
+
+def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
+    """The values of arguments that were tried in vain, as one more sentence."""
+    pairs = [pair for one in (decision.guess, *decision.ways) for pair in one.way.arguments]
+    values = dict.fromkeys(f"{n}={value}" for n, value in pairs if (n, value) not in given)
+    return f". It fails with each of {', '.join(values)}; give another value" if values else ""
 
 
 def _words(way: Adaptation) -> str:

@@ -333,6 +333,24 @@ def of_a_wrapper_sum(model):
         dist.all_reduce(p.grad)
 
 
+def of_a_trainer(trainer):
+    for p in trainer.model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= trainer.world_size
+
+
+def of_a_trainer_sum(trainer):
+    for p in trainer.model.parameters():
+        dist.all_reduce(p.grad)
+
+
+def of_a_part(thing):
+    """If that is the model, it has more parameters than those of its encoder."""
+    for p in thing.encoder.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
 class Collects:
     def __init__(self, dp_group):
         self.modules = []

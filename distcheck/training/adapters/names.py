@@ -13,6 +13,8 @@ MODELS = _names(
     "policy_net policy_network q_network qnet encoder classifier local_model nnet wrapped "
     "base_model student m mlp"
 )
+# Objects that hold a model, an optimizer and more.
+OWNERS = _names("trainer agent runner learner worker solver algo algorithm experiment ctx context")
 OPTIMIZERS = _names("optimizer optim opt base_optimizer inner_optimizer optimiser")
 LISTED_PARAMETERS = _names("param_list parameter_list")
 PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETERS

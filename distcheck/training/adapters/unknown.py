@@ -31,23 +31,15 @@ def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) 
     """`--arg a=@rank --arg b=25`: the option for each of `names`, with the values that their last
     parts let expect, or that the file of `code` gives them.
     """
-    defaults = _defaults(code)
     return " ".join(
-        f"{option} {name}={_value(name.rpartition('.')[2], defaults)}" for name in names
+        f"{option} {name}={suggested(name.rpartition('.')[2], code) or 'VALUE'}" for name in names
     )
 
 
 def suggested(name: str, code: Callable[..., Any] | None) -> str:
     """The value that a name lets expect; empty where it says nothing."""
-    value = _value(name, _defaults(code))
-    return "" if value == "VALUE" else value
-
-
-def _value(name: str, defaults: dict[str, str]) -> str:
-    if name in defaults:
-        return defaults[name]
     words = [word for word in name.lower().split("_") if word in _BY_WORD]
-    return _BY_WORD[words[-1]] if words else "VALUE"
+    return _defaults(code).get(name, _BY_WORD[words[-1]] if words else "")
 
 
 def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
