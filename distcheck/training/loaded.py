@@ -22,9 +22,8 @@ class LoadedStrategy:
     """A strategy with every optional method filled in; `file` and `line` are where it was
     defined, 0 where no line is known.
 
-    `builds` is told before `wrap` how an optimizer is built, for code that asks for one there.
-    `backward` is None where one forward and backward over the whole shard will do. `begun` is
-    called before every forward. `zero_grad` is called in place of the optimizer's; None where the
+    `builds` gets what builds an optimizer before `wrap`, whose code may ask for one. `backward` is
+    None where one forward and backward over the whole shard will do. `begun` is called before every forward. `zero_grad` is called in place of the optimizer's; None where the
     strategy does not define it. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
     `sync` begins it, which then takes the step itself. `full` gives whole tensors by an

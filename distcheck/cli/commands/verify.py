@@ -1,5 +1,7 @@
 """`distcheck verify`: options to a request, and on to the run."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -75,7 +77,7 @@ def command(
     depend on.
     """  # fmt: skip
     from distcheck.cli.asking import check_alone, plan_asked
-    from distcheck.errors import OtherBackendError, UsageError
+    from distcheck.errors import UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
@@ -109,28 +111,28 @@ def command(
             cases, left_out = by_last_run(cases, only=last_failed)
         if not quiet:
             say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
-        return verify_command(
-            cases,
-            RunOptions(
-                whole=planned.whole,
-                beside=planned.beside,
-                download=asked["download"],
-                left_out=left_out,
-            ),
-            showing,
-            save=save,
-            digests=digests,
-            launch=launch,
+        options = RunOptions(
+            whole=planned.whole,
+            beside=planned.beside,
+            download=asked["download"],
+            left_out=left_out,
         )
+        return verify_command(cases, options, showing, save=save, digests=digests, launch=launch)
 
     with errors_annotated(files):
-        try:
-            return run()
-        except OtherBackendError as error:
-            # Of one strategy alone: others may work on no other backend.
-            is_given = launch is not None or "backend" in given_options()
-            if is_given or error.name != "mpi" or len(asked["strategies"]) != 1:
-                raise
-            click.echo("distcheck: taking --backend mpi, which this code needs", err=True)
-            asked["backend"] = error.name
+        may_change = launch is None and "backend" not in given_options()
+        return _on_its_backend(run, asked) if may_change else run()
+
+
+def _on_its_backend(run: Callable[[], int], asked: dict[str, Any]) -> int:
+    """Runs one strategy that works by MPI alone on that backend; others may work on no other."""
+    from distcheck.errors import OtherBackendError
+
+    try:
         return run()
+    except OtherBackendError as error:
+        if error.name != "mpi" or len(asked["strategies"]) != 1:
+            raise
+        click.echo("distcheck: taking --backend mpi, which this code needs", err=True)
+        asked["backend"] = error.name
+    return run()
