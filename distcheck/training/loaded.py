@@ -23,16 +23,17 @@ class LoadedStrategy:
     defined, 0 where no line is known.
 
     `builds` gets what builds an optimizer before `wrap`, whose code may ask for one. `backward` is
-    None where one forward and backward over the whole shard will do. `begun` is called before every forward. `zero_grad` is called in place of the optimizer's; None where the
-    strategy does not define it. `update` says where gradients are final: before the `loop`
-    begins the optimizer's step; where an `optimizer` around another begins that one's; or where
-    `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
-    accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
-    those of all ranks into the whole model, and says whether it has all; every rank calls it. An
-    `engine` may take long to be set up. `clip` is None where torch's function is called. `note`
-    says which form the code was taken as, where it was not written for distcheck; `handed_once` are
-    arguments that get a generator, each with the `--arg` value of a list; `refusal` is what the
-    form that was chosen first says of the code.
+    None where one forward and backward over the whole shard will do. `begun` is called before every
+    forward. `zero_grad` is called in place of the optimizer's; None where the strategy does not
+    define it. `update` says where gradients are final: before the `loop` begins the optimizer's
+    step; where an `optimizer` around another begins that one's; or where `sync` begins it, which
+    then takes the step itself. `full` gives whole tensors by an accessor's name, where model and
+    optimizer may not hold them (`recorder.Full`). `buffers` puts those of all ranks into the whole
+    model, and says whether it has all; every rank calls it. An `engine` may take long to be set up.
+    `clip` is None where torch's function is called. `note` says which form the code was taken as,
+    where it was not written for distcheck; `handed_once` are arguments that get a generator, each
+    with the `--arg` value of a list; `refusal` is what the form that was chosen first says of the
+    code.
     """
 
     contract: Contract

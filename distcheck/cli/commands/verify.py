@@ -111,12 +111,8 @@ def command(
             cases, left_out = by_last_run(cases, only=last_failed)
         if not quiet:
             say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
-        options = RunOptions(
-            whole=planned.whole,
-            beside=planned.beside,
-            download=asked["download"],
-            left_out=left_out,
-        )
+        options = RunOptions(whole=planned.whole, beside=planned.beside, left_out=left_out)
+        options = replace(options, download=asked["download"])
         return verify_command(cases, options, showing, save=save, digests=digests, launch=launch)
 
     with errors_annotated(files):
