@@ -38,6 +38,14 @@ class CannotRunError(DistcheckError):
     exit_code = ExitCode.CANNOT_RUN
 
 
+class OtherBackendError(CannotRunError):
+    """The code under test works on another backend only; `name` is that one's."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class NotSimulatedError(CannotRunError):
     """The code under test does something that a simulated world does not support."""
 

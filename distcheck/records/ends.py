@@ -134,10 +134,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def story(self) -> str:
         """All circumstances except the position."""
         why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
-        place = [self.last_call, self.text.strip("\n")]
-        if self.error:
-            place.reverse()  # the traceback matters most
-        return "\n".join(filter(None, [why, self.ended_by, *place, self.output]))
+        known = [self.last_call, self.text.strip("\n"), self.output]
+        if self.error:  # the end of the traceback is what matters
+            known.insert(0, known.pop())
+        return "\n".join(filter(None, [why, self.ended_by, *known]))
 
     @property
     def detail(self) -> str:

@@ -22,6 +22,7 @@ class LoadedStrategy:
     """A strategy with every optional method filled in; `file` and `line` locate its definition, 0
     if the line is unknown.
 
+    `builds` receives the function that builds an optimizer before `wrap`, whose code may need one.
     `backward` is None for one forward and backward over the whole shard. `begun` is called before
     every forward. `zero_grad` replaces the optimizer's; None if the strategy does not define it.
     `update` states when gradients are final: before the `loop` begins the optimizer's step; where
@@ -37,6 +38,7 @@ class LoadedStrategy:
     contract: Contract
     file: str
     line: int = 0
+    builds: "Callable[[Build], None]" = lambda build: None
     wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = lambda model: model
     scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = lambda loss, step: loss
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing

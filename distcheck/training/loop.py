@@ -134,6 +134,8 @@ class Loop:
         ingredients.handed_over(self.model, self._rank)
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
         names = [name for name, _ in self.model.named_parameters()]
+        build = partial(ingredients.optimizer, one_group=self._strategy.contract.one_group)
+        self._strategy.builds(build)
         self.wrapped: nn.Module = self._strategy.wrap(self.model)
         _refuse_other_names(f"strategy {ingredients.case.strategy!r}", names, self.model)
         if self.wrapped is not self.model and ingredients.case.adaptation.without_data:
@@ -142,7 +144,6 @@ class Loop:
                 f"{ingredients.case.strategy} wraps the model in a {type(self.wrapped).__name__}, "
                 "whose forward pass a rank without data never runs"
             )
-        build = partial(ingredients.optimizer, one_group=self._strategy.contract.one_group)
         self._optimizer = self._strategy.optimizer(build, self.wrapped.parameters())
 
     def _resume(self, number: int) -> None:

@@ -7,6 +7,7 @@ takes another way, or asks the user. A guess that has passed a case is no longer
 failing code takes extra time.
 """
 
+import linecache
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import Outcome, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
@@ -41,6 +42,7 @@ _LACKS = re.compile(
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
 )
 _NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available")
+_OWN = ", or a file of your own that calls it as that does (docs/verify-your-own.md)"
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
@@ -49,51 +51,68 @@ _SMALL_SHARD = 12  # Heuristic: samples of each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A way to call code, and its result: `seen` as text, if communication was observed, and if a
-    cause explains the resulting values.
+    """A way to call code, and its result: `seen` as text, if communication was observed, if a cause
+    explains the resulting values, and if it is `broken`: after a reduction it raised an error that
+    no statement of the code raises and that does not point to missing set-up.
     """
 
     way: Adaptation
     passed: bool = False
     exchanged: bool = False
     explained: bool = False
+    broken: bool = False
     seen: str = ""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The guess stands, a way replaces it, or the user must choose one of `ways`."""
+    """The guess stands, a way replaces it, or the user must choose one of `ways`. It is `sure` if
+    every way has the same result: then the form makes no difference.
+    """
 
     what: Literal["stands", "take", "ask"]
     ways: tuple[Trial, ...] = ()
-    seen: str = ""  # of the guess
+    guess: Trial = Trial(way=Adaptation())
+    sure: bool = False
 
 
 def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     """Decide, given trials on the smallest case.
 
     A guess that passes there is right, and failures elsewhere are failures. If only one other way
-    passes, it is the form. If several pass, or none, the user is asked, unless a cause explains the
-    synchronized values: under the guess, or in exactly one way.
+    passes, it is the form; if several differ only in an argument for which every value passes, the
+    first one is used. If several others pass, or none, the user is asked, unless a cause explains
+    the synchronized values: under the guess, or in exactly one way, or the code communicates in
+    every way and then fails with the same error.
     """
     if guess.passed:
         return Decision("stands")
     passed = tuple(trial for trial in others if trial.passed)
+    valued = [one for one in others if one.way.arguments != guess.way.arguments]
+    forms = {msgspec.structs.replace(one.way, arguments=()) for one in valued}
+    # An argument without a value at first, which makes no difference.
+    is_idle = list(passed) == valued and len(forms) == 1
+    is_idle &= all(len(one.way.arguments) > len(guess.way.arguments) for one in valued)
     if passed:
-        return Decision("take" if len(passed) == 1 else "ask", passed)
-    if guess.exchanged and guess.explained:
-        return Decision("stands")
-    explained = tuple(trial for trial in others if trial.exchanged and trial.explained)
-    if len(explained) == 1 and not guess.exchanged:
-        return Decision("take", explained)
-    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess.seen)
+        return Decision("take" if len(passed) == 1 or is_idle else "ask", passed)
+    explained = guess.exchanged and guess.explained
+    alike = bool(others) and all(one.seen == guess.seen for one in others)
+    alike &= all(one.broken or (one.exchanged and one.explained) for one in (guess, *others))
+    if explained or alike:
+        return Decision("stands", sure=alike)
+    # An argument's value that was tried may itself be what is wrong.
+    same = [one for one in others if one.way.arguments == guess.way.arguments]
+    found = tuple(trial for trial in same if trial.exchanged and trial.explained)
+    if len(found) == 1 and not guess.exchanged:
+        return Decision("take", found)
+    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess)
 
 
 def trial_of(run: CaseRun) -> Trial:
     """Return a trial with the result of its run."""
     way = run.case.adaptation
     if run.refused is not None:
-        why = str(run.refused).partition(". ")[0].partition("\n")[0]
+        why = re.split(r"\. |\n|; give ", str(run.refused), maxsplit=1)[0]
         return Trial(way=way, seen=f"distcheck rejects it ({why})")
     if run.like is not None:
         return replace(trial_of(run.like), way=way)
@@ -102,7 +121,8 @@ def trial_of(run: CaseRun) -> Trial:
     ways = run.seen.ways if run.seen is not None else ()
     used = any(way.given or way.perhaps for way in ways)
     proven = any(outcome.proven for outcome in report.outcomes)
-    raised = next((o.error for o in report.outcomes if o.error and not o.lost_peer), "")
+    ends = [one for one in report.outcomes if one.error and not one.lost_peer]
+    raised = ends[0].error if ends else ""
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code without collectives communicates in no form.
     sure = used or not run.facts.exchanges
@@ -112,8 +132,22 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
+        broken=any(map(_has_reduced, ends)) and not any(map(_is_meant, ends)),
         seen=f"it raises {raised}" if raised else f"it ends with {', '.join(causes)}",
     )
+
+
+def _has_reduced(end: Outcome) -> bool:
+    """Whether the last collective that it entered is the code's, and more than a broadcast."""
+    return end.call is not None and bool(end.call.place) and "broadcast" not in end.call.name
+
+
+def _is_meant(end: Outcome) -> bool:
+    """Whether an error may say that the code is called in a wrong way."""
+    file, _, line = end.place.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
+    raises = text.startswith(("raise", "assert")) and "NotImplementedError" not in text
+    return raises or bool(_LACKS.search(end.error) or _NEEDS_GPU.search(end.error))
 
 
 def _is_of_update(report: CaseReport) -> bool:
@@ -150,14 +184,14 @@ class Guess:
             for run in self.done:
                 enter(run)
             return self.waiting
-        (taken,) = decision.ways
+        taken, *more = decision.ways
         cases = [
             msgspec.structs.replace(run.case, adaptation=taken.way)
             for run in (*self.done, *self.waiting)
         ]
         runs = _planned(pool, cases, data)
         for run in runs:
-            run.notes = (note_on(taken), *run.notes)
+            run.notes = (note_on(taken, of_any_value=bool(more)), *run.notes)
         book.change(runs)
         return runs
 
@@ -166,9 +200,12 @@ class Guess:
         requirements. Specified forms and refusals are reported unchanged.
         """
         passed = any(trial.passed for trial in decision.ways)
-        known = case.adaptation.form or any(run.refused is not None for run in self.done)
-        if not passed and self.done[0].facts.refusal:
-            raise UsageError(self.done[0].facts.refusal)
+        refused = [str(run.refused) for run in self.done if run.refused is not None]
+        tried = {f"give --as {one.way.form}" for one in decision.ways}
+        # A refusal whose advice was tried in vain leads nowhere.
+        known = case.adaptation.form or (refused and not any(map(refused[0].endswith, tried)))
+        if not passed and not decision.sure and (refusal := self.done[0].facts.refusal):
+            raise UsageError(refusal + _tried(decision, case.adaptation.arguments))
         error = _not_set_up(self.done) or _not_marked(self.done)
         if not passed and not known and error is not None:
             raise error
@@ -183,6 +220,10 @@ class Guess:
         session: Session,
     ) -> Decision:
         """Try the guess, then each tier of other ways until one has a way that passes."""
+        known = self.done[0].case.adaptation
+        guessed = known
+        if self.done[0].facts.refusal and ways:  # the first form does not fit: the guess is a way
+            guessed, ways = ways[0][0], [ways[0][1:], *ways[1:]]
         if not any(ways):
             return Decision("stands")
         small = _smallest(self.done[0].case)
@@ -201,10 +242,11 @@ class Guess:
                 for way, name in zip(tier, names, strict=True)
             ]
             session.run(_planned(pool, cases, data), on_finished=take)
-        first = next((one for one in tried if one.way == small.adaptation), None)
+        first = next((one for one in tried if one.way == known), None)
         if first is None:
             return Decision("stands")
-        return decide(first, [one for one in tried if one is not first])
+        others = [one for one in tried if one is not first]
+        return decide(replace(first, way=guessed), others)
 
     def close(self) -> None:
         """Free the traces of its cases."""
@@ -289,8 +331,13 @@ def _smallest(case: Case) -> Case:
     )
 
 
-def note_on(taken: Trial) -> str:
+def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
     """Return the report's note on a way that replaced the guess."""
+    if of_any_value:
+        return (
+            f"{FOUND_AS}an argument was unknown, and the code passes with every value that was "
+            f"tried; the run uses {_words(taken.way)}; pin it with that option"
+        )
     report = "passes" if taken.passed else f"synchronizes gradients, and {taken.seen}"
     return (
         f"{FOUND_AS}the first detected form failed, and of the other possible forms only "
@@ -305,7 +352,7 @@ def question(case: Case, decision: Decision) -> UsageError:
         f"passes in {len(passed)} different forms"
         if passed
         else f"fails in all {1 + len(decision.ways)} forms that were tried (as detected, "
-        f"{decision.seen[:_MOST_SEEN]})"
+        f"{decision.guess.seen[:_MOST_SEEN]})"
     )
     words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
     lines = (
@@ -313,7 +360,7 @@ def question(case: Case, decision: Decision) -> UsageError:
     )
     return UsageError(
         f"strategy {case.strategy!r} does not determine how it is called, and {how}. Pass the "
-        f"options of the form that your training loop uses:{''.join(lines)}"
+        f"options of the form that your training loop uses{'' if passed else _OWN}:{''.join(lines)}"
     )
 
 
@@ -355,6 +402,13 @@ def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
         "does, in your own workload (--workload FILE.py:CLASS) or in a function that sets it and "
         "calls this code"
     )
+
+
+def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
+    """The values of arguments that were tried in vain, as one more sentence."""
+    pairs = [pair for one in (decision.guess, *decision.ways) for pair in one.way.arguments]
+    values = dict.fromkeys(f"{n}={value}" for n, value in pairs if (n, value) not in given)
+    return f". It fails with each of {', '.join(values)}; give another value" if values else ""
 
 
 def _words(way: Adaptation) -> str:

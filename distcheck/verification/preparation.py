@@ -13,7 +13,14 @@ import xxhash
 
 from distcheck.backends import backend_names, name_of
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
-from distcheck.errors import CannotRunError, DistcheckError, LeftOutError, RankLostError, UsageError
+from distcheck.errors import (
+    CannotRunError,
+    DistcheckError,
+    LeftOutError,
+    OtherBackendError,
+    RankLostError,
+    UsageError,
+)
 from distcheck.errors.defects import OWN_CODE
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
@@ -180,9 +187,10 @@ def plan_runs(
     """
     for case, about in zip(cases, facts, strict=True):
         if about.contract.backend not in (None, case.backend):
-            raise CannotRunError(
+            raise OtherBackendError(
                 f"strategy {case.strategy} works only on backend {about.contract.backend}, not "
-                f"on {case.backend}; pass --backend {about.contract.backend}"
+                f"on {case.backend}; pass --backend {about.contract.backend}",
+                about.contract.backend,
             )
         if about.contract.device not in (None, case.device):
             raise CannotRunError(

@@ -283,3 +283,148 @@ class ParallelizedSum(Parallelized):
 def sum_or_mean(tensor, average=False):
     dist.all_reduce(tensor)
     return tensor / dist.get_world_size() if average else tensor
+
+
+def of_some_ranks(model, n_parts):
+    """n_parts: how many gradients were added up."""
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= n_parts
+
+
+def of_a_loss_scale(model, denominator):
+    """Forgets to divide by the number of ranks.
+
+    denominator: the factor by which
+        the loss was multiplied
+    other: another thing
+    """
+    of_some_ranks(model, denominator)
+
+
+def sums_over_a_scale(model, loss_scale):
+    of_some_ranks(model, loss_scale)
+
+
+def with_a_word(model, word, divisor=None):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=None if word == "default" else dist.group.WORLD)
+        p.grad /= divisor or dist.get_world_size()
+
+
+def with_a_word_sum(model, word):
+    with_a_word(model, word, divisor=1)
+
+
+def hook_of_a_state_sum(warm: Warm, bucket):
+    assert warm.steps
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def of_a_wrapper(model, divisor=None):
+    for p in model.module.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= divisor or dist.get_world_size()
+
+
+def of_a_wrapper_sum(model):
+    for p in model.module.parameters():
+        dist.all_reduce(p.grad)
+
+
+def of_a_trainer(trainer):
+    for p in trainer.model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= trainer.world_size
+
+
+def of_a_trainer_sum(trainer):
+    for p in trainer.model.parameters():
+        dist.all_reduce(p.grad)
+
+
+def of_a_part(thing):
+    """If that is the model, it has more parameters than those of its encoder."""
+    for p in thing.encoder.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+class Collects:
+    def __init__(self, dp_group):
+        self.modules = []
+
+    def register(self, module):
+        self.modules.append(module)
+
+    def divisor(self):
+        return dist.get_world_size()
+
+    def sync(self):
+        for module in self.modules:
+            for p in module.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= self.divisor()
+
+
+class CollectsSum(Collects):
+    def divisor(self):
+        return 1
+
+
+class WithoutSettings(torch.optim.Optimizer):
+    """Its groups have no learning rate: a schedule can change the inner optimizer's alone."""
+
+    def __init__(self, params, opt):
+        super().__init__(params, {})
+        self.opt, self.divisor = opt, dist.get_world_size()
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= self.divisor
+        self.opt.step()
+
+
+class WithoutSettingsSum(WithoutSettings):
+    def __init__(self, params, opt):
+        super().__init__(params, opt)
+        self.divisor = 1
+
+
+class OfBoth(torch.nn.Module):
+    """Made of the model and the optimizer that trains it."""
+
+    def __init__(self, module, optimizer):
+        super().__init__()
+        self.module, self.divisor = module, dist.get_world_size()
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def forward(self, x):
+        return self.module(x)
+
+    def sync_gradients(self):
+        for p in self.trained:
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor
+
+
+class OfBothSum(OfBoth):
+    def __init__(self, module, optimizer):
+        super().__init__(module, optimizer)
+        self.divisor = 1
+
+
+class Breaks(OfBoth):
+    """In whatever way it is called."""
+
+    def __init__(self, module):
+        torch.nn.Module.__init__(self)
+        self.module = module
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, async_op=True))
+
+    def sync_gradients(self):
+        pass

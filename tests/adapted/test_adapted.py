@@ -261,6 +261,23 @@ GIVEN = [
     Given("guessed:AttachedSum", "", SCALE, cause="missing-division"),
     Given("guessed:Parallelized", "wrapper", steps=2),
     Given("guessed:ParallelizedSum", "wrapper", SCALE, cause="missing-division"),
+    Given("functions:needs_a_word", "model"),
+    Given("guessed:of_some_ranks", "model", steps=2),
+    Given("guessed:with_a_word", "model", steps=2),
+    Given("guessed:with_a_word_sum", "model", SCALE, cause="missing-division"),
+    Given("bound:ListsItsParameters.mingle", "method"),
+    Given("guessed:hook_of_a_state", "comm-hook", steps=2),
+    Given("guessed:hook_of_a_state_sum", "comm-hook", SCALE, cause="missing-division"),
+    Given("guessed:of_a_wrapper", "model", steps=2),
+    Given("guessed:of_a_wrapper_sum", "model", SCALE, cause="missing-division"),
+    Given("guessed:of_a_trainer", "model", steps=2),
+    Given("guessed:of_a_trainer_sum", "model", SCALE, cause="missing-division"),
+    Given("guessed:Collects", steps=2),
+    Given("guessed:CollectsSum", "", SCALE, cause="missing-division"),
+    Given("guessed:WithoutSettings", "optimizer", steps=2),
+    Given("guessed:WithoutSettingsSum", "optimizer", SCALE, cause="missing-division"),
+    Given("guessed:OfBoth", "wrapper", steps=2),
+    Given("guessed:OfBothSum", "wrapper", SCALE, cause="missing-division"),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -326,6 +343,11 @@ def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
         steps=2,
     ).cases
     assert [found.cause for found in case.diagnosis] == causes
+
+
+def test_what_breaks_in_every_way_is_reported() -> None:
+    (case,) = verify(["guessed:Breaks"], world=2, steps=1).cases
+    assert [found.cause for found in case.diagnosis] == ["crash"]
 
 
 def test_a_form_that_was_found_says_how_to_pin_it() -> None:
@@ -404,9 +426,15 @@ def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) ->
     [("with_mpi.py", "allreduce_model"), ("published.py", "needs_a_communicator")],
 )
 def test_mpi4py_on_another_backend(file: str, name: str) -> None:
-    ran = command(file, name)
+    ran = command(file, name, "--backend", "gloo")
     assert ran.returncode == 3
     assert "works only on backend mpi, not on gloo; pass --backend mpi" in ran.stderr
+
+
+@needs_mpi
+def test_mpi4py_without_a_backend_gets_the_one_that_it_needs() -> None:
+    ran = command("with_mpi.py", "allreduce_model")
+    assert (ran.returncode, "taking --backend mpi" in ran.stderr) == (0, True), ran.stderr
 
 
 def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
@@ -440,7 +468,8 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("functions:needs_a_word", {}, "unknown parameters divisor; pass --arg divisor=VALUE"),
+        ("guessed:of_a_loss_scale", {}, "unknown parameters denominator; pass --arg"),
+        ("guessed:sums_over_a_scale", {}, "unknown parameters loss_scale; pass --arg"),
         ("functions:with_odd_names", {}, "uses HOW_MANY, which its module does not define"),
         ("functions:average_gradients", {"finish": "x"}, "--finish x is for a wrapper"),
         ("functions:average_gradients", {"arguments": {"lr": 1}}, "takes no 'lr'; it takes model"),
@@ -461,20 +490,19 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains parameters other than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
-        ("bound:ListsItsParameters.mingle", {}, r"sets that: unknown parameters is_server; pass "),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; pass --as context"),
         ("published:reads_args", {}, "reads args.num_learners, .* pass --arg args.num_learners="),
         ("published:Trainer.average_by_args", {}, "pass --arg args.num_learners=@world_size"),
         ("published:needs_a_communicator_of_its_module", {}, "pass --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected scale_loss\(loss\) or scale_loss"),
-        ("guessed:EitherWay", {}, r"passes in 2 different forms. Give the (.|\n)*--as wrapper "
+        ("guessed:EitherWay", {}, r"passes in 2 different forms. Pass the (.|\n)*--as wrapper "
             r"--finish one"),
         ("guessed:sum_or_mean", {}, r"passes in 2 different forms. (.|\n)*--as tensor-sum\n.* "
             r"average=True"),
         ("guessed:of_marked_parameters", {}, "reads the attribute is_replicated, which these"),
         ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before its first collective"),
-        ("guessed:hook_of_a_state", {}, "'steps' (.|\n)*before its first collective: it needs"),
+        ("guessed:of_a_part", {}, "no attribute 'encoder'"),
         ("guessed:needs_a_setting", {}, "before its first collective: it needs state that the "
             "training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected the"),

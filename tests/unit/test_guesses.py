@@ -12,6 +12,8 @@ from distcheck.verification.guesses import Decision, Trial, decide, note_on, que
 GUESS = Adaptation(form="wrapper", finish="none")
 OTHER, THIRD = (Adaptation(form="wrapper", finish=name) for name in ("flush", "go"))
 
+ONE, TWO, NO_GROUP = (Adaptation(arguments=(("x", value),)) for value in ("1", "2", "None"))
+
 
 def trial(way: Adaptation = OTHER, **seen: bool) -> Trial:
     return Trial(way=way, **seen)  # type: ignore[arg-type]
@@ -41,6 +43,19 @@ def trial(way: Adaptation = OTHER, **seen: bool) -> Trial:
             "ask",
             [OTHER, THIRD],
         ),
+        # Every way raises the same.
+        (trial(GUESS, broken=True), [trial(broken=True)], "stands", []),
+        (trial(GUESS, broken=True), [trial()], "ask", [OTHER]),
+        # An argument makes no difference if every value passes; if it fails, its value may be why.
+        (trial(GUESS), [trial(ONE, passed=True), trial(TWO, passed=True)], "take", [ONE, TWO]),
+        (trial(GUESS), [trial(ONE, passed=True), trial(TWO)], "take", [ONE]),
+        (
+            trial(GUESS),
+            [trial(ONE, passed=True), trial(TWO, passed=True), trial(NO_GROUP)],
+            "ask",
+            [ONE, TWO],
+        ),
+        (trial(GUESS), [trial(ONE, exchanged=True, explained=True)], "ask", [ONE]),
         # Those that exchanged are offered first.
         (trial(GUESS), [trial(), trial(THIRD, exchanged=True)], "ask", [THIRD, OTHER]),
     ],
@@ -77,6 +92,16 @@ LOAD = "def __init__(self, module): self.module = module\n    def __call__(self,
         ("def f(thing):\n    for p in thing: p.grad", ["parameters @param_list"]),
         ("def f(thing):\n    g(thing)", ["gradients", "tensor-mean"]),
         ("def f(thing):\n    g(thing.grad)", ["parameters"]),
+        # Values of an argument that nothing is known of.
+        ("def f(model, n_parts: int): model.parameters()", [" @world_size", " 1"]),
+        ("def f(model, loss_n: int): model.parameters()", [" 1"]),
+        ("def f(model, n_parts: int):\n    'n_parts: micro-batches'\n    model.x", [" 1"]),
+        ("def f(model, mean: bool): model.parameters()", [" False", " True"]),
+        (
+            "def f(model, a, b: float): model.parameters()",
+            [" None 1", " 1 1", " @group 1", " @optimizer 1", " @model 1"],
+        ),
+        ("def f(model, a, b, c, d): model.parameters()", []),
         ("def f(thing: 'torch.Tensor'):\n    g(thing)", []),
         ("def f(model):\n    h(model.parameters())\ndef h(x):\n    x.register_hook(f)", ["hooks"]),
         (

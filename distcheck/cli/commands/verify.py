@@ -1,5 +1,7 @@
 """`distcheck verify`: turns options into a request, and runs it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -102,23 +104,32 @@ def command(
         with errors_annotated(files):
             code: int = registry.load("engines").run_on(on, plan, files=files, quiet=quiet)
             return code
-    with errors_annotated(files):
+
+    def run() -> int:
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
         if last_failed or failed_first:
             cases, left_out = by_last_run(cases, only=last_failed)
         if not quiet:
             say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
-        return verify_command(
-            cases,
-            RunOptions(
-                whole=planned.whole,
-                beside=planned.beside,
-                download=asked["download"],
-                left_out=left_out,
-            ),
-            showing,
-            save=save,
-            digests=digests,
-            launch=launch,
-        )
+        options = RunOptions(whole=planned.whole, beside=planned.beside, left_out=left_out)
+        options = replace(options, download=asked["download"])
+        return verify_command(cases, options, showing, save=save, digests=digests, launch=launch)
+
+    with errors_annotated(files):
+        may_change = launch is None and "backend" not in given_options()
+        return _on_its_backend(run, asked) if may_change else run()
+
+
+def _on_its_backend(run: Callable[[], int], asked: dict[str, Any]) -> int:
+    """Runs one strategy that works by MPI alone on that backend; others may work on no other."""
+    from distcheck.errors import OtherBackendError
+
+    try:
+        return run()
+    except OtherBackendError as error:
+        if error.name != "mpi" or len(asked["strategies"]) != 1:
+            raise
+        click.echo("distcheck: taking --backend mpi, which this code needs", err=True)
+        asked["backend"] = error.name
+    return run()

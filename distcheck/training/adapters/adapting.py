@@ -49,8 +49,10 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     except FormError as error:
         for way in chain(*other_ways(target, find)):
             loaded = _adapted(dataclasses.replace(target, adaptation=way), find)
-            said = "--as, --finish and --reset say otherwise"
-            note = f"{loaded.note} ({said})"
+            tried = [pair for pair in way.arguments if pair not in target.adaptation.arguments]
+            pin = " ".join(f"--arg {name}={value}" for name, value in tried)
+            note = f"{loaded.note} (--as, --finish and --reset say otherwise)"
+            note = f"{loaded.note}; {pin} was tried (pin it, or give another)" if tried else note
             return dataclasses.replace(loaded, note=note, refusal=str(error))
         raise
 
@@ -328,9 +330,14 @@ def _watched(
         free.publish()
         return loaded.wrap(start_up.run(model))
 
+    def builds(build: Build) -> None:
+        scene.optimizer = None
+        if loaded.optimizer is LoadedStrategy.optimizer:
+            scene.make_optimizer = lambda model: build(model.parameters())
+
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        made = loaded.optimizer(build, parameters)
-        scene.optimizer = made
+        made = scene.optimizer  # code may have asked for it before it was wrapped
+        scene.optimizer = made = loaded.optimizer(build, parameters) if made is None else made
         free.publish()
         return made
 
@@ -352,5 +359,11 @@ def _watched(
             )
 
     return dataclasses.replace(
-        loaded, wrap=wrap, optimizer=optimizer, scale_loss=scale_loss, sync=sync, close=close
+        loaded,
+        builds=builds,
+        wrap=wrap,
+        optimizer=optimizer,
+        scale_loss=scale_loss,
+        sync=sync,
+        close=close,
     )

@@ -53,7 +53,9 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     sync = _after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
-    if form.handed == "model" and _needs_no_remark(target):
+    if _unwraps(target) or _is_of_an_owner(target):
+        note += ", with an object that holds the model"
+    elif form.handed == "model" and _needs_no_remark(target):
         note = ""
     elif target.source.returns_many:
         note += ", each tensor that it returns for a parameter is taken as its gradient"
@@ -96,17 +98,61 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
 
+    is_wrapped, owner = _unwraps(target), _Owner(scene) if _is_of_an_owner(target) else None
+
     def call() -> Any:
         model = scene.live_model
+        if is_wrapped and not hasattr(model, "module"):
+            model = _Holder(model)
         if takes_all:  # f(*arguments)
             scene.calls += 1
             return target.value(model, scene.step)
         of_it: Any = getattr(model, f"{named}parameters")()
         of_it = list(of_it) if listed else of_it
-        subject = of_it if of_parameters else [model] if of_several else model
+        subject = of_it if of_parameters else [model] if of_several else owner or model
         return filling.call(*[subject][: len(supplied)])
 
     return call
+
+
+def _unwraps(target: Target) -> bool:
+    """Whether it reads `model.module`, without a look at whether there is one."""
+    looks = target.source.words & {"hasattr", "getattr", "isinstance"}
+    return "module" in target.source.attributes_of(target.first) and not looks
+
+
+def _is_of_an_owner(target: Target) -> bool:
+    """Whether its first parameter is an object that holds the only model that it works on, by its
+    name and its attributes. Anything else may be the model, with parts of such names.
+    """
+    asked = [meaning_of(name) for name in target.source.attributes_of(target.first)]
+    return target.first in names.OWNERS and not target.kind_of_first and asked.count("model") == 1
+
+
+class _Owner:
+    """An object that has the model, the optimizer and what else is known, by usual names."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    def __getattr__(self, name: str) -> Any:
+        meaning = meaning_of(name)
+        if name.startswith("_") or not meaning:
+            raise AttributeError(f"an object that holds the model has no attribute {name!r} here")
+        listed = "listed_" * (meaning in ("parameters", "named_parameters"))
+        return self._scene.value(f"{listed}{meaning}")
+
+
+class _Holder(nn.Module):
+    """A model as DDP holds it, for code that reads `model.module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's."""
+        return self.module(*inputs, **named)
 
 
 def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:

@@ -7,7 +7,7 @@ other forms; another method after backward or before a step; both. All keep the 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -31,10 +31,13 @@ from distcheck.training.adapters.target import (
     required,
     written,
 )
+from distcheck.training.adapters.unknown import UnknownArgumentsError
+from distcheck.training.adapters.values import candidates, class_for
 from distcheck.training.loaded import LoadedStrategy
 
 Tiers = tuple[tuple[Adaptation, ...], ...]
 _MOST = 12  # Heuristic: ways of a tier; each costs a world and a judge
+_MOST_UNKNOWN = 3  # arguments whose values are tried together; chosen
 _BY_KIND = {
     "model": "model", "models": "model", "optimizer": "model", "parameters": "parameters",
     "gradients": "gradients", "tensor": "tensor-mean",
@@ -54,9 +57,41 @@ _NO_PHASES = {
 
 def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -> Tiers:
     """Return the alternatives that `load` accepts; none if the code declares how it is called."""
-    once = _loaded(load, target.adaptation, lambda loaded: loaded.handed_once) or ()
-    tiers = ([way for way in tier if _loaded(load, way, bool)] for tier in _tiers(target, once))
-    return tuple(tuple(tier[:_MOST]) for tier in tiers if tier)
+    once: Sequence[tuple[str, str]] = ()
+    unknown = _unknown_of_maker(target)
+    try:
+        once = load(target.adaptation).handed_once
+    except UnknownArgumentsError as error:
+        unknown = error.values
+    except UsageError:
+        pass
+    tiers = _tiers(target, once)
+    if tiers:
+        tiers[0][:0] = _with_values(target.adaptation, unknown)
+    loading = ([way for way in tier if _loads(load, way)] for tier in tiers)
+    return tuple(tuple(tier[:_MOST]) for tier in loading if tier)
+
+
+def _unknown_of_maker(target: Target) -> dict[str, list[str]]:
+    """The values to try for what the constructor of a method's object asks for."""
+    made = target.value if target.is_class else target.owner
+    if made is None or choose_form(target) not in (None, form_of("method")):
+        return {}
+    asked = [p for p in required(named_parameters(made)) if p.name not in target.arguments]
+    unknown = [p for p in asked if not Source(made).meaning_of(p.name)]
+    return {p.name: candidates(p, made) for p in unknown if class_for(p, made) is None}
+
+
+def _with_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> list[Adaptation]:
+    """The same way with each combination of values, the likeliest of all arguments first; none for
+    more arguments than can be tried.
+    """
+    if len(unknown) > _MOST_UNKNOWN:
+        return []
+    ranked = [list(enumerate(values)) for values in unknown.values()]
+    chosen = sorted(product(*ranked), key=lambda each: sum(place for place, _ in each))
+    pairs = (zip(unknown, (value for _, value in each), strict=True) for each in chosen if each)
+    return [replace(said, arguments=(*said.arguments, *each)) for each in pairs]
 
 
 def is_declared(target: Target) -> bool:
@@ -107,11 +142,12 @@ def _divisions(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
     return tuple((name, "True") for name in flags[:1] if form == "tensor-mean")
 
 
-def _loaded(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation, ask: Any) -> Any:
+def _loads(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation) -> bool:
     try:
-        return ask(load(way))
+        load(way)
     except UsageError:
-        return None
+        return False
+    return True
 
 
 def _forms(target: Target) -> list[str]:

@@ -12,6 +12,8 @@ MODELS = _names(
     "policy_net policy_network q_network qnet encoder classifier local_model nnet wrapped "
     "base_model student m mlp"
 )
+# Objects that hold a model, an optimizer and more.
+OWNERS = _names("trainer agent runner learner worker solver algo algorithm experiment ctx context")
 OPTIMIZERS = _names("optimizer optim opt base_optimizer inner_optimizer optimiser")
 LISTED_PARAMETERS = _names("param_list parameter_list")
 PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETERS
@@ -41,7 +43,7 @@ _FACTS = {
     "local_rank": "local_rank gpu gpu_id device_id",
     "world_size": "world_size size num_ranks n_ranks nranks nprocs num_procs n_procs world "
     "num_replicas num_processes num_workers n_workers number_of_processes num_proc comm_size "
-    "num_gpus ngpus num_nodes n_nodes nworkers worldsize wsize",
+    "num_gpus ngpus n_gpus num_devices n_devices num_nodes n_nodes nworkers worldsize wsize",
     "group": "group process_group pg dist_group proc_group dp_group data_parallel_group comm_dp "
     "dp_comm dp_pg dp_process_group data_parallel_process_group ddp_group comm_group world_group "
     "allreduce_group all_reduce_group grad_group gradient_group",

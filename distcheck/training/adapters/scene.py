@@ -30,7 +30,13 @@ from distcheck.training.adapters.target import (
     takes_any_name,
     wants_list,
 )
-from distcheck.training.adapters.unknown import FormError, NotKnownError, explain, options
+from distcheck.training.adapters.unknown import (
+    NotKnownError,
+    UnknownArgumentsError,
+    explain,
+    options,
+)
+from distcheck.training.adapters.values import candidates, class_for, text_of
 
 
 @dataclass
@@ -41,6 +47,7 @@ class Scene:
     find: Callable[[str], Any]  # resolves `@module:object`
     model: nn.Module | None = None
     optimizer: Any = None
+    make_optimizer: Callable[[nn.Module], Any] | None = None  # before the loop does
     step: Step | None = None
     rate: float | None = None  # a learning rate that replaces the optimizer's
     calls: int = 0
@@ -52,6 +59,7 @@ class Scene:
     _kept: dict[str, Any] = field(default_factory=dict)  # by name, objects created from options
     _namespace: SimpleNamespace | None = None
     _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and the reader
+    _looked_at: list[type] = field(default_factory=list)  # classes that may be made
 
     @property
     def live_model(self) -> nn.Module:
@@ -126,6 +134,25 @@ class Scene:
         named = self.find(name)
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
+    def object_for(self, parameter: inspect.Parameter, function: Callable[..., Any]) -> str:
+        """The value of `--arg` that makes the object which a parameter asks for, by a class of its
+        author's that needs nothing unknown; empty where there is none.
+        """
+        kind = class_for(parameter, function)
+        if kind is None or kind in self._looked_at:
+            return ""
+        once, assumed = dict(self.handed_once), list(self.assumed)
+        self._looked_at.append(kind)
+        try:
+            Filling(self, kind, what=kind.__name__)
+        except UsageError:
+            self.assumed = assumed
+            return ""
+        finally:
+            self.handed_once = once
+            self._looked_at.pop()
+        return text_of(kind)
+
     def keep(self, name: str, text: str) -> Any:
         """Return the value of an option, created once per name: it may hold state."""
         if text.startswith("@") and ":" not in text:
@@ -148,6 +175,8 @@ class Scene:
 
     def _live(self, what: str) -> Any:
         value = getattr(self, what)
+        if what == "optimizer" and value is None and self.model and self.make_optimizer:
+            self.optimizer = value = self.make_optimizer(self.model)
         if value is None:
             raise UsageError(f"the code requests the {what} before it exists")
         return value
@@ -209,7 +238,7 @@ class Filling:
         self._scene, self._function, self._supplied = scene, function, tuple(supplied)
         self._sources: list[tuple[inspect.Parameter, str, str]] = []
         assigned = dict(scene.adaptation.arguments)
-        unknown = []
+        unknown = list[inspect.Parameter]()
         parameters = named_parameters(function, skip=skip)
         for p in parameters:
             if p.name in supplied and p.name in assigned and p.name != made_from:
@@ -226,25 +255,41 @@ class Filling:
                 scene.assumed.append(f"{p.name}=@{p.name}")
                 self._sources.append((p, "meaning", meaning_of(p.name)))
             elif p.default is p.empty or p.name in also:
-                meaning = Source(function).meaning_of(p.name)
-                if meaning:
-                    meaning = self._exactly(meaning, p)
-                    if meaning.startswith("bucket_"):
-                        scene.assumed.append(f"{p.name}={scene.value(meaning)}")
-                    if meaning == "arguments":
-                        scene.note_namespace()
-                        scene.reads_of(p.name, function)
-                    self._sources.append((p, "meaning", meaning))
+                how, source = self._found(p)
+                if how:
+                    self._sources.append((p, how, source))
                 else:
-                    unknown.append(p.name)
+                    unknown.append(p)
         if unknown:
-            words = options("--arg", unknown, function)
-            raise FormError(f"{what}: unknown parameters {', '.join(unknown)}; pass {words}")
+            listed = [p.name for p in unknown]
+            raise UnknownArgumentsError(
+                f"{what}: unknown parameters {', '.join(listed)}; pass "
+                f"{options('--arg', listed, function)}",
+                {p.name: candidates(p, function) for p in unknown},
+            )
         self._more: dict[str, str] = {}
         if takes_any_name(function):
             known = {p.name for p in parameters}
             self._more = {n: t for n, t in assigned.items() if n not in known and "." not in n}
             scene.used.update(self._more)
+
+    def _found(self, parameter: inspect.Parameter) -> tuple[str, str]:
+        """Where the value of a parameter comes from: what its name or use means, or an object of
+        the class that it asks for; empty texts if nothing is known of it.
+        """
+        scene, function = self._scene, self._function
+        meaning = Source(function).meaning_of(parameter.name)
+        if not meaning:
+            text = scene.object_for(parameter, function)
+            scene.assumed += [f"{parameter.name}={text}"] * bool(text)
+            return "assigned" * bool(text), text
+        meaning = self._exactly(meaning, parameter)
+        if meaning.startswith("bucket_"):
+            scene.assumed.append(f"{parameter.name}={scene.value(meaning)}")
+        if meaning == "arguments":
+            scene.note_namespace()
+            scene.reads_of(parameter.name, function)
+        return "meaning", meaning
 
     def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
         """Return the meaning refined by the parameter's annotation and use."""

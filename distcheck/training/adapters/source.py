@@ -36,6 +36,7 @@ COLLECTIVES = {
     "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
 } | (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"})  # fmt: skip
 
+_ADDING = {"append", "extend", "add", "update", "insert", "setdefault"}
 _YIELD = ("list", "tuple", "enumerate", "zip", "reversed", "sorted", "iter", "tqdm")
 # Those of them whose first argument is one tensor.
 _TAKE_ONE = {
@@ -167,6 +168,19 @@ class Source:
             and _is_name(node.value, name)
             and (isinstance(node.ctx, ast.Store) or not assigned)
         }
+
+    def changed_of(self, name: str) -> set[str]:
+        """Every `.attr` of a variable that is assigned to, or to which something is added."""
+        added = {
+            node.func.value.attr
+            for node in self._nodes
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in _ADDING
+            and isinstance(node.func.value, ast.Attribute)
+            and _is_name(node.func.value.value, name)
+        }
+        return added | self.attributes_of(name, assigned=True)
 
     def use_of(self, name: str) -> str:
         """Return the kind of a variable judged by its use, regardless of its name: a `model`, an

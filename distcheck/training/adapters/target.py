@@ -303,7 +303,8 @@ def sources_of(kind: type, name: str) -> list[Source]:
 def begins_once(kind: Any, *, takes: str) -> str:
     """Return the method that a training loop calls once on a new object: it registers hooks that
     the constructor does not, or sets attributes that other methods read without reducing anything,
-    or has a common name. `takes` is its argument: `model`, or empty for none. Empty if several fit.
+    or has a common name. `takes` is its argument: `model` (or its parameters), or empty for none.
+    Empty if several fit.
     """
     own = {name: sources_of(kind, name) for name in written(kind)}
     if any(source.registers_hooks for source in own.pop("__init__", ())):
@@ -312,11 +313,12 @@ def begins_once(kind: Any, *, takes: str) -> str:
     for name in own.keys() - {"__call__", "forward", "backward", *names.FINISH, *names.RESET}:
         uses = [source for other in own if other != name for source in own[other]]
         read = set[str]().union(*(source.attributes_of("self") for source in uses))
-        given = {n for s in own[name] for n in s.attributes_of("self", assigned=True)}
+        given = {n for s in own[name] for n in s.changed_of("self")}
         works = set[str]().union(*(source.words for source in own[name])) & _WORKS
         taken = required(named_parameters(getattr(kind, name), skip=1))
         asked = {Source(getattr(kind, name)).meaning_of(p.name) for p in taken}
-        is_right = takes in asked and asked <= names.BEFORE_TRAINING
+        of_model = any(one == "model" or one.endswith("parameters") for one in asked)
+        is_right = of_model and asked <= names.BEFORE_TRAINING
         if not (is_right if takes else not taken and name[0] != "_") or name in read:
             continue
         if any(source.registers_hooks for source in own[name]):

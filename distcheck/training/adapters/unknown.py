@@ -20,7 +20,7 @@ _BY_WORD = {
     "learners": "@world_size", "clients": "@world_size",
     "group": "@group", "pg": "@group", "comm": "@comm", "communicator": "@comm",
     "model": "@model", "net": "@model", "network": "@model", "module": "@model",
-    "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
+    "opt": "@optimizer", "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
     "parameters": "@params", "grads": "@grads", "gradients": "@grads", "device": "@device",
     "step": "@iteration", "iteration": "@iteration",
     "mb": "25", "mib": "25", "bytes": "26214400",  # as large as a DDP bucket
@@ -31,17 +31,15 @@ def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) 
     """Return the option for each of `names`, such as `--arg a=@rank --arg b=25`, with values
     suggested by the last part of the name or found in the file of `code`.
     """
-    defaults = _defaults(code)
     return " ".join(
-        f"{option} {name}={_value(name.rpartition('.')[2], defaults)}" for name in names
+        f"{option} {name}={suggested(name.rpartition('.')[2], code) or 'VALUE'}" for name in names
     )
 
 
-def _value(name: str, defaults: dict[str, str]) -> str:
-    if name in defaults:
-        return defaults[name]
+def suggested(name: str, code: Callable[..., Any] | None) -> str:
+    """The value that a name lets expect; empty where it says nothing."""
     words = [word for word in name.lower().split("_") if word in _BY_WORD]
-    return _BY_WORD[words[-1]] if words else "VALUE"
+    return _defaults(code).get(name, _BY_WORD[words[-1]] if words else "")
 
 
 def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
@@ -74,6 +72,14 @@ def _is_shown_as_it_is(value: object) -> bool:
 
 class FormError(UsageError):
     """Raised for code that does not fit its selected form; another may fit."""
+
+
+class UnknownArgumentsError(FormError):
+    """Arguments that nothing is known of; `values` are those to try, by name."""
+
+    def __init__(self, message: str, values: dict[str, list[str]]) -> None:
+        super().__init__(message)
+        self.values = values
 
 
 class NotKnownError(UsageError, AttributeError):

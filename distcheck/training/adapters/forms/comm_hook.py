@@ -27,7 +27,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     parameters = [p.name for p in target.parameters]
     before = parameters[: parameters.index(bucket)]
     state_name = before[0] if before else ""
-    text = target.arguments.get(state_name, "None")
+    state = next((p for p in target.parameters if p.name == state_name), None)
+    text = target.arguments.get(state_name, "")
+    text = text or (scene.object_for(state, target.value) if state is not None else "") or "None"
     scene.check(text)
     scene.used.add(state_name)
     supplied = [name for name in (state_name, bucket) if name]

@@ -25,10 +25,12 @@ def fits(target: Target) -> bool:
     """Return True for a class that is or takes an optimizer, or a function that wraps one, such as
     `DistributedOptimizer(optimizer, ...)` in many libraries.
     """
-    first = next(iter(target.required), None)
+    first = target.required[:1]
     if target.is_function and any(_changes_step(target, p.name) for p in target.parameters):
         return True
-    if first is None or not _takes_optimizer(first):
+    if target.is_class and issubclass(target.value, torch.optim.Optimizer):
+        first = target.required  # also of parameters, before the optimizer
+    if not any(map(_takes_optimizer, first)):
         return False
     is_named_so = "optim" in target.name.lower() or target.name[:1].isupper()
     return target.is_class or (is_named_so and target.source.returns_what_it_calls)
@@ -121,13 +123,15 @@ class Around(StandIn):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for a scheduler: the wrapper's, or torch's own, whose settings are then
-        also written to the wrapper's groups, which may copy them in a step.
+        """Parameter groups for a scheduler: the wrapper's; or, if these are missing or have none of
+        the settings, torch's own, whose settings are then also written to the wrapper's groups,
+        which may copy them in a step.
         """
         inner: list[dict[str, Any]] = self.optim.param_groups
         made: list[dict[str, Any]] = getattr(self._made, "param_groups", inner)
-        if self._has_groups or made is inner or len(made) != len(inner):
-            return made if self._has_groups else inner
+        has_groups = self._has_groups and all(len(group) > 1 for group in made)
+        if has_groups or made is inner or len(made) != len(inner):
+            return made if has_groups else inner
         return [_OfBoth(*pair) for pair in zip(inner, made, strict=True)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
