@@ -42,7 +42,7 @@ _LACKS = re.compile(
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
 )
 _NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available")
-_OWN = ", or a file of your own that calls it as that does (docs/verify-your-own.md)"
+_OWN = ", or write a file that calls it as your training loop does (docs/verify-your-own.md)"
 _MOST_ASKED = 3  # command lines to choose from
 _MOST_SEEN = 160  # characters
 _DEADLINE_S = 10.0  # of a way that may hang
