@@ -116,6 +116,7 @@ def judge(
     if job.steps:
         results += checks.without_reference(job, agreed, folded=scaled)
     if reference is not None:
+        results = [_if_divides(reference, r) for r in results]
         results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # a note says so
         results += compared
         if scaled:
@@ -302,6 +303,14 @@ def _if_known(
     return if_interacts(job, result, all_of) if reference.replayed.interacts else result
 
 
+def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:
+    """Ranks that read the same samples may each give their model another part of them."""
+    if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
+        return result
+    said = "ranks read the same samples, and each gives its model other parts of them"
+    return msgspec.structs.replace(result, verdict="pass", first=None, worst=None, reason=said)
+
+
 def _loss_is_unseen(job: JobRecording) -> bool:
     """Return True if losses may be made of tensors that no recording has: the script makes its
     samples itself and calls no loss of torch. A replay hands out the model's inputs, and not what
@@ -393,6 +402,8 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     text = f"the reference is the same script in a single process, with {how}"
     text += f" ({replayed.why})" if replayed.why else ""
     text += ", the micro-batches of a step in one forward pass" if job.joined else ""
+    if reference.own_inputs:
+        text += f", the script's own inputs (the ranks' samples), since {reference.own_inputs}"
     if reference.replaced:
         text += f"; its options request one rank instead of {', '.join(reference.replaced)}"
     covered = {one.step for one in replayed.steps} & {*job.steps}

@@ -13,6 +13,7 @@ VARIABLE = "DISTCHECK_JOB"
 FILE = "settings.json"
 MOST_STEPS = 10_000
 Mode = Literal["record", "replay", "guard"]
+Retry = Literal["", "joined", "own inputs"]
 TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
 
 
@@ -60,7 +61,9 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     could not go on; and why the passes of an accumulation could not be made as one. A right job has
     the gradients of one process times one of `scales`; those of the replay are times `scale`.
     `interacts`: one batch of all samples has another gradient than the mean of the ranks' batches.
-    `joins`: it may go on with the micro-batches of a step as one forward pass.
+    `retry`: how it may run instead, with the micro-batches of a step as one forward pass, or with
+    the script's own inputs, since the script raised when it was given the ranks'. `divides`: these
+    are parts of its own.
     """
 
     mode: str
@@ -72,7 +75,8 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     pads: bool = False
     interacts: bool = False
-    joins: bool = False
+    retry: Retry = ""
+    divides: bool = False
     reads: tuple[Read, ...] = ()
 
 
@@ -105,6 +109,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     draw              seeds the moves of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
     joins             in a replay: whether the micro-batches of a step are one forward pass
+    own_inputs        in a replay: whether models and losses keep the script's own inputs
     spawns            in a replay: how many ranks the script starts itself; 0 where it does not
     project           in a replay: the copy of the project
     in_processes      in a replay: whether copies are processes of their own, and no forks
@@ -130,6 +135,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     draw: int = 0
     recording: str = ""
     joins: bool = False
+    own_inputs: bool = False
     in_processes: bool = False
     spawns: int = 0
     project: str = ""

@@ -70,10 +70,23 @@ def augmented_alike(facts: Facts) -> None:
     facts.of_batch["drawn"] = {"torch": str(facts.step)}
 
 
+def takes_its_rows(facts: Facts) -> None:
+    """All ranks read one batch, and each gives its model other rows of it."""
+    facts.of_batch = {"indices": tuple(range(8 * facts.step, 8 * facts.step + 8))}
+
+
+def takes_the_rows_of_rank_0(facts: Facts) -> None:
+    takes_its_rows(facts)
+    facts.rows = ("a", "b", "c", "d")
+    facts.passes = [facts.a_pass(0)]
+
+
 @pytest.mark.parametrize(
     ("change", "verdict", "named"),
     [
         (apart, "pass", []),
+        (takes_its_rows, "pass", []),
+        (takes_the_rows_of_rank_0, "fail", ["same-data"]),
         (twice_in_the_data, "pass", []),
         (augmented, "unknown", []),
         (augmented_from_own_files, "pass", []),

@@ -11,7 +11,7 @@ from distcheck.job.inside import state
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import interacts
 from distcheck.job.inside.joining import can_join
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Retry, Role
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
@@ -30,7 +30,7 @@ class Choice:
     why: str = ""
     failure: str = ""
     scales: tuple[float, ...] = (1.0,)
-    joins: bool = False  # it fails, and may not with the micro-batches of a step as one pass
+    retry: Retry = ""  # it fails, and may not in this way
     interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
 
 
@@ -54,13 +54,14 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
     alone = [found.get(Role(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
-        return Choice(failure=f"as one process the script fails in its first step: {said}")
+        failure = f"in a single process, given the inputs of rank 0, the script fails: {said}"
+        return Choice(failure=failure, retry="own inputs")
     if "more" in base:
         why = "the script makes more backward passes where there are fewer ranks"
         return Choice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
         return Choice(
-            joins=int(base["passes"]) == 1 and can_join(job),
+            retry="joined" if int(base["passes"]) == 1 and can_join(job) else "",
             failure=f"as one process the script makes {int(base['passes'])} forward passes before "
             f"its first step, and {len(record.passes)} as {job.world} ranks",
         )

@@ -118,7 +118,7 @@ class Replayer(Deaf):
             unfolded=copies.folding.why, pads=self._hands.feeding.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
-            joins=copies.choice.joins,
+            retry=copies.choice.retry, divides=self._hands.divides,
         )  # fmt: skip
         records.write_json(self._folder / "replayed.json", replayed)
 
