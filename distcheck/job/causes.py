@@ -18,6 +18,7 @@ from distcheck.job.checks.ranks import (
 from distcheck.job.checks.reference import clips_beside, reached, rescaled
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
+from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.facts import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
@@ -485,6 +486,7 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
         return None
     return (
         _one_factor(job, reference, step)
+        or of_terms(job, reference)
         or _of_weights(job, found, step)
         or name_cause(
             "unexplained",
@@ -512,6 +514,30 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
         return name_cause("accumulation-not-scaled", evidence)
     passes = max(1, len(job.records[0, step].trained))
     return _named(fitted[0][0], step, world=job.world, passes=passes)
+
+
+def of_terms(job: JobRecording, reference: Reference) -> Diagnosis | None:
+    """The gradients of one process in which one term of the loss is W or 1/W times as large."""
+    step = job.steps[0]
+    found, own = reference.tensors(step), of_rank(job, Kind.EXCHANGED, 0, step)
+    passes = job.records[0, step].trained
+    names = [term.name for term in passes[0].terms] if len(passes) == 1 else []
+    stems = [f"{TERM}{number}/" for number in range(len(names))]
+    terms = [{n.removeprefix(s): g for n, g in found.items() if n.startswith(s)} for s in stems]
+    whole = fit(own, reached(found, Kind.EXCHANGED))
+    fitted = fit(own, *terms) if len(terms) > 1 and all(terms) else None
+    if whole is None or fitted is None or fitted[1] > min(_LEFT, _SHARE * whole[1]):
+        return None
+    other = [(by, k) for k, by in enumerate(fitted[0]) if abs(by - 1) > _LEFT]
+    scales = (job.world, 1 / job.world)
+    if len(other) != 1 or not any(isclose(other[0][0], by, rel_tol=_LEFT) for by in scales):
+        return None
+    ((by, number),) = other
+    return name_cause(
+        "term-scale",
+        f"step {step}: gradients are those of a single process, but the term {names[number]} of "
+        f"the loss (number {number + 1} of {len(names)}) is {by:.6g}x as large",
+    )
 
 
 def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:

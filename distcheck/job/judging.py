@@ -300,7 +300,8 @@ def _if_known(
 ) -> CheckResult:
     if reference is None:
         return if_parts(job, result)
-    return if_interacts(job, result, all_of) if reference.replayed.interacts else result
+    interacts = reference.replayed.interacts and causes.of_terms(job, reference) is None
+    return if_interacts(job, result, all_of) if interacts else result
 
 
 def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:

@@ -106,6 +106,23 @@ def test_a_sample_is_what_the_sampler_gave(
     assert [one.cause for one in causes.diagnose(job, [result])] == named
 
 
+@pytest.mark.parametrize(("number", "verdict"), [(3, "pass"), (2, "fail")])
+def test_the_last_batch_of_an_epoch_may_be_filled(
+    number: int, verdict: str, tmp_path: Path
+) -> None:
+    """Rank 1 reads again, in the last batch of four or earlier, what rank 0 read first."""
+
+    def fills(facts: Facts) -> None:
+        facts.epoch = 0
+        apart(facts)
+        if (facts.rank, facts.step) == (1, number):
+            facts.of_batch = {"indices": (0, 1, 2, 3)}
+            facts.rows = tuple(f"0-0-{i}" for i in range(4))
+        facts.passes = [facts.a_pass(0)]
+
+    assert samples.disjoint(make(tmp_path, fills, steps=4)).verdict == verdict
+
+
 SHARDS = [
     (augmented, "own", "pass", []),
     (augmented, "same", "fail", ["same-data"]),

@@ -174,10 +174,18 @@ def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int
 
 
 def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
-    """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank."""
+    """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank.
+    Other samplers may fill the last batch with samples that were read before.
+    """
+    last = {
+        (rank, one.loader, one.epoch, one.length - 1)
+        for (rank, _), record in job.records.items()
+        for one in record.iterations
+    }
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
     for (rank, place), (_, batch) in trained.batches.items():
-        if _divides(job, batch.loader) and batch.loader not in trained.split:
+        may_be_filled = place[2] > 0 and (rank, *place) in last
+        if _divides(job, batch.loader) and not (batch.loader in trained.split or may_be_filled):
             is_known = batch.indices and batch.loader not in trained.own
             of_epoch = seen.setdefault(place[:2], {})
             of_epoch.setdefault(rank, Counter()).update(batch.indices if is_known else batch.rows)

@@ -115,10 +115,17 @@ def _of_together(
                 BY_RANK, "the loss is divided by a number of samples that is written down"
             )
         return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
-    if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
+    records = job.at(job.steps[0])
+    if any(one.drew for record in records for one in record.passes):
         return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
     # Samples interact, or ranks have unlike numbers of them.
-    return Choice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
+    interacts = len(set(map(_shape, records))) == 1
+    first = alone[0]
+    has_negatives = first is not None and int(first["classes"]) < int(together["classes"])
+    if interacts and has_negatives and _before_backward(job) is None:
+        why = "the classes of a loss are the samples of a batch: all ranks' would be more negatives"
+        return Choice(BY_RANK, why, scales=_scales(job, alone))
+    return Choice(TOGETHER, interacts=interacts)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
-from distcheck.job.settings import Role
+from distcheck.job.settings import TERM, Role
 from distcheck.machine.resources import available_bytes, cores
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
@@ -23,7 +23,6 @@ from distcheck.recordings.jobs.records import StepRecord
 Found = Mapping[Role, dict[str, torch.Tensor] | None]
 Kind = Literal["", "mean", "sum", "terms"]
 _KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
-_TERM = "term/"  # before a gradient: it is that of a term
 # Chosen: rounding leaves 1e-6 of a gradient, and a second term of a loss, or samples that interact,
 # more than a thousandth.
 _SAME = 1e-3
@@ -52,11 +51,17 @@ class Folding:
         self._draws: list[Role] = []
         self._moves: dict[str, float] = {}  # by one ULP, over the norm
         self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
+        self._apart = apart
         self.why = apart if self._accumulates else ""  # they could not be made as one
 
     def roles(self, step: int, draws: int) -> list[Role]:
-        """The copies of a step; at the first one also those that show whether samples interact."""
+        """The copies of a step; at the first one also those that show whether samples interact, or
+        what the terms of a loss give.
+        """
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
+        if not self._accumulates and not self._apart and step == self._job.steps[0]:
+            self._probes = self._of_terms(step)
+            return self._probes
         if not self._accumulates or self.why:
             return []
         every = [
@@ -74,6 +79,12 @@ class Folding:
             each = (first, *([pair] for pair in first))
             self._probes = [Role(ALL, step, 0, tuple(pairs)) for pairs in each]
         return list(dict.fromkeys((*self._draws, *self._probes)))
+
+    def _of_terms(self, step: int) -> list[Role]:
+        records = self._job.at(step)
+        several = all(len(one.passes) == 1 and len(one.passes[0].terms) > 1 for one in records)
+        pairs = tuple(self._feeding.pairs(0, ALL))
+        return [Role(ALL, step, 0, pairs)] if several and not interacts(records) else []
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
         records = self._job.at(step)
@@ -127,7 +138,10 @@ class Folding:
         if role in self._probes:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
-                out |= {f"{_TERM}{number}/{n}": g for n, g in _dense(trained, found).items()}
+                dense = _dense(trained, found)
+                for name, parameter in trained.items():
+                    own = dense.get(name, torch.zeros_like(parameter))
+                    out[f"{TERM}{number}/{name}"] = own
         return out
 
     # -- in the parent ---------------------------------------------------------------------------
@@ -135,7 +149,12 @@ class Folding:
     def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
         """The gradient of all micro-batches as one batch, and how far it moves with one ULP."""
         if not self._draws:
-            return {}
+            of_terms = next((found.get(role) for role in self._probes), None) or {}
+            return {
+                f"{TERM}{number}/{name}": weight * gradient
+                for number, weight in enumerate(of_terms.get("weights", torch.empty(0)).tolist())
+                for name, gradient in _of_term(of_terms, number).items()
+            }
         plain, *moved = (found.get(role) for role in self._draws)
         if plain is None:
             self.why = "with all micro-batches in one batch the script fails (or has no memory)"
@@ -207,12 +226,12 @@ def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: g
         for name, g in found.items()
-        if name not in state.NOT_GRADIENTS and not name.startswith(_TERM)
+        if name not in state.NOT_GRADIENTS and not name.startswith(TERM)
     }
 
 
 def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, torch.Tensor]:
-    before = f"{_TERM}{number}/"
+    before = f"{TERM}{number}/"
     return {n.removeprefix(before): g for n, g in (found or {}).items() if n.startswith(before)}
 
 

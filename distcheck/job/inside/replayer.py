@@ -59,6 +59,7 @@ class Replayer(Deaf):
         self._losses: dict[int, float] = {}  # by forward pass
         self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
+        self._classes = 0  # the most that a loss has with classes as targets
         self._candidate: dict[str, torch.Tensor] = {}  # gradients when backward was over
         self._own: float | None = None  # what the script's own exchange multiplied them by
         self._out: dict[str, torch.Tensor] = {}
@@ -186,6 +187,8 @@ class Replayer(Deaf):
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         self._hands.target(computed, target)
+        if computed.dim() > 1 and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
+            self._classes = max(self._classes, computed.shape[1])
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
@@ -247,6 +250,7 @@ class Replayer(Deaf):
             "loss": self._loss(),
             "passes": torch.tensor(float(self._hands.passes)),
             "count": torch.tensor(count),
+            "classes": torch.tensor(self._classes),
             "sums": torch.tensor(choosing.SUMS.index(sums)),
             "own": torch.tensor(1.0 if self._own is None else self._own),
         }
