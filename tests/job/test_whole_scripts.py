@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.job.planted import unfounded
 from tests.job.test_examples import cli
 
 HEAD = """
@@ -108,3 +109,4 @@ def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert {one["cause"] for one in case["diagnosis"]} == causes
     assert {one["cause"] for one in case.get("remarks", ())} == remarks
+    assert unfounded(case, HEAD + script) == []
