@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -309,7 +309,11 @@ def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:
     if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
         return result
     said = "ranks read the same samples, and each gives its model other parts of them"
-    return msgspec.structs.replace(result, verdict="pass", first=None, worst=None, reason=said)
+    return _instead(result, "pass", said)
+
+
+def _instead(result: CheckResult, verdict: Literal["pass", "unknown"], why: str) -> CheckResult:
+    return msgspec.structs.replace(result, verdict=verdict, first=None, worst=None, reason=why)
 
 
 def _loss_is_unseen(job: JobRecording) -> bool:
@@ -330,7 +334,7 @@ def _if_seen(result: CheckResult) -> CheckResult:
         "reference may have different tensors (rewards of an environment, samples of the script's "
         "own generator); read them from a DataLoader, or pass --no-reference"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def if_interacts(
@@ -356,7 +360,7 @@ def if_interacts(
         "rank's own samples); leave it out for this check, or compute it over the samples of all "
         "ranks"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
@@ -368,7 +372,7 @@ def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
         f"ranks that share a model hold different tensors as {name}; without a DTensor or a "
         "reference, shards of one tensor cannot be distinguished from replicas that differ"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def _divided(by: str) -> CheckResult:

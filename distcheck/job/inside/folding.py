@@ -139,9 +139,10 @@ class Folding:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
                 dense = _dense(trained, found)
-                for name, parameter in trained.items():
-                    own = dense.get(name, torch.zeros_like(parameter))
-                    out[f"{TERM}{number}/{name}"] = own
+                out |= {
+                    f"{TERM}{number}/{name}": dense.get(name, torch.zeros_like(parameter))
+                    for name, parameter in trained.items()
+                }
         return out
 
     # -- in the parent ---------------------------------------------------------------------------

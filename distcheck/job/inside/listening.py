@@ -1,97 +1,50 @@
 """What can be heard of a training script, by the places of `hooks`."""
 
-from typing import Any
+from collections.abc import Callable
 
-import torch
+_EVENTS = frozenset((
+    "begins", "iterates", "samples_from", "fetches", "fetched", "batch", "is_over", "length",
+    "enters", "leaves", "evaluates", "reaches", "gradient", "target", "losses", "backward",
+    "backward_over", "gradients_ready", "clipped", "scales", "unscales", "scaler_step",
+    "scaler_stepped", "autocasts", "makes", "steps", "stepped", "collective",
+))  # fmt: skip
 
 
 class Deaf:
-    """Hears nothing of a training script: what a listener does not care for. A listener may put
-    other data into the tensors that it hears of.
+    """Hears nothing of a training script: it ignores the events that a listener does not care for.
+    A listener may put other data into the tensors that it hears of.
+
+    begins(loader), iterates(loader, iterator)  a pass over a data loader is about to begin; begins
+    samples_from(iterator)                      it has got its sampler's iterator
+    fetches(), fetched()                        this process reads samples of a batch; has read them
+    batch(iterator, batch)                      a data loader hands out a batch
+    is_over(iterator)                           returns True if it is to hand out nothing more
+    length(loader)                              returns how many batches it is to have, or None
+    enters(model, args, kwargs)                 the outermost model is called, in training
+    leaves(model, result)                       that call is over
+    evaluates(model, args, kwargs)              the outermost model is called, and not in training
+    reaches(place)                              backward goes through what a forward pass returned
+    gradient(name, gradient)                    a gradient is about to be added to a parameter's
+    target(computed, target)                    a loss of torch's is called with a target
+    losses(name, reduction, target, ignored, value)  it has returned
+    backward(loss), backward_over()             a backward pass begins; is over
+    gradients_ready()                           clipping, unscaling or a step follows
+    clipped(kind, most, norm, parameters)       gradients were clipped
+    scales(scaler), unscales(optimizer)         a GradScaler scales a loss; divides gradients again
+    scaler_step(scaler, optimizer)              a GradScaler is asked for a step
+    scaler_stepped(scaler, optimizer)           it has made the step, or has skipped it
+    autocasts(context)                          autocast begins, or ends for a while
+    makes(optimizer)                            an optimizer gets parameters
+    steps(optimizer)                            it is about to step, or has just called its closure
+    stepped(optimizer)                          it has stepped
+    collective(name, place, given)              Python code calls a collective
     """
 
-    def begins(self, loader: Any) -> None:
-        """A pass over a data loader is about to begin."""
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        if event not in _EVENTS:
+            raise AttributeError(event)
+        return _ignore
 
-    def iterates(self, loader: Any, iterator: Any) -> None:
-        """A pass over a data loader begins."""
 
-    def samples_from(self, iterator: Any) -> None:
-        """A pass over a data loader has got its sampler's iterator."""
-
-    def fetches(self) -> None:
-        """This process begins to read samples of a batch."""
-
-    def fetched(self) -> None:
-        """It has read them."""
-
-    def batch(self, iterator: Any, batch: Any) -> None:
-        """A data loader hands out a batch."""
-
-    def is_over(self, iterator: Any) -> bool:
-        """Whether a data loader is to hand out nothing more."""
-        return False
-
-    def length(self, loader: Any) -> int | None:
-        """How many batches a data loader is to have; None: its own number."""
-        return None
-
-    def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The outermost model is called, in training."""
-
-    def leaves(self, model: torch.nn.Module, result: Any) -> None:
-        """That call is over."""
-
-    def evaluates(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The outermost model is called, and not in training."""
-
-    def reaches(self, place: Any) -> None:
-        """A backward pass goes through what a forward pass returned."""
-
-    def gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to a parameter's."""
-
-    def target(self, computed: torch.Tensor, target: Any) -> None:
-        """A loss of torch's is called with a target."""
-
-    def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """It has returned."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """A backward pass begins."""
-
-    def backward_over(self) -> None:
-        """It is over."""
-
-    def gradients_ready(self) -> None:
-        """Something is about to use the gradients: clipping, unscaling or a step."""
-
-    def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
-        """Gradients were clipped."""
-
-    def scales(self, scaler: Any) -> None:
-        """A GradScaler is about to scale a loss."""
-
-    def unscales(self, optimizer: Any) -> None:
-        """A GradScaler divides the gradients of an optimizer by its scale."""
-
-    def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A GradScaler is asked for a step."""
-
-    def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """It has made the step, or has skipped it."""
-
-    def autocasts(self, context: Any) -> None:
-        """Autocast begins, or ends for a while."""
-
-    def makes(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer gets parameters."""
-
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step; or it has just called its closure."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
-
-    def collective(self, name: str, place: str, given: Any) -> None:
-        """Python code calls a collective."""
+def _ignore(*given: object) -> None:
+    """Does nothing of an event."""
