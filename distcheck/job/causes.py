@@ -46,7 +46,7 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
-    found = [*_of_data(failed), *_of_state(failed)]
+    found = [*_of_data(job, failed), *_of_state(failed)]
     if alone := _alone(job, failed, None if found else reference):
         return alone
     later = failed.get(("agreement", NO_LAYER))
@@ -95,7 +95,7 @@ def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
 
 
-def _of_data(failed: Failed) -> Iterator[Diagnosis]:
+def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
         yield name_cause("data-differs", failed["data", IN_FLOAT32].first_reason)
@@ -108,7 +108,9 @@ def _of_data(failed: Failed) -> Iterator[Diagnosis]:
     elif data is not None and ("data", NO_LAYER) in failed:
         same = data.first_kind is FindingKind.SAME_SAMPLES
         cause = "same-data" if same else "overlapping-data"
-        yield name_cause(cause, data.first_reason, "job-sampler")
+        has_loader = any(record.batches for record in job.records.values())
+        variant = "job-sampler" if has_loader else "job-draws"
+        yield name_cause(cause, data.first_reason, variant)
     if "epoch order" in checks:
         yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:

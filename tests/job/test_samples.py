@@ -106,6 +106,16 @@ def test_a_sample_is_what_the_sampler_gave(
     assert [one.cause for one in causes.diagnose(job, [result])] == named
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_advice_names_a_loader_only_if_there_is_one(loads: bool, tmp_path: Path) -> None:
+    job = make(tmp_path, takes_the_rows_of_rank_0)
+    if not loads:
+        own = {at: msgspec.structs.replace(r, batches=()) for at, r in job.records.items()}
+        job = dataclasses.replace(job, records=own)
+    (found,) = causes.diagnose(job, [samples.disjoint(job)])
+    assert (found.cause, "DataLoader" in found.suggestion) == ("same-data", loads)
+
+
 @pytest.mark.parametrize(("number", "verdict"), [(3, "pass"), (2, "fail")])
 def test_the_last_batch_of_an_epoch_may_be_filled(
     number: int, verdict: str, tmp_path: Path
