@@ -26,6 +26,7 @@ _KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
 # Chosen: rounding leaves 1e-6 of a gradient, and a second term of a loss, or samples that interact,
 # more than a thousandth.
 _SAME = 1e-3
+_MOST_TERMS = 8  # chosen: each has a gradient as large as the model
 _ONE_BY_ONE = "the loss of a larger batch is not the mean of its parts' losses"
 
 
@@ -82,9 +83,10 @@ class Folding:
 
     def _of_terms(self, step: int) -> list[Role]:
         records = self._job.at(step)
-        several = all(len(one.passes) == 1 and len(one.passes[0].terms) > 1 for one in records)
-        pairs = tuple(self._feeding.pairs(0, ALL))
-        return [Role(ALL, step, 0, pairs)] if several and not interacts(records) else []
+        counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
+        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or interacts(records):
+            return []
+        return [Role(ALL, step, 0, tuple(self._feeding.pairs(0, ALL)))]
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
         records = self._job.at(step)
