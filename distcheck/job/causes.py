@@ -18,6 +18,7 @@ from distcheck.job.checks.ranks import (
 from distcheck.job.checks.reference import clips_beside, reached, rescaled
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
+from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.facts import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
@@ -46,7 +47,7 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
-    found = [*_of_data(failed), *_of_state(failed)]
+    found = [*_of_data(job, failed), *_of_state(failed)]
     if alone := _alone(job, failed, None if found else reference):
         return alone
     later = failed.get(("agreement", NO_LAYER))
@@ -95,7 +96,7 @@ def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
 
 
-def _of_data(failed: Failed) -> Iterator[Diagnosis]:
+def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
         yield name_cause("data-differs", failed["data", IN_FLOAT32].first_reason)
@@ -108,7 +109,9 @@ def _of_data(failed: Failed) -> Iterator[Diagnosis]:
     elif data is not None and ("data", NO_LAYER) in failed:
         same = data.first_kind is FindingKind.SAME_SAMPLES
         cause = "same-data" if same else "overlapping-data"
-        yield name_cause(cause, data.first_reason, "job-sampler")
+        has_loader = any(record.batches for record in job.records.values())
+        variant = "job-sampler" if has_loader else "job-draws"
+        yield name_cause(cause, data.first_reason, variant)
     if "epoch order" in checks:
         yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:
@@ -487,6 +490,7 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
         return None
     return (
         _one_factor(job, reference, step)
+        or of_terms(job, reference)
         or _of_weights(job, found, step)
         or name_cause(
             "unexplained",
@@ -514,6 +518,30 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
         return name_cause("accumulation-not-scaled", evidence)
     passes = max(1, len(job.records[0, step].trained))
     return _named(fitted[0][0], step, world=job.world, passes=passes)
+
+
+def of_terms(job: JobRecording, reference: Reference) -> Diagnosis | None:
+    """The gradients of one process in which one term of the loss is W or 1/W times as large."""
+    step = job.steps[0]
+    found, own = reference.tensors(step), of_rank(job, Kind.EXCHANGED, 0, step)
+    passes = job.records[0, step].trained
+    names = [term.name for term in passes[0].terms] if len(passes) == 1 else []
+    stems = [f"{TERM}{number}/" for number in range(len(names))]
+    terms = [{n.removeprefix(s): g for n, g in found.items() if n.startswith(s)} for s in stems]
+    whole = fit(own, reached(found, Kind.EXCHANGED))
+    fitted = fit(own, *terms) if len(terms) > 1 and all(terms) else None
+    if whole is None or fitted is None or fitted[1] > min(_LEFT, _SHARE * whole[1]):
+        return None
+    other = [(by, k) for k, by in enumerate(fitted[0]) if abs(by - 1) > _LEFT]
+    scales = (job.world, 1 / job.world)
+    if len(other) != 1 or not any(isclose(other[0][0], by, rel_tol=_LEFT) for by in scales):
+        return None
+    ((by, number),) = other
+    return name_cause(
+        "term-scale",
+        f"step {step}: gradients are those of a single process, but the term {names[number]} of "
+        f"the loss (number {number + 1} of {len(names)}) is {by:.6g}x as large",
+    )
 
 
 def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:

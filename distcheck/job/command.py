@@ -177,7 +177,7 @@ def _why_none(asked: JobOptions) -> str:
 
 
 def _replay(
-    asked: JobOptions, job: JobRecording, copy: Copy, folder: Path
+    asked: JobOptions, job: JobRecording, copy: Copy, folder: Path, own_inputs: str = ""
 ) -> tuple[JobRecording, Reference | None, str]:
     """Return the job as compared, and the reference or the reason why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
@@ -195,9 +195,13 @@ def _replay(
         return job, replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",
             command=asked.reference or "", deadline_s=asked.deadline_s,
-            modules=asked.watches_modules,
+            modules=asked.watches_modules, own_inputs=own_inputs,
         ), ""  # fmt: skip
     except NoReferenceError as error:
-        if error.joins and not job.joined:
+        if error.retry == "joined" and not job.joined:
             return _replay(asked, joined(job), copy, folder.with_name(f"{folder.name}-joined"))
-        return job, None, str(error)
+        if error.retry == "own inputs" and not own_inputs:
+            again = folder.with_name(f"{folder.name}-own")
+            return _replay(asked, job, copy, again, own_inputs=str(error))
+        more = f"; with its own inputs: {error}" if own_inputs else ""
+        return job, None, (own_inputs or str(error)) + more

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -116,6 +116,7 @@ def judge(
     if job.steps:
         results += checks.without_reference(job, agreed, folded=scaled)
     if reference is not None:
+        results = [_if_divides(reference, r) for r in results]
         results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # see the note
         results += compared
         if scaled:
@@ -300,7 +301,20 @@ def _if_known(
 ) -> CheckResult:
     if reference is None:
         return if_parts(job, result)
-    return if_interacts(job, result, all_of) if reference.replayed.interacts else result
+    interacts = reference.replayed.interacts and causes.of_terms(job, reference) is None
+    return if_interacts(job, result, all_of) if interacts else result
+
+
+def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:
+    """Ranks that read the same samples may each give their model another part of them."""
+    if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
+        return result
+    said = "ranks read the same samples, and each gives its model other parts of them"
+    return _instead(result, "pass", said)
+
+
+def _instead(result: CheckResult, verdict: Literal["pass", "unknown"], why: str) -> CheckResult:
+    return msgspec.structs.replace(result, verdict=verdict, first=None, worst=None, reason=why)
 
 
 def _loss_is_unseen(job: JobRecording) -> bool:
@@ -321,7 +335,7 @@ def _if_seen(result: CheckResult) -> CheckResult:
         "reference may have different tensors (rewards of an environment, samples of the script's "
         "own generator); read them from a DataLoader, or pass --no-reference"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def if_interacts(
@@ -347,7 +361,7 @@ def if_interacts(
         "rank's own samples); leave it out for this check, or compute it over the samples of all "
         "ranks"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
@@ -359,7 +373,7 @@ def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
         f"ranks that share a model hold different tensors as {name}; without a DTensor or a "
         "reference, shards of one tensor cannot be distinguished from replicas that differ"
     )
-    return msgspec.structs.replace(result, verdict="unknown", first=None, worst=None, reason=said)
+    return _instead(result, "unknown", said)
 
 
 def _divided(by: str) -> CheckResult:
@@ -394,6 +408,8 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
     text = f"the reference is the same script in a single process, with {how}"
     text += f" ({replayed.why})" if replayed.why else ""
     text += ", the micro-batches of a step in one forward pass" if job.joined else ""
+    if reference.own_inputs:
+        text += f", the script's own inputs (the ranks' samples), since {reference.own_inputs}"
     if reference.replaced:
         text += f"; its options request one rank instead of {', '.join(reference.replaced)}"
     covered = {one.step for one in replayed.steps} & {*job.steps}

@@ -12,7 +12,7 @@ import torch
 
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
-from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
+from distcheck.job.settings import JobSettings, Replayed, ReplayedStep, Retry
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
 from distcheck.recordings.jobs.records import read_own
@@ -38,22 +38,23 @@ _OF_AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 class NoReferenceError(Exception):
-    """The reason why the reference cannot run, as text for the report. `joins`: it may run with the
-    micro-batches of a step as one forward pass.
-    """
+    """The reason why the reference cannot run, as text for the report. `retry`: how it may run."""
 
-    def __init__(self, why: str, *, joins: bool = False) -> None:
+    def __init__(self, why: str, retry: Retry = "") -> None:
         super().__init__(why)
-        self.joins = joins
+        self.retry = retry
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of the single-process run; `replaced`: options of its command that were set to 1."""
+    """Results of the single-process run; `replaced`: options of its command that were set to 1;
+    `own_inputs`: why it had the script's own inputs, if it had.
+    """
 
     folder: Path
     replayed: Replayed
     replaced: tuple[str, ...] = ()
+    own_inputs: str = ""
     _kept: Kept = field(default_factory=Kept)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
@@ -68,9 +69,11 @@ class Reference:
 
 def replay(
     job: JobRecording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
-    command: str = "", deadline_s: float = 300.0, modules: bool = False,
+    command: str = "", deadline_s: float = 300.0, modules: bool = False, own_inputs: str = "",
 ) -> Reference:  # fmt: skip
-    """Run rank 0's script, or `command`, as a single process. Raises NoReferenceError."""
+    """Run rank 0's script, or `command`, as a single process; with the script's own inputs if
+    `own_inputs` says why it cannot have the ranks'. Raises NoReferenceError.
+    """
     first = job.ranks[0]
     if first.backend == "mpi":
         raise NoReferenceError("ranks started through MPI cannot be replaced by a single process")
@@ -91,7 +94,7 @@ def replay(
     in_processes = first.device != "cpu"  # a fork loses the GPU's state
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
-        joins=bool(job.joined),
+        joins=bool(job.joined), own_inputs=bool(own_inputs),
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
         spawns=job.processes if spawned and not command else 0, project=str(copy.folder),
         gpus=job.processes if spawned else 1,
@@ -116,7 +119,7 @@ def replay(
         raise NoReferenceError(
             f"the script made no progress for {deadline_s:g} s in a single process"
         )
-    return _read(folder, ran, replaced)
+    return dataclasses.replace(_read(folder, ran, replaced), own_inputs=own_inputs)
 
 
 def _is_spawned(words: Sequence[str]) -> bool:
@@ -174,5 +177,8 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
     replayed = read_own(file, Replayed)
     if not replayed.steps:
         failure = replayed.failure or "the script makes no step in a single process"
-        raise NoReferenceError(failure, joins=replayed.joins)
+        raise NoReferenceError(failure, replayed.retry)
+    if ran.raised and not replayed.failure:
+        why = f"the script, given the inputs of the ranks, raises {ran.raised[0][1][:300]}"
+        replayed = msgspec.structs.replace(replayed, failure=why)
     return Reference(folder, replayed, replaced)

@@ -13,6 +13,8 @@ VARIABLE = "DISTCHECK_JOB"
 FILE = "settings.json"
 MOST_STEPS = 10_000
 Mode = Literal["record", "replay", "guard"]
+Retry = Literal["", "joined", "own inputs"]
+TERM = "term/"  # before the gradient of a term of the loss, in the file of a replayed step
 TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
 
 
@@ -61,7 +63,9 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
     A correct job has the reference's gradients times one of `scales`; the replay's are times
     `scale`. `interacts`: the joint batch has another gradient than the mean of the ranks' batches.
-    `joins`: a retry with the micro-batches of a step as one forward pass may succeed.
+    `retry`: how it may run instead, with the micro-batches of a step as one forward pass, or with
+    the script's own inputs, since the script raised when it was given the ranks'. `divides`: these
+    are parts of its own.
     """
 
     mode: str
@@ -73,7 +77,8 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     pads: bool = False
     interacts: bool = False
-    joins: bool = False
+    retry: Retry = ""
+    divides: bool = False
     reads: tuple[Read, ...] = ()
 
 
@@ -108,6 +113,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     draw              seed of the perturbation of every parameter by one ULP; 0 for none
     recording         in a replay: the folder of the recording
     joins             in a replay: if True, the micro-batches of a step are one forward pass
+    own_inputs        in a replay: if True, models and losses keep the script's own inputs
     spawns            in a replay: number of ranks that the script starts itself, or 0
     project           in a replay: the copy of the project
     in_processes      in a replay: if True, copies are separate processes, not forks
@@ -133,6 +139,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     draw: int = 0
     recording: str = ""
     joins: bool = False
+    own_inputs: bool = False
     in_processes: bool = False
     spawns: int = 0
     project: str = ""

@@ -122,5 +122,5 @@ def test_a_copy_that_fails_says_why(tmp_path: Path) -> None:
     )
     case = judge(tmp_path, "on a GPU", text, "1")
     (reference,) = [c for c in case["checks"] if c["check"] == "reference"]
-    said = "in a single process the script fails in its first step: AssertionError: alone"
+    said = "given the inputs of rank 0, the script fails: AssertionError: alone"
     assert said in reference["reason"]

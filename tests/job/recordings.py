@@ -12,7 +12,7 @@ from distcheck.job import checks
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import Replayed, ReplayedStep
+from distcheck.job.settings import TERM, Replayed, ReplayedStep
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
@@ -158,6 +158,9 @@ def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
             noise = gradients(9, step)
             found |= {f"folded/{n}": g / by + turned * noise[n] for n, g in raw.items()}
             found |= {f"spread-folded/{n}": g.norm() * 1e-7 for n, g in raw.items()}
+        if "terms" in changes:
+            found |= {f"{TERM}1/{n}": g for n, g in changes["terms"](step).items()}
+            found |= {f"{TERM}0/{n}": g - found[f"{TERM}1/{n}"] for n, g in raw.items()}
         found["loss"] = torch.tensor(changes.get("loss", 2.0), dtype=torch.float64)
         found["spread/loss"] = torch.tensor(1e-7)
         save_file(found, folder / f"replay-{step:06d}.safetensors")

@@ -6,6 +6,7 @@ checks of a job say of each mistake.
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from distcheck import backends
 from distcheck.compare.jobs import compare_jobs
-from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
+from distcheck.records.causes import causes
+from tests.job.planted import BUGS, FOLDER, PRESUMES, SCRIPTS, Bug, plant, unfounded
 from tests.launchers.processes import free_port
 
 FRAMEWORKS = {
@@ -91,6 +93,7 @@ def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
     code, case = judge(plant(bug, tmp_path), tmp_path, *bug.options)
     assert (code, case["verdict"]) == (1, "fail")
     assert bug.cause in {found["cause"] for found in case["diagnosis"]}
+    assert unfounded(case, (tmp_path / bug.script).read_text()) == []
     if bug.where:
         assert case["where"]["file"] == bug.script
         assert case["where"]["code"] == bug.where
@@ -203,6 +206,16 @@ def test_two_nodes_on_one_machine_are_one_job(name: str, tmp_path: Path) -> None
     assert case["world"] == 2
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     assert [c["layer"] for c in of_gradients] == ["R", "S32"]
+
+
+def test_advice_about_what_a_script_lacks_is_found() -> None:
+    """Each of these is the advice of some cause, so that no rule here is about nothing."""
+    advice = [one for cause in causes().values() for one in cause.suggestions.values()]
+    for presumed in PRESUMES:
+        of_it = [one for one in advice if re.search(presumed, one)]
+        assert of_it, presumed
+        case = {"diagnosis": [{"cause": "", "suggestion": of_it[0]}]}
+        assert len(unfounded(case, "import torch")) == 1
 
 
 def test_every_edit_fits_its_script(tmp_path: Path) -> None:

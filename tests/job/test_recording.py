@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
@@ -20,6 +21,7 @@ from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.rank import _backend_for
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.running import Ran
@@ -341,3 +343,11 @@ def test_what_is_not_a_number_is_found_in_every_dtype(value: float) -> None:
         assert tensors.not_finite({"a": tensor}) == ["a"]
     largest = torch.full((2,), torch.finfo(torch.float32).max)
     assert tensors.not_finite({"a": torch.complex(largest, largest)}) == []
+
+
+def test_a_group_without_a_name_has_the_backend_of_its_device() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _backend_for("cpu") == "gloo"
+    finally:
+        dist.destroy_process_group()

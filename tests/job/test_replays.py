@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -22,9 +23,10 @@ from distcheck.job.inside.feeding import (
     padding_value,
 )
 from distcheck.job.inside.forks import Forks
+from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.joining import can_join, joined
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.settings import Role
+from distcheck.job.settings import BY_RANK, JobSettings, Role
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.reading import JobRecording, read
 from distcheck.recordings.jobs.records import (
@@ -109,6 +111,31 @@ def test_inputs_targets_and_random_states(job: JobRecording) -> None:
     assert target.tolist() == [1, 1, 1]
     assert feeding.target(0, [(1, 0)], 1) is None
     assert feeding.random(0, (1, 0)).tolist() == [1] * 8
+
+
+def test_own_inputs_are_kept_if_they_are_samples_of_the_ranks(
+    job: JobRecording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one rank, or of both; only the latter are divided among the ranks."""
+
+    def fails(why: str) -> NoReturn:
+        raise NotTogetherError(why)
+
+    monkeypatch.setattr(HandingOut, "set_random_streams", lambda *_, **__: None)
+    asked = JobSettings(own_inputs=True, role=Role(1), role_mode=BY_RANK)
+    hands = HandingOut(job, asked, fails)
+    of_both = torch.cat([torch.zeros(2, 4), torch.ones(3, 4)])
+    for own, divides in ((torch.ones(3, 4), False), (of_both.flip(0), True)):
+        kept, hands.passes = own.clone(), 0
+        hands.inputs((own,), {})
+        hands.target(torch.zeros(len(own)), target := torch.full((len(own),), 9))
+        assert torch.equal(own, kept)
+        assert target.tolist() == [9] * len(own)
+        assert hands.divides is divides
+    for other in (torch.ones(2, 4), of_both + 1):
+        hands.passes = 0
+        with pytest.raises(NotTogetherError, match="other samples; have it read"):
+            hands.inputs((other,), {})
 
 
 def test_tensors_that_do_not_fit_are_padded_or_refused() -> None:

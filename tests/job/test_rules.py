@@ -18,7 +18,7 @@ from distcheck.job import accepting, causes, checks, copying, judging, replaying
 from distcheck.job.asked import JobOptions
 from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import alone, choosing
-from distcheck.job.inside.feeding import Feeding
+from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.running import Ran, Watch
 from distcheck.job.settings import JobSettings, Role, write
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Term
@@ -251,6 +251,18 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
     assert "--reference COMMAND" in choice.failure
     found = _copies([gradients(0, 0), gradients(1, 0)])
     assert not choosing.choose(job, Feeding(job), found, "", "").failure
+
+
+@pytest.mark.parametrize(("classes", "mode"), [(8, "rank by rank"), (4, "together")])
+def test_samples_that_are_classes_stay_on_their_rank(
+    classes: int, mode: str, tmp_path: Path
+) -> None:
+    """Of all ranks' batches as one, each sample would have more negatives."""
+    found = _copies([gradients(0, 0), gradients(1, 0)], classes=4)
+    found[Role(ALL, 0)] = {**gradients(2, 0), "classes": torch.tensor(classes)}
+    job = make(tmp_path, lambda facts: None)
+    choice = choosing.choose(job, Feeding(job), found, "", "")
+    assert (choice.mode, choice.interacts) == (mode, mode == "together")
 
 
 @pytest.mark.parametrize(
@@ -493,6 +505,31 @@ def test_a_loss_with_a_term_of_one_rank_alone_is_named(
     assert found.cause == cause
     if names:
         assert "rank 1 has the terms cross_entropy, a sum, but that of rank 0 has" in found.evidence
+
+
+@pytest.mark.parametrize(("by", "cause"), [(0.5, "term-scale"), (0.7, "unexplained")])
+def test_a_term_of_another_scale_is_named(by: float, cause: str, tmp_path: Path) -> None:
+    """Also if samples interact in it: with another number the verdict would be `unknown`."""
+    terms = tuple(Term(name=n, reduction="mean", call=-1) for n in ("nll_loss", "a sum"))
+
+    def scales(facts: Facts) -> None:
+        of_term = gradients(9, facts.step)
+        facts.raw = {n: g - (1 - by) * of_term[n] for n, g in facts.raw.items()}
+        facts.locals = [facts.raw] * facts.world
+        facts.local = facts.raw
+        facts.passes = [replaced(facts.passes[0], terms=terms, loss=1.5)]
+
+    job = make(tmp_path, scales)
+    alone = reference(job, tmp_path, terms=lambda step: gradients(9, step))
+    results = judged(job, alone)
+    (found,) = causes.diagnose(job, results, alone)
+    assert found.cause == cause
+    assert ("the term a sum of the loss (number 2 of 2) is 0.5x" in found.evidence) == (by == 0.5)
+    interacts = dataclasses.replace(
+        alone, replayed=msgspec.structs.replace(alone.replayed, interacts=True)
+    )
+    known = [judging._if_known(job, interacts, one, results) for one in results]
+    assert {one.verdict for one in known} == {"pass", "fail" if by == 0.5 else "unknown"}
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -70,10 +70,23 @@ def augmented_alike(facts: Facts) -> None:
     facts.of_batch["drawn"] = {"torch": str(facts.step)}
 
 
+def takes_its_rows(facts: Facts) -> None:
+    """All ranks read one batch, and each gives its model other rows of it."""
+    facts.of_batch = {"indices": tuple(range(8 * facts.step, 8 * facts.step + 8))}
+
+
+def takes_the_rows_of_rank_0(facts: Facts) -> None:
+    takes_its_rows(facts)
+    facts.rows = ("a", "b", "c", "d")
+    facts.passes = [facts.a_pass(0)]
+
+
 @pytest.mark.parametrize(
     ("change", "verdict", "named"),
     [
         (apart, "pass", []),
+        (takes_its_rows, "pass", []),
+        (takes_the_rows_of_rank_0, "fail", ["same-data"]),
         (twice_in_the_data, "pass", []),
         (augmented, "unknown", []),
         (augmented_from_own_files, "pass", []),
@@ -91,6 +104,33 @@ def test_a_sample_is_what_the_sampler_gave(
     result = samples.disjoint(job)
     assert result.verdict == verdict
     assert [one.cause for one in causes.diagnose(job, [result])] == named
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_advice_names_a_loader_only_if_there_is_one(loads: bool, tmp_path: Path) -> None:
+    job = make(tmp_path, takes_the_rows_of_rank_0)
+    if not loads:
+        own = {at: msgspec.structs.replace(r, batches=()) for at, r in job.records.items()}
+        job = dataclasses.replace(job, records=own)
+    (found,) = causes.diagnose(job, [samples.disjoint(job)])
+    assert (found.cause, "DataLoader" in found.suggestion) == ("same-data", loads)
+
+
+@pytest.mark.parametrize(("number", "verdict"), [(3, "pass"), (2, "fail")])
+def test_the_last_batch_of_an_epoch_may_be_filled(
+    number: int, verdict: str, tmp_path: Path
+) -> None:
+    """Rank 1 reads again, in the last batch of four or earlier, what rank 0 read first."""
+
+    def fills(facts: Facts) -> None:
+        facts.epoch = 0
+        apart(facts)
+        if (facts.rank, facts.step) == (1, number):
+            facts.of_batch = {"indices": (0, 1, 2, 3)}
+            facts.rows = tuple(f"0-0-{i}" for i in range(4))
+        facts.passes = [facts.a_pass(0)]
+
+    assert samples.disjoint(make(tmp_path, fills, steps=4)).verdict == verdict
 
 
 SHARDS = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.job.planted import unfounded
 from tests.job.test_examples import cli
 
 HEAD = """
@@ -69,7 +70,22 @@ for x, y in loader:
         {MEAN}
     optimizer.step()
 """
+# Every second position of a sequence: rank 0's half does not fit the targets of one process.
+POSITIONS = """
+rank, world = dist.get_rank(), dist.get_world_size()
+data = TensorDataset(torch.randn(64, 8, 6), torch.randn(64, 8, 3))
+net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for x, y in DataLoader(data, 4):
+    optimizer.zero_grad()
+    ((net(x[:, rank::world]) - y[:, rank::world]) ** 2).mean().backward()
+    for p in net.parameters():
+        %s
+    optimizer.step()
+"""
 SCRIPTS = {
+    "positions": (POSITIONS % MEAN, 0, set(), set()),
+    "positions, a sum": (POSITIONS % "dist.all_reduce(p.grad)", 1, {"missing-division"}, set()),
     "a GAN that logs": (GAN, 0, set(), set()),
     "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", 0, set(), {"wrong-sign"}),
     "one step old": (BY_HAND % STALE, 0, set(), {"stale-gradient"}),
@@ -93,3 +109,4 @@ def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert {one["cause"] for one in case["diagnosis"]} == causes
     assert {one["cause"] for one in case.get("remarks", ())} == remarks
+    assert unfounded(case, HEAD + script) == []

@@ -3,7 +3,8 @@
 A sample is identified by its sampler index, or by its content if there is none; then rows that one
 rank has twice in its epoch are ignored. If ranks read different content for the same indices, each
 rank has its own data set, unless some part of every sample is the same. If reading also draws
-random numbers, the data sets cannot be distinguished, and the result is unknown.
+random numbers, the data sets cannot be distinguished, and the result is unknown. Ranks that read
+one batch and take its rows in turn have different samples.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ import torch
 from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch
+from distcheck.recordings.jobs.records import MOST_ROWS, Iteration, LoadedBatch
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
@@ -34,6 +35,7 @@ class _Trained:
     batches: dict[tuple[int, Place], tuple[int, LoadedBatch]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)  # loaders with a separate data set per rank
     unclear: set[int] = field(default_factory=set)  # loaders with separate data or augmentation
+    split: set[int] = field(default_factory=set)  # whose batches all ranks read, each for its rows
 
 
 def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> list[Key]:
@@ -41,7 +43,7 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
     passes = [one for one in record.passes if one.live]
     places = dict.fromkeys(place for one in passes for place in one.batches)
     batches = [trained.batches[rank, p][1] for p in places if (rank, p) in trained.batches]
-    if batches and all(b.indices and b.loader not in trained.own for b in batches):
+    if batches and all(b.indices and b.loader not in trained.own | trained.split for b in batches):
         return [(batch.loader, index) for batch in batches for index in batch.indices]
     return [row for one in passes for row in one.rows]
 
@@ -109,10 +111,27 @@ def _trained(job: JobRecording) -> _Trained:
     }
     found.batches = {key: value for key, value in found.batches.items() if key in used}
     for loader in {batch.loader for _, batch in found.batches.values()}:
+        if _is_split(job, found, loader):
+            found.split.add(loader)
+            continue
         differs, unclear = _each_has_its_own(job, found, loader)
         if differs:
             (found.unclear if unclear else found.own).add(loader)
     return found
+
+
+def _is_split(job: JobRecording, trained: _Trained, loader: int) -> bool:
+    """Return True if all ranks together gave their models as many rows as one of them read."""
+    read = [len(b.indices) for (_, place), (_, b) in trained.batches.items() if place[0] == loader]
+    given = [
+        len(one.rows)
+        for step in job.steps
+        for record in job.at(step)
+        for one in record.passes
+        if one.live and any(place[0] == loader for place in one.batches)
+    ]
+    is_known = all(read) and max(given, default=0) < MOST_ROWS
+    return job.world > 1 and is_known and sum(read) == job.world * sum(given) > 0
 
 
 def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
@@ -156,10 +175,18 @@ def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int
 
 
 def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
-    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each."""
+    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each, and
+    other samplers may fill the last batch with samples that were read before.
+    """
+    last = {
+        (rank, one.loader, one.epoch, one.length - 1)
+        for (rank, _), record in job.records.items()
+        for one in record.iterations
+    }
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
     for (rank, place), (_, batch) in trained.batches.items():
-        if _divides(job, batch.loader):
+        may_be_filled = place[2] > 0 and (rank, *place) in last
+        if _divides(job, batch.loader) and not (batch.loader in trained.split or may_be_filled):
             is_known = batch.indices and batch.loader not in trained.own
             of_epoch = seen.setdefault(place[:2], {})
             of_epoch.setdefault(rank, Counter()).update(batch.indices if is_known else batch.rows)
@@ -189,7 +216,7 @@ def _report(
 def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
     """Report pairs of ranks that generate their samples from the same random numbers."""
     for (rank, place), (step, batch) in trained.batches.items():
-        for other in range(rank):
+        for other in range(rank if place[0] not in trained.split else 0):
             _, theirs = trained.batches.get((other, place), (0, None))
             same = theirs is not None and batch.drawn.items() & theirs.drawn.items()
             if same:
@@ -199,7 +226,7 @@ def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
                     kind=FindingKind.SAME_RANDOMNESS, parameter="samples", rank=rank, step=step,
                 )  # fmt: skip
 
-    for one, two in combinations(sorted(job.drawn), 2):
+    for one, two in combinations(sorted(() if trained.split else job.drawn), 2):
         if common := job.drawn[one] & job.drawn[two]:
             names = ", ".join(sorted({stream.partition("-")[0] for stream in common}))
             tally.fail(

@@ -11,7 +11,7 @@ from distcheck.job.inside import state
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import interacts
 from distcheck.job.inside.joining import can_join
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Retry, Role
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
@@ -32,7 +32,7 @@ class Choice:
     why: str = ""
     failure: str = ""
     scales: tuple[float, ...] = (1.0,)
-    joins: bool = False  # it fails, but may succeed with a step's micro-batches as one pass
+    retry: Retry = ""  # it fails, but may succeed in this way
     interacts: bool = False  # the joint batch's gradient is not the mean of the ranks'
 
 
@@ -56,13 +56,14 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
     alone = [found.get(Role(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
-        return Choice(failure=f"in a single process the script fails in its first step: {said}")
+        failure = f"in a single process, given the inputs of rank 0, the script fails: {said}"
+        return Choice(failure=failure, retry="own inputs")
     if "more" in base:
         why = "the script makes more backward passes if there are fewer ranks"
         return Choice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
         return Choice(
-            joins=int(base["passes"]) == 1 and can_join(job),
+            retry="joined" if int(base["passes"]) == 1 and can_join(job) else "",
             failure=f"in a single process the script makes {int(base['passes'])} forward passes "
             f"before its first step, but {len(record.passes)} as {job.world} ranks",
         )
@@ -114,10 +115,17 @@ def _of_together(
         if scales == (1.0,):
             return Choice(BY_RANK, "the loss is divided by a hard-coded number of samples")
         return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
-    if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
+    records = job.at(job.steps[0])
+    if any(one.drew for record in records for one in record.passes):
         return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
     # Samples interact, or ranks have different numbers of them.
-    return Choice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
+    interacts = len(set(map(_shape, records))) == 1
+    first = alone[0]
+    has_negatives = first is not None and int(first["classes"]) < int(together["classes"])
+    if interacts and has_negatives and _before_backward(job) is None:
+        why = "the classes of a loss are the samples of a batch: all ranks' would be more negatives"
+        return Choice(BY_RANK, why, scales=_scales(job, alone))
+    return Choice(TOGETHER, interacts=interacts)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:

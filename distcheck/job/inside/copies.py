@@ -178,7 +178,8 @@ class Copies:
         if settings.in_processes:
             taken = max(record.gpu_bytes for record in job.records.values())
             self.forks = Processes(folder, settings, taken)
-        self.folding = Folding(job, hands.feeding, self._apart)
+        own = settings.own_inputs and "the reference has the script's own inputs"
+        self.folding = Folding(job, hands.feeding, self._apart or own or "")
         self.choice = choosing.Choice()
         self.watched = WatchedCopies(DRAWS, job.world)
         self.times: float | None = None  # one of the scales of a correct job
@@ -269,7 +270,7 @@ class Copies:
             combined = self._combined(step, 0)
             if combined is None:
                 said = next(iter(self.forks.why.values()), "no error message")
-                self._fails(f"step {step}: in a single process the script fails: {said}")
+                self._fails(f"step {step}: given the inputs of one rank, the script fails: {said}")
             computed = combined
         loss = computed["loss"]
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}

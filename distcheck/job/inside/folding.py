@@ -15,7 +15,7 @@ import torch
 
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
-from distcheck.job.settings import Role
+from distcheck.job.settings import TERM, Role
 from distcheck.machine.resources import available_bytes, cores
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
@@ -23,10 +23,10 @@ from distcheck.recordings.jobs.records import StepRecord
 Found = Mapping[Role, dict[str, torch.Tensor] | None]
 Kind = Literal["", "mean", "sum", "terms"]
 _KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
-_TERM = "term/"  # prefix of a term's gradient
 # Heuristic: rounding leaves 1e-6 of a gradient; a second loss term, or samples that interact, more
 # than 1e-3.
 _SAME = 1e-3
+_MOST_TERMS = 8  # chosen: each has a gradient as large as the model
 _ONE_BY_ONE = "the loss of a larger batch is not the mean of its micro-batches' losses"
 
 
@@ -52,11 +52,17 @@ class Folding:
         self._draws: list[Role] = []
         self._moves: dict[str, float] = {}  # relative change by one ULP
         self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
+        self._apart = apart
         self.why = apart if self._accumulates else ""  # why passes cannot be merged
 
     def roles(self, step: int, draws: int) -> list[Role]:
-        """Return the copies of a step; at the first step also those that detect interactions."""
+        """Return the copies of a step; at the first step also those that detect interactions, or
+        measure the terms of a loss.
+        """
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
+        if not self._accumulates and not self._apart and step == self._job.steps[0]:
+            self._probes = self._of_terms(step)
+            return self._probes
         if not self._accumulates or self.why:
             return []
         every = [
@@ -74,6 +80,13 @@ class Folding:
             each = (first, *([pair] for pair in first))
             self._probes = [Role(ALL, step, 0, tuple(pairs)) for pairs in each]
         return list(dict.fromkeys((*self._draws, *self._probes)))
+
+    def _of_terms(self, step: int) -> list[Role]:
+        records = self._job.at(step)
+        counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
+        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or interacts(records):
+            return []
+        return [Role(ALL, step, 0, tuple(self._feeding.pairs(0, ALL)))]
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
         records = self._job.at(step)
@@ -128,7 +141,11 @@ class Folding:
         if role in self._probes:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
-                out |= {f"{_TERM}{number}/{n}": g for n, g in _dense(trained, found).items()}
+                dense = _dense(trained, found)
+                out |= {
+                    f"{TERM}{number}/{name}": dense.get(name, torch.zeros_like(parameter))
+                    for name, parameter in trained.items()
+                }
         return out
 
     # -- in the parent ---------------------------------------------------------------------------
@@ -136,7 +153,12 @@ class Folding:
     def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
         """Return the gradient of all micro-batches as one batch, and its change by one ULP."""
         if not self._draws:
-            return {}
+            of_terms = next((found.get(role) for role in self._probes), None) or {}
+            return {
+                f"{TERM}{number}/{name}": weight * gradient
+                for number, weight in enumerate(of_terms.get("weights", torch.empty(0)).tolist())
+                for name, gradient in _of_term(of_terms, number).items()
+            }
         plain, *moved = (found.get(role) for role in self._draws)
         if plain is None:
             self.why = (
@@ -212,12 +234,12 @@ def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: g
         for name, g in found.items()
-        if name not in state.NOT_GRADIENTS and not name.startswith(_TERM)
+        if name not in state.NOT_GRADIENTS and not name.startswith(TERM)
     }
 
 
 def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, torch.Tensor]:
-    before = f"{_TERM}{number}/"
+    before = f"{TERM}{number}/"
     return {n.removeprefix(before): g for n, g in (found or {}).items() if n.startswith(before)}
 
 

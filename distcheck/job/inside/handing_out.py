@@ -21,11 +21,12 @@ class HandingOut:
     def __init__(
         self, job: JobRecording, settings: JobSettings, fails: Callable[[str], NoReturn]
     ) -> None:
-        self._job, self._fails = job, fails
+        self._job, self._fails, self._owns = job, fails, settings.own_inputs
         self.feeding = Feeding(job)
         self._loaders = Loaders()
         self.copy, self.mode = settings.role, settings.role_mode
         self.reads: list[Read] = []
+        self.divides = False
         self.step = 0
         self.begin_step()
 
@@ -111,12 +112,20 @@ class HandingOut:
                     f"step {self.step}: the ranks' sequence shards do not match the model inputs "
                     "of the script in a single process; read batches from a DataLoader"
                 )
+        if self._owns and not self._are_own(own):
+            self._fails(
+                f"step {self.step}: the inputs that the script makes in a single process are other "
+                "samples; have it read its batches from a DataLoader"
+            )
         self.passes, self._calls = self.passes + 1, 0
-        self._put("the model", own, found)
+        if not self._owns:
+            self._put("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         """Overwrite the target of a loss with the recorded one if it fits the prediction."""
-        if self.passes == 0 or not isinstance(target, torch.Tensor) or target.requires_grad:
+        if self.passes == 0 or self._owns or not isinstance(target, torch.Tensor):
+            return
+        if target.requires_grad:
             return
         pairs, call = self.source(self.passes - 1), self._calls
         if self.mode != IN_TURN and not self.makes_one:
@@ -151,12 +160,34 @@ class HandingOut:
                 "a single process"
             )
         for tensor, recorded in zip(own, given, strict=True):
-            # An integer scalar next to a batch is a number of samples or targets, and a single
-            # process has its own: Hugging Face's Trainer passes num_items_in_batch to the model.
-            if recorded is not None:
-                counts = recorded.dim() == tensor.dim() == 0
-                if not (counts and float(recorded).is_integer()):
-                    tensors.put(tensor, recorded)
+            if recorded is not None and not _counts(recorded, tensor):
+                tensors.put(tensor, recorded)
+
+    def _are_own(self, own: Sequence[torch.Tensor]) -> bool:
+        """Return True if inputs have the elements that the model was given in this pass, or that
+        all ranks gave it together: then each of these `divides` the same samples.
+        """
+        number = self.source(self.passes)[0][1]
+        for pairs in (self.source(self.passes), self.feeding.pairs(number, ALL)):
+            self.divides = len(pairs) > len(self.source(self.passes))
+            parts = [self.feeding.inputs(self.step, [pair]) for pair in pairs]
+            if {len(one) for one in parts} != {len(own)}:
+                continue
+            if all(map(_is_of, zip(*parts, strict=True), own)):
+                return True
+        return False
+
+
+def _counts(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True for a whole number next to a batch: it counts samples or targets, for which one
+    process has its own number. Hugging Face's Trainer hands the model num_items_in_batch.
+    """
+    return recorded.dim() == tensor.dim() == 0 and float(recorded).is_integer()
+
+
+def _is_of(parts: Sequence[torch.Tensor | None], tensor: torch.Tensor) -> bool:
+    known = [part for part in parts if part is not None]
+    return not known or _counts(known[0], tensor) or _are_of(known, tensor)
 
 
 def _are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:

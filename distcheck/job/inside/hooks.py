@@ -64,7 +64,7 @@ def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
     _hook_scalers()
     _hook_optimizers()
     _hook_collectives()
-    _after(torch.autocast, "__enter__", "autocasts")
+    _wrap(torch.autocast, "__enter__", after=lambda _, context: say("autocasts", context))
 
 
 def listen(listener: Deaf | None) -> None:
@@ -175,15 +175,7 @@ def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, k
 def _hook_loaders() -> None:
     from torch.utils.data import DataLoader
 
-    begin, advance = DataLoader.__iter__, LoaderIterator.__next__
-    measure = DataLoader.__len__
-
-    @functools.wraps(begin)
-    def iterate(loader: Any) -> Any:
-        say("begins", loader)
-        iterator = begin(loader)
-        say("iterates", loader, iterator)
-        return iterator
+    advance, measure = LoaderIterator.__next__, DataLoader.__len__
 
     @functools.wraps(advance)
     def following(iterator: Any) -> Any:
@@ -200,35 +192,31 @@ def _hook_loaders() -> None:
         return own if replaced is None else int(replaced)
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
     LoaderIterator.__next__ = following  # type: ignore[method-assign, assignment]
+    _wrap(
+        DataLoader, "__iter__", lambda loader: say("begins", loader),
+        lambda iterator, loader: say("iterates", loader, iterator),
+    )  # fmt: skip
     for name in ("__init__", "_reset"):
-        _after(LoaderIterator, name, "samples_from")
+        _wrap(LoaderIterator, name, after=lambda _, one, *__, **___: say("samples_from", one))
     for kind in (MapFetcher, IterableFetcher):
-        _around(kind, "fetch", "fetches", "fetched")
+        _wrap(kind, "fetch", lambda *_: say("fetches"), lambda *_: say("fetched"))
 
 
-def _after(owner: Any, name: str, event: str) -> None:
-    """Send `event` with the object after its method returns."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        say(event, self)
-        return result
-
-    setattr(owner, name, method)
+Heard = Callable[..., Any]
 
 
-def _around(owner: Any, name: str, before: str, after: str) -> None:
+def _wrap(owner: Any, name: str, before: Heard | None = None, after: Heard | None = None) -> None:
+    """Calls `before` with the arguments of a method, and `after` with its result and these."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        say(before)
+        if before is not None:
+            before(*args, **kwargs)
         result = original(*args, **kwargs)
-        say(after)
+        if after is not None:
+            after(result, *args, **kwargs)
         return result
 
     setattr(owner, name, method)
@@ -317,35 +305,24 @@ def _clipping(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _hook_scalers() -> None:
     from torch.amp.grad_scaler import GradScaler
 
-    unscale, step, scale = GradScaler.unscale_, GradScaler.step, GradScaler.scale
-
-    @functools.wraps(scale)
-    def scaling(scaler: Any, outputs: Any) -> Any:
-        say("scales", scaler)
-        return scale(scaler, outputs)
-
-    @functools.wraps(unscale)
-    def unscaling(scaler: Any, optimizer: Any) -> None:
-        say("gradients_ready")
-        unscale(scaler, optimizer)
-        say("unscales", optimizer)
-
-    @functools.wraps(step)
-    def stepping(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        say("scaler_step", scaler, optimizer)
-        result = step(scaler, optimizer, *args, **kwargs)
-        say("scaler_stepped", scaler, optimizer)
-        return result
-
-    GradScaler.scale = scaling  # type: ignore[method-assign, assignment]
-    GradScaler.unscale_ = unscaling  # type: ignore[method-assign, assignment]
-    GradScaler.step = stepping  # type: ignore[method-assign, assignment]
+    _wrap(GradScaler, "scale", lambda scaler, *_, **__: say("scales", scaler))
+    _wrap(
+        GradScaler, "unscale_", lambda *_, **__: say("gradients_ready"),
+        lambda _, scaler, optimizer: say("unscales", optimizer),
+    )  # fmt: skip
+    _wrap(
+        GradScaler, "step",
+        lambda scaler, optimizer, *_, **__: say("scaler_step", scaler, optimizer),
+        lambda _, scaler, optimizer, *__, **___: say("scaler_stepped", scaler, optimizer),
+    )  # fmt: skip
 
 
 def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    _after(torch.optim.Optimizer, "add_param_group", "makes")
+    _wrap(
+        torch.optim.Optimizer, "add_param_group", after=lambda _, one, *__, **___: say("makes", one)
+    )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def introduce(
             process=os.getpid(),
             parent=os.getppid(),
             folder=os.getcwd(),
-            backend=torch.distributed.get_backend() if grouped else "",
+            backend=_backend_for(first.device.type) if grouped else "",
             device=first.device.type,
             torch=str(torch.__version__),
             variables={name: v for name, v in os.environ.items() if name in _VARIABLES},
@@ -76,6 +76,12 @@ def introduce(
             schedules_by="accelerate" if _steps_per_rank() else "",
         ),
     )
+
+
+def _backend_for(device: str) -> str:
+    """Return a device's backend: of a group that is made without a name, get_backend() has none."""
+    several = str(torch.distributed.get_backend_config()).split(",")
+    return dict(one.split(":", 1) for one in several).get(device, torch.distributed.get_backend())
 
 
 def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:

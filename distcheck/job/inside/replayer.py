@@ -84,6 +84,7 @@ class Replayer(Deaf):
         self._losses: dict[int, float] = {}  # by forward pass
         self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
+        self._classes = 0  # the most that a loss has with classes as targets
         self._candidate: dict[str, torch.Tensor] = {}  # gradients after backward
         self._own: float | None = None  # factor of the script's own synchronization
         self._out: dict[str, torch.Tensor] = {}
@@ -143,7 +144,7 @@ class Replayer(Deaf):
             unfolded=copies.folding.why, pads=self._hands.feeding.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
-            joins=copies.choice.joins,
+            retry=copies.choice.retry, divides=self._hands.divides,
         )  # fmt: skip
         records.write_json(self._folder / "replayed.json", replayed)
 
@@ -213,6 +214,8 @@ class Replayer(Deaf):
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         self._hands.target(computed, target)
+        if computed.dim() > 1 and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
+            self._classes = max(self._classes, computed.shape[1])
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
@@ -274,6 +277,7 @@ class Replayer(Deaf):
             "loss": self._loss(),
             "passes": torch.tensor(float(self._hands.passes)),
             "count": torch.tensor(count),
+            "classes": torch.tensor(self._classes),
             "sums": torch.tensor(choosing.SUMS.index(sums)),
             "own": torch.tensor(1.0 if self._own is None else self._own),
         }

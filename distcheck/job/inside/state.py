@@ -21,7 +21,10 @@ from distcheck.recordings.jobs import records
 
 Tensors = dict[str, torch.Tensor]
 # Results of a copy in addition to gradients.
-NOT_GRADIENTS = ("loss", "passes", "backwards", "count", "sums", "own", "kind", "weights")
+NOT_GRADIENTS = (
+    "loss", "passes", "backwards", "count", "sums", "own", "kind",
+    "weights", "classes",
+)  # fmt: skip
 
 
 def load(
