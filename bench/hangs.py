@@ -37,7 +37,7 @@ class Notes:
     def __init__(self, backend: str) -> None:
         import torch.distributed as dist
 
-        from distcheck.worlds import postings
+        from distcheck.worlds import call_recorder
 
         kinds = [dist.ProcessGroup, dist.distributed_c10d.Work]
         if backend == "mpi":
@@ -47,13 +47,13 @@ class Notes:
 
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
-        postings.log_to(os.memfd_create("calls"))
-        postings.install(usual_limit_s=1800.0)
-        assert postings.HERE.log is not None
+        call_recorder.log_to(os.memfd_create("calls"))
+        call_recorder.install(usual_limit_s=1800.0)
+        assert call_recorder.HERE.log is not None
         if backend == "mpi":
             from distcheck import backends
 
-            postings.HERE.usual_limit_s = 0.0
+            call_recorder.HERE.usual_limit_s = 0.0
             backends.note_calls("mpi", backends.register("mpi"))
             one = calls.MPICall("all_reduce", "0", 1, 1, [], [], [], 0)
             before[-1]["record"] = lambda *_: one
@@ -74,9 +74,9 @@ class Looking:
     """The thread beside the main one."""
 
     def __enter__(self):
-        from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, Look
+        from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, RankInspector
 
-        look, self._end = Look(Nowhere()), threading.Event()
+        look, self._end = RankInspector(Nowhere()), threading.Event()
 
         def run() -> None:
             while not self._end.wait(LOOK_EVERY_S):

@@ -18,15 +18,15 @@ from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store.run_folder import Store
 from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
-from distcheck.verification.book import GivenUpError, Interrupted
 from distcheck.verification.rechecking import recheck
+from distcheck.verification.report_builder import GivenUpError, Interrupted
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Showing:
+class OutputOptions:
     """Outputs of a report: on the screen, by `screen`, and files by the format's name."""
 
     files: Mapping[str, str]
@@ -38,7 +38,7 @@ class Showing:
 def verify_command(
     cases: Sequence[Case],
     options: RunOptions,
-    showing: Showing,
+    showing: OutputOptions,
     *,
     save: str | None,
     digests: bool = False,
@@ -67,7 +67,7 @@ def verify_command(
         raise
 
 
-def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
+def recheck_command(folder: str, showing: OutputOptions, *, trusted: bool) -> int:
     """Judge a saved run again and show the report; return the exit code."""
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
@@ -83,7 +83,7 @@ def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
 def show_run(
     run: Callable[[LiveProgress], Report],
     pool: Pool,
-    showing: Showing,
+    showing: OutputOptions,
     *,
     progress: type[LiveProgress] = LiveProgress,
     pool_stays: bool = False,
@@ -141,7 +141,7 @@ def show_run(
     return int(report.exit_code)
 
 
-def _written(report: Report, showing: Showing) -> list[str]:
+def _written(report: Report, showing: OutputOptions) -> list[str]:
     """Show the report and write its files; return the errors. They do not change the verdict: a
     failure stays a failure on a full disk.
     """

@@ -9,16 +9,16 @@ from distcheck.compare.records import CaseComparison, judged
 from distcheck.compare.screen import KnownCase
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
-from distcheck.judge.parting import yardstick
-from distcheck.judge.parting.jobs import JobWalk, walk_jobs, why_not
-from distcheck.judge.parting.modules import with_module
+from distcheck.judge.divergence import noise_floor
+from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings, why_not
+from distcheck.judge.divergence.modules import with_module
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.recordings.differing import CHOSEN
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
 from distcheck.recordings.recording import Kind
 from distcheck.records import Case, Change, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 from distcheck.reports.documents import read_report
 
 _NAME = "job"
@@ -31,7 +31,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     a damaged folder, and for recordings of different models.
     """
     earlier, later = (read_kept(folder) for folder in (then, now))
-    yards = [(yardstick.read(folder), 0) for folder in (then, now)]
+    floors = [(noise_floor.read(folder), 0) for folder in (then, now)]
     reports = [read_report(folder / REPORT) for folder in (then, now)]
     for folder, report in zip((then, now), reports, strict=True):
         if len(report["cases"]) != 1:
@@ -52,21 +52,21 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         found = TraceComparison(why_not=missing)
         one = judged(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
         return one, known[1]
-    walk = walk_jobs(earlier, later, yards)
-    found = walk.result()
+    comparison = compare_recordings(earlier, later, floors)
+    found = comparison.result()
     one = judged(
         _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
-        remark=_remark(walk, found, earlier, later),
+        remark=_remark(comparison, found, earlier, later),
     )  # fmt: skip
-    modules = walk.by_module()
+    modules = comparison.by_module()
     causes = with_module(
-        _causes(walk, found, earlier, later, changed), modules,
+        _causes(comparison, found, earlier, later, changed), modules,
         lambda evidence: name_cause("module-differs", evidence, "compared"),
     )  # fmt: skip
-    if walk.parted is not None and walk.parted.what == "optimizer's settings":
-        reason = f"the {walk.parted.what} differ: later steps are not compared"
+    if comparison.diverged is not None and comparison.diverged.what == "optimizer's settings":
+        reason = f"the {comparison.diverged.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
-    op = walk.by_op()
+    op = comparison.by_op()
     if op and causes:
         evidence = f"{causes[0].evidence}; {op}"
         causes[0] = msgspec.structs.replace(causes[0], evidence=evidence)
@@ -84,7 +84,7 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
     if earlier.steps[0] != later.steps[0]:
         raise UsageError(
             f"{then} starts at step {earlier.steps[0]}, but {now} at step {later.steps[0]}; "
-            "pass the same --from-step to both, or record the second one with --continues"
+            "pass the same --from-step to both, or record the second one with --resumed-from"
         )
     for kind in (Kind.PARAMETER, Kind.BUFFER):
         one, two = (set(job.names(kind)) for job in (earlier, later))
@@ -114,15 +114,15 @@ def _known(report: dict[str, Any]) -> KnownCase:
 
 
 def _remark(
-    walk: JobWalk, found: TraceComparison, earlier: JobRecording, later: JobRecording
+    comparison: JobComparison, found: TraceComparison, earlier: JobRecording, later: JobRecording
 ) -> str:
     said = []
     steps = min(len(earlier.steps), len(later.steps))
-    if walk.unmeasured and found.first is not None:
-        said.append(f"the noise floor was not measured: {walk.unmeasured}")
-    if walk.blurred is not None:
+    if comparison.unmeasured and found.first is not None:
+        said.append(f"the noise floor was not measured: {comparison.unmeasured}")
+    if comparison.blurred is not None:
         said.append(
-            f"nothing is judged from step {earlier.steps[walk.blurred]} on, since there perturbed "
+            f"nothing is judged from step {earlier.steps[comparison.blurred]} on, since there perturbed "
             "runs have diverged as far as the gradients themselves"
         )
     if len(earlier.steps) != len(later.steps):
@@ -139,14 +139,14 @@ def _remark(
 
 
 def _causes(
-    walk: JobWalk,
+    comparison: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,
     changed: list[Change],
 ) -> list[Diagnosis]:
     """Return the causes: differing settings, changed bits, or the difference beyond its bound."""
-    pair = walk.parted
+    pair = comparison.diverged
     if pair is not None and pair.what == "optimizer's settings":
         first = found.first
         if first is not None:
@@ -155,10 +155,10 @@ def _causes(
                 f"but are {first.actual}"
             )
             rate = str(first.expected).startswith("lr ")
-            cause = "learning-rate-differs" if rate else "settings-differ"
+            cause = "learning-rate-differs" if rate else "optimizer-settings-differ"
             return [name_cause(cause, said, "compared")]
     if found.beyond is None:
-        return _of_bits(walk, found, earlier, later, changed)
+        return _of_bits(comparison, found, earlier, later, changed)
     step = found.beyond.step
     clips = [_allowed(job, step) for job in (earlier, later)]
     if found.beyond_kind == "gradients" and clips[0] != clips[1]:
@@ -179,7 +179,7 @@ def _allowed(job: JobRecording, step: int) -> list[float]:
 
 
 def _of_bits(
-    walk: JobWalk,
+    comparison: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,
@@ -187,7 +187,7 @@ def _of_bits(
 ) -> list[Diagnosis]:
     """Return the cause for changed bits of the same command, run twice with the same settings."""
     alike = earlier.ranks[0].arguments == later.ranks[0].arguments and not changed
-    computed = found.first is not None and walk.parted is None and found.kind not in CHOSEN
+    computed = found.first is not None and comparison.diverged is None and found.kind not in CHOSEN
     if not alike or not computed or earlier.world != later.world or found.first is None:
         return []
     said = f"the same command run twice differs, first at step {found.first.step}: {found.kind}"

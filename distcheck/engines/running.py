@@ -19,7 +19,7 @@ from distcheck.reports.files import FORMATS, GITHUB, check_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.next_step import words_without
 from distcheck.store.origin import command_line
-from distcheck.verification.merging import Part, join, read_part, show_whole
+from distcheck.verification.merging import MatrixPart, join, read_part, show_whole
 from distcheck.worlds import scratch
 
 # The module that starts tasks, the library that it requires, and the command to install that.
@@ -116,11 +116,11 @@ def _collected(
     planned: Planned,
     place: Path,
     progress: LiveProgress,
-) -> tuple[list[Part], dict[int, str], bool]:
+) -> tuple[list[MatrixPart], dict[int, str], bool]:
     """Return the reports, read like files from another author, the reason for each missing part by
     its number, and True if interrupted by Ctrl-C, which ends running parts.
     """
-    parts: list[Part] = []
+    parts: list[MatrixPart] = []
     lost: dict[int, str] = {}
     left = {one.number for one in work}
     interrupted = False
@@ -142,7 +142,7 @@ def _taken(
     end: Ended | Lost,
     planned: Planned,
     place: Path,
-    parts: list[Part],
+    parts: list[MatrixPart],
     lost: dict[int, str],
 ) -> str:
     if isinstance(end, Lost):

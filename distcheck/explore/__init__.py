@@ -4,7 +4,7 @@
  search      draws cases, runs them, shrinks failures
  running     runs cases on persistent ranks and a persistent judge; kept_rank is their side
  messages    requests to them
- found       storage and printing of a failure
+ failure_database  storage and printing of a failure
  `beside`    the search of `--thorough`
 
 For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
@@ -45,9 +45,9 @@ def verify_case(case: Case) -> Report:
 
 def explore_beside(*positional: Any, **named: Any) -> None:
     """Run the searches of `--thorough`; see `beside.explore_beside`."""
-    from distcheck.explore import beside
+    from distcheck.explore import thorough_search
 
-    beside.explore_beside(*positional, **named)
+    thorough_search.search_thoroughly(*positional, **named)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Requests of the search to persistent ranks and their judge, in frames over one socket each.
 
-ranks   a CaseTurn, answered by an empty message (b"") when it is trained and recorded
+ranks   a TrainCase, answered by an empty message (b"") when it is trained and recorded
 judge   a Sitting, answered by a `CaseReport`; meanwhile the ranks may receive the next case
 """
 
@@ -9,8 +9,8 @@ import msgspec
 from distcheck.contract import Contract
 from distcheck.records import Case
 from distcheck.worlds.jobs import STORE, Job
-from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.worker_pool import CHANNEL
 
 # More than any explored case needs; the file is sparse, and truncated before every case.
 TRACE_BYTES = 1 << 32
@@ -18,7 +18,7 @@ PAIRS = 2  # pairs of traces, a first run and its rerun: one is judged while the
 TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "rerun"))
 
 
-class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
+class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case to train: recorded into a pair's trace, the second if `again`, none if `bare`."""
 
     case: Case
@@ -27,7 +27,7 @@ class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
 
 
-class Sitting(msgspec.Struct, frozen=True, kw_only=True):
+class JudgeCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case to judge, recorded in the pair's first trace, and in its second if it was rerun."""
 
     case: Case
@@ -36,5 +36,5 @@ class Sitting(msgspec.Struct, frozen=True, kw_only=True):
     pair: int = 0
 
 
-SERVE = Job("distcheck.explore.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES))
-JUDGE = Job("distcheck.explore.kept_rank:judge", bytes, type(None), (CHANNEL, *TRACES))
+SERVE = Job("distcheck.explore.worker:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES))
+JUDGE = Job("distcheck.explore.worker:judge", bytes, type(None), (CHANNEL, *TRACES))

@@ -29,11 +29,11 @@ from distcheck.records.generated_words import (
     OPTIMIZERS,
     SAMPLES,
     SCHEDULE,
-    Layer,
+    ModelLayer,
     ModelWords,
     trains,
 )
-from distcheck.training.adapters.asked import adaptation_of
+from distcheck.training.adapters.options import adaptation_of
 
 MOST_WORLD, MOST_STEPS, MOST_LAYERS = 6, 6, 4
 _MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5
@@ -62,7 +62,7 @@ _RARE = (False,) * 7 + (True,)
 
 
 @st.composite
-def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
+def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> ModelLayer:
     """Draw one layer of a generated model, without the kinds and marks in `without`.
 
     Every kind draws equally many, and few, choices: one kind therefore shrinks to another with
@@ -76,7 +76,7 @@ def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
     sizes = _SIZES.get(kind, (0,))
     marks = [mark for bit, mark in enumerate(MARKS) if chosen >> bit & 1 and mark not in without]
     kept = tuple(mark for mark in marks if mark in MARKS_OF[kind])
-    return Layer(kind, sizes[place % len(sizes)], kept, nested)
+    return ModelLayer(kind, sizes[place % len(sizes)], kept, nested)
 
 
 @st.composite
@@ -101,7 +101,7 @@ def models(
     if not any(trains(layer) for layer in ordered):
         ordered = [_unmarked(layer, "frozen") for layer in ordered]
     if not any(trains(layer) for layer in ordered):
-        ordered.append(Layer("linear", 1))  # possible after any layer
+        ordered.append(ModelLayer("linear", 1))  # possible after any layer
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
@@ -118,7 +118,7 @@ def models(
     return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
 
 
-def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
+def _with_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
     """Return the layers with at least one trained layer absent, if another one trains for all
     samples: a loss without parameters has no backward.
     """
@@ -133,11 +133,11 @@ def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
     return found
 
 
-def _unmarked(layer: Layer, mark: str) -> Layer:
+def _unmarked(layer: ModelLayer, mark: str) -> ModelLayer:
     return msgspec.structs.replace(layer, marks=tuple(m for m in layer.marks if m != mark))
 
 
-def _parameters(layers: Sequence[Layer]) -> int:
+def _parameters(layers: Sequence[ModelLayer]) -> int:
     """Return the number of parameter tensors of layers, frozen or not."""
     two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
     return two + sum(layer.kind != "running" for layer in layers)

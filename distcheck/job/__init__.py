@@ -7,7 +7,7 @@ In the front-end process:
     leftovers                the job's folder, and folders of killed commands (in_use)
     machines                 merges the recordings of several machines on one of them
     copying, replaying       a copy of the project, in which the script runs as a single process
-    moved_runs               unshards model-parallel ranks, and reruns the command with
+    perturbed_runs           unshards model-parallel ranks, and reruns the command with
                              parameters perturbed by one ULP
     judging                  from a recording to checks, causes and a report; uses
      step_view                one step, as `judge` diagnoses it
@@ -17,7 +17,7 @@ In the front-end process:
      layouts                  the mesh axis that causes a wrong gradient in a model-parallel job
      by_module                the first wrong module, in a rerun if necessary
      accepting                accepted deviations, and their promises
-     continuing               a restart, compared with the recording of the uninterrupted job
+     resuming                 a restart, compared with the recording of the uninterrupted job
     guard/                   `distcheck.guard`: ranks of a long run compare their replicas
 In the processes of the job, through `hook/sitecustomize.py`:
     inside/start      waits for `import torch`

@@ -12,17 +12,17 @@ import torch
 from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import replaying, running
-from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy
-from distcheck.job.moved_runs import recorded_again
+from distcheck.job.options import JobOptions
+from distcheck.job.perturbed_runs import record_again
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.settings import JobSettings
-from distcheck.judge.parting.jobs import unit_of
-from distcheck.judge.parting.modules import OF_REFERENCE, Both, first_wrong, with_module
-from distcheck.judge.parting.yardstick import chose_other
+from distcheck.judge.divergence.job_recordings import unit_of
+from distcheck.judge.divergence.modules import OF_REFERENCE, Both, first_wrong, with_module
+from distcheck.judge.divergence.noise_floor import chose_other
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import Seen, of_rank, unpacked
+from distcheck.recordings.jobs.watched import WatchedStep, of_rank, unpacked
 from distcheck.records import CaseReport
 from distcheck.records.by_module import ByModule
 from distcheck.records.causes import name_cause
@@ -52,7 +52,7 @@ def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, 
             yield step, rank, Both(own, other, moved, unit, fits=True)
 
 
-def _of_reference(reference: Reference, step: int, rank: int) -> Seen | None:
+def _of_reference(reference: Reference, step: int, rank: int) -> WatchedStep | None:
     try:
         return unpacked(reference.tensors(step), of_rank(rank))
     except (ValueError, msgspec.MsgspecError) as error:
@@ -67,7 +67,9 @@ class _Moved:
     If a step has no measurement, the largest relative change at an earlier step applies.
     """
 
-    def __init__(self, seen: Seen, spread: torch.Tensor, shares: dict[tuple[str, bool], float]):
+    def __init__(
+        self, seen: WatchedStep, spread: torch.Tensor, shares: dict[tuple[str, bool], float]
+    ):
         self._norms: dict[tuple[str, bool], float] = {}
         self._shares = shares
         for name, place in seen.places().items():
@@ -86,7 +88,7 @@ class _Moved:
 
 
 def _moved(
-    seen: Seen, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
+    seen: WatchedStep, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
 ) -> _Moved:
     if spread is None or spread.shape != seen.sums.shape[:2]:
         spread = torch.full(seen.sums.shape[:2], math.nan)
@@ -106,14 +108,14 @@ def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
     return msgspec.structs.replace(case, diagnosis=tuple(causes), modules=modules)
 
 
-def is_worth_a_look(case: CaseReport) -> bool:
+def needs_diagnosis(case: CaseReport) -> bool:
     """Return True if modules may explain a failed gradient or loss check that has no cause."""
     failed = {one.check for one in case.checks if (one.verdict, one.layer) == ("fail", IN_FLOAT32)}
     unexplained = any(one.cause == "unexplained" for one in case.diagnosis)
     return case.modules is None and unexplained and bool(failed.intersection(_ABOUT))
 
 
-def look_again(
+def diagnose_modules(
     case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy,
     folder: Path,
 ) -> CaseReport:  # fmt: skip
@@ -141,7 +143,7 @@ def _recorded(
 ) -> JobRecording:
     """Rerun the job in a copy of the project with its modules recorded."""
     found = reading.read(
-        recorded_again(
+        record_again(
             msgspec.structs.replace(settings, modules=True),
             running.command_of(asked.words, asked.nproc), copy, folder, deadline_s=asked.deadline_s,
         )

@@ -23,18 +23,18 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
 from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
-from distcheck.worlds.remote import meeting, secret, wire
-from distcheck.worlds.remote.greetings import Greetings
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.handshake import Handshakes
 
 PATIENCE_S = 60.0  # Heuristic: torchrun gives its ranks 30 s to exit, on each machine separately
 _BEAT_S, _LOST_S = 5.0, 60.0
-_PIECE = 1 << 22  # bytes of a file per message
+_CHUNK = 1 << 22  # bytes of a file per message
 # Files of ranks: those of a rank in its folder, and notes next to it.
 _OF_A_RANK = re.compile(r"rank-(\d{4})/(rank|read|step-\d{6})\.(json|safetensors)")
 _NOTE = re.compile(r"raised-\d+|drawn-\d{4}-\w+-\w+")
 
 
-class Piece(msgspec.Struct, tag=True):
+class FileChunk(msgspec.Struct, tag=True):
     """Part of a recorded file; the parts of a file are sent in order."""
 
     name: str
@@ -47,7 +47,7 @@ class AllSent(msgspec.Struct, tag=True):
     code: int
 
 
-FromMachine = wire.Coming | Piece | AllSent
+FromMachine = protocol.Joining | FileChunk | AllSent
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Gathered:
 
     ran: Ran
     hosts: tuple[str, ...] = ()
-    lines: list[wire.Wire] = field(default_factory=list)
+    lines: list[protocol.Connection] = field(default_factory=list)
 
     def tell(self, code: int, summary: str) -> None:
         """Send the verdict to the other machines."""
         for line in self.lines:
             with contextlib.suppress(OSError):
-                line.send(wire.Over(exit_code=code, summary=summary))
+                line.send(protocol.Shutdown(exit_code=code, summary=summary))
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None
     if own[0].rank:
         time.sleep(min(1.0, patience_s / 4))
     try:
-        return meeting.listen(host, port)
+        return bootstrap.listen(host, port)
     except CannotRunError:
         return None
 
@@ -137,14 +137,14 @@ def _receive(
     found: Gathered, server: socket.socket, folder: Path, own: list[RankRecord], patience_s: float
 ) -> None:
     missing = set(range(own[0].world)) - {one.rank for one in own}
-    doors = Greetings(server, secret.shared_secret(), FromMachine)
+    doors = Handshakes(server, secret.shared_secret(), FromMachine)
     coming: list[tuple[str, Future[int]]] = []
     until = time.monotonic() + patience_s
     with ThreadPoolExecutor(max_workers=16) as threads, contextlib.closing(doors):
         while missing and time.monotonic() < until:
             for line, (first, *rest) in doors.come(0.2):
                 ranks = frozenset(first.ranks)
-                if first.protocol != wire.PROTOCOL or not ranks <= missing or not ranks:
+                if first.protocol != protocol.PROTOCOL or not ranks <= missing or not ranks:
                     line.close()
                     continue
                 missing -= ranks
@@ -170,7 +170,9 @@ def _receive(
     found.hosts = tuple(host for host, _ in coming)
 
 
-def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[int]) -> int:
+def _take(
+    line: protocol.Connection, words: list[object], folder: Path, ranks: frozenset[int]
+) -> int:
     """Write the files of a machine; return its command's exit code. Raises ValueError for other
     messages than files.
     """
@@ -181,7 +183,7 @@ def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[i
             for word in words:
                 if isinstance(word, AllSent):
                     return word.code
-                if not isinstance(word, Piece):
+                if not isinstance(word, FileChunk):
                     raise ValueError("it sent data that does not belong to a recording")
                 size += len(word.data)
                 if size > MOST_BYTES:
@@ -216,7 +218,7 @@ def _beat(found: Gathered, over: threading.Event) -> None:
     while not over.wait(_BEAT_S):
         for line in found.lines:
             with contextlib.suppress(OSError):
-                line.send(wire.Beat())
+                line.send(protocol.Heartbeat())
 
 
 # -- the other machines ------------------------------------------------------------------------
@@ -227,8 +229,8 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
     until = time.monotonic() + patience_s
     while True:
         left = max(1.0, until - time.monotonic())
-        connection = meeting.connect(lambda: place, secret.shared_secret(), deadline_s=left)
-        line = wire.Wire(connection, wire.FromFront, patience_s=_LOST_S)
+        connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=left)
+        line = protocol.Connection(connection, protocol.FromFront, patience_s=_LOST_S)
         try:
             with contextlib.closing(line):
                 _send(line, folder, own, ran)
@@ -243,28 +245,30 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
             ) from error
 
 
-def _send(line: wire.Wire, folder: Path, own: list[RankRecord], ran: Ran) -> None:
+def _send(line: protocol.Connection, folder: Path, own: list[RankRecord], ran: Ran) -> None:
     ranks = tuple(one.rank for one in own)
     host = socket.gethostname()
-    line.send(wire.Coming(protocol=wire.PROTOCOL, ranks=ranks, world=own[0].world, host=host))
+    line.send(
+        protocol.Joining(protocol=protocol.PROTOCOL, ranks=ranks, world=own[0].world, host=host)
+    )
     for file in sorted(folder.glob("*")) + sorted(folder.glob("rank-*/*")):
         name = str(file.relative_to(folder))
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
             continue
         if file.name == "rank.json":
             data = msgspec.json.encode(for_others(read_rank(file)))
-            line.send(Piece(name=name, data=data))
+            line.send(FileChunk(name=name, data=data))
             continue
         with file.open("rb") as opened:
-            line.send(Piece(name=name, data=opened.read(_PIECE)))
-            while data := opened.read(_PIECE):
-                line.send(Piece(name=name, data=data))
+            line.send(FileChunk(name=name, data=opened.read(_CHUNK)))
+            while data := opened.read(_CHUNK):
+                line.send(FileChunk(name=name, data=data))
     line.send(AllSent(code=ran.code))
 
 
-def _verdict_of(line: wire.Wire, host: str) -> JudgedThereError:
+def _verdict_of(line: protocol.Connection, host: str) -> JudgedThereError:
     while True:
         word, _ = line.next()
-        if isinstance(word, wire.Over):
+        if isinstance(word, protocol.Shutdown):
             code = word.exit_code if word.exit_code in set(ExitCode) else ExitCode.UNKNOWN
             return JudgedThereError(code, f"judged on {host}: {word.summary[:2000]}")

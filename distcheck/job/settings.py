@@ -82,7 +82,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[Read, ...] = ()
 
 
-class Role(msgspec.Struct, frozen=True):
+class ReplayTask(msgspec.Struct, frozen=True):
     """The role of a replay's copy.
 
     `rank` is the rank whose batches it receives, or -1 for all ranks together; `step` the step
@@ -117,7 +117,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     spawns            in a replay: number of ranks that the script starts itself, or 0
     project           in a replay: the copy of the project
     in_processes      in a replay: if True, copies are separate processes, not forks
-    role, role_mode   in such a process: its role, and the mode of the replay
+    task, task_mode   in such a process: its role, and the mode of the replay
     weights           in a replay: the weights of ranks: samples, targets, equal, or as measured
     mesh              the axes of the ranks' mesh, as given by the user: data=2,tensor=2
     on_cpu            if True, a script that asks for a GPU receives the CPU
@@ -143,8 +143,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_processes: bool = False
     spawns: int = 0
     project: str = ""
-    role: Role | None = None
-    role_mode: str = ""
+    task: ReplayTask | None = None
+    task_mode: str = ""
     weights: str = ""
     mesh: str = ""
     on_cpu: bool = False

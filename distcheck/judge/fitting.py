@@ -12,7 +12,7 @@ from distcheck.machine.numerics import wide
 _ROWS = 1 << 15  # factored at once, so that nothing is copied whole
 
 
-class Fit(NamedTuple):
+class LeastSquaresFit(NamedTuple):
     """The best fit, with one factor per base.
 
     left      L2 norm of the residual
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
         return self.left / self.size if self.size else 0.0
 
 
-def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
+def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
     """Fit the first tensor of each row by the others, with the same factors in all rows; None if a
     base is zero everywhere, or an element is not finite. [bases, actual] = Q R is computed block by
     block: factors and residual follow from the last R.
@@ -55,7 +55,7 @@ def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
         return None
     inverse = torch.linalg.pinv(system)
     factors = inverse @ target
-    return Fit(
+    return LeastSquaresFit(
         factors=tuple(factors.tolist()),
         left=float((system @ factors - target).norm()),
         size=float(target.norm()),

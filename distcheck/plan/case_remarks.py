@@ -83,15 +83,17 @@ _LONG_ENOUGH = {  # dtypes whose rounding a layer's bound covers
     IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
     IN_FLOAT64: ("float64", "complex128"),
 }
-_LEAST_NORMALISED = 4
-_MOST_OTHER_ROUNDINGS = 9  # counted by R in one backward pass, in addition to one for each rank
-_BY_OTHERS = "X and R judge instead"
-_HARDLY_NORMALISED = (
-    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: S32 and "
-    f"S64 have no bound for them, and {_BY_OTHERS}"
+_LEAST_NORMALIZED = 4
+_MOST_OTHER_ROUNDINGS = (
+    9  # counted by the rounding bound in one backward pass, in addition to one for each rank
+)
+_BY_OTHERS = "bitwise and rounding judge instead"
+_HARDLY_NORMALIZED = (
+    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full batch float32 and "
+    f"full batch float64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm receives rows that are not in sample order, so S32 and S64 cannot determine "
+    "BatchNorm receives rows that are not in sample order, so full batch float32 and float64 cannot determine "
     f"which rows a rank normalizes together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
@@ -200,7 +202,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     declined = declined or _why_too_few_samples(case, sizes)
     declined = declined or _why_uneven(facts, sizes)
     declined = declined or _why_too_few_ranks(case, facts)
-    if facts.syncs_statistics and facts.normalises_batches:
+    if facts.syncs_statistics and facts.normalizes_batches:
         declined = declined or SYNCED_STATISTICS
     if declined := declined or _why_not_bounded(case, contract, facts.training.accumulate):
         return declined
@@ -210,7 +212,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"compared with the {case.reference_device}, only S32 could judge it. {why}"
+        return f"compared with the {case.reference_device}, only full batch float32 could judge it. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"
@@ -261,7 +263,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     pass.
     """
     accepted = read(case.accept)
-    lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
+    lossy = accepted is not None and accepted.family in ("quantized", "low-rank")
     if lossy and case.workload == "loss_scaling":
         return (
             f"--accept {case.accept} has no bound for a gradient that overflows, and this "
@@ -294,8 +296,8 @@ def rounds_by_position(case: Case, contract: Contract) -> bool:
 
 
 def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Return the reason, other than random numbers, that S32 or S64 has no bound for a case; empty
-    if it has one, or if the case has no such layer.
+    """Return the reason, other than random numbers, that full batch float32 or full batch float64
+    has no bound for a case; empty if it has one, or if the case has no such layer.
     """
     layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     if not layers:
@@ -308,21 +310,22 @@ def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int
         )
     if facts.rows_apart:
         return _ROWS_APART
-    return _HARDLY_NORMALISED if _hardly_normalised(facts, sizes) else ""
+    return _HARDLY_NORMALIZED if _hardly_normalized(facts, sizes) else ""
 
 
-def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
-    """Return True if BatchNorm sees too few samples at a time for the bounds of S32 and S64.
+def _hardly_normalized(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
+    """Return True if BatchNorm sees too few samples at a time for the bounds of full batch float32
+    and float64.
 
     Over n samples a normalized value is at most sqrt(n - 1), and for n = 2 it is +1 or -1 for every
     input: its derivative is a difference of nearly equal numbers, so that two ways of computing it
-    differ by any factor. Measured: correct code exceeded S32's bound with 2 and 3 samples, never
-    with 4 or more.
+    differ by any factor. Measured: correct code exceeded the bound of full batch float32 with 2 and
+    3 samples, never with 4 or more.
     """
-    if not facts.normalises_batches:
+    if not facts.normalizes_batches:
         return False
     passes = facts.contract.micro_batches * facts.training.accumulate
-    return min(map(min, sizes)) // passes < _LEAST_NORMALISED
+    return min(map(min, sizes)) // passes < _LEAST_NORMALIZED
 
 
 def not_judged_after_failure(failed: Case) -> str:

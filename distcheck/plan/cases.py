@@ -29,8 +29,8 @@ from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
-from distcheck.training.adapters.asked import check_adaptation, check_workloads
 from distcheck.training.adapters.forms import trained_with
+from distcheck.training.adapters.options import check_adaptation, check_workloads
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
 from distcheck.workloads.cells import CELLS
@@ -41,7 +41,7 @@ _AS_ASKED = (
     "backend", "device", "data_dir", "seed", "deadline_s", "adaptation", "delays", "separate",
     "schedule",
 )  # fmt: skip
-_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switches")
+_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "preemptions")
 
 
 def check_delays(delays: Sequence[Delay], world: int) -> None:
@@ -95,7 +95,7 @@ def exchanges_nothing(case: Case, contract: Contract) -> bool:
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "X falls back to R: "  # prefix of a note: the declared order could not be relied on
+FALLS_BACK = "bitwise falls back to rounding: "  # prefix of a note: the declared order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
@@ -260,8 +260,8 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """Return the same ranks on their device, compared with a full batch on the CPU: by S32's bound,
-    and if that refuses, by the bound of `judge/oracles/between_devices.py`.
+    """Return the same ranks on their device, compared with a full batch on the CPU: by the bound of
+    full batch float32, and if that refuses, by the bound of `judge/oracles/between_devices.py`.
     """
     return msgspec.structs.replace(
         case,
@@ -389,7 +389,9 @@ def _same_update(case: Case, contract: Contract) -> bool:
 def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
-    """Return (exact layer or "", "R" or "", semantic layers), the layers that judge gradients."""
+    """Return (exact layer or "", "rounding" or "", semantic layers), the layers that judge
+    gradients.
+    """
     if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
@@ -424,7 +426,7 @@ def _fallback_note(
         notes.append(f"{FALLS_BACK}{calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
-            "the forward pass draws random numbers (dropout?) that differ on every rank: R "
+            "the forward pass draws random numbers (dropout?) that differ on every rank: rounding "
             "judges with each rank's draws, because no global batch can reproduce them"
         )
     return "; ".join(notes)

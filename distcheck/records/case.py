@@ -71,7 +71,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     separate: bool = True  # if the rerun's ranks are forked from separate interpreters
     job: tuple[str, ...] = ()  # of a whole training job: the arguments of distcheck job
     schedules: int = 0  # schedules of a simulated world to compare with the usual one
-    switches: int = 0  # maximum preemptions, fewest first; 0: random schedules
+    preemptions: int = 0  # maximum preemptions, fewest first; 0: random schedules
     schedule: str | None = None  # of its first world
     initial: str = ""  # initial slot-000.safetensors of a trace; "": the seed's model
 
@@ -119,6 +119,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--data-dir", self.data_dir] if self.data_dir else []
         words += ["--no-separate"] if not self.separate else []
         words += ["--schedules", str(self.schedules)] if self.schedules else []
-        words += ["--switches", str(self.switches)] if self.switches else []
+        words += ["--preemptions", str(self.preemptions)] if self.preemptions else []
         words += ["--schedule", self.schedule] if self.schedule else []
         return shlex.join([*words, *self.adapter_words])

@@ -26,7 +26,7 @@ def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class CallsApart:
+class CallMismatch:
     """A call that differs across ranks: the calls and their ranks. `odd` are those outside the
     majority, empty in a tie; `unknown` ranks did not reply, and may be on any side.
     """
@@ -66,7 +66,7 @@ def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
     return found
 
 
-def calls_apart(calls: Calls) -> CallsApart | None:
+def call_mismatch(calls: Calls) -> CallMismatch | None:
     """Return the first call that differs across ranks; sends and receives always differ."""
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
     for key in keys:
@@ -75,7 +75,7 @@ def calls_apart(calls: Calls) -> CallsApart | None:
             unknown = sorted(rank for rank, own in calls.items() if not own)
             most = usual(groups, unknown=len(unknown))
             odd = sorted(r for name, ranks in groups.items() if name != most for r in ranks)
-            return CallsApart(key[2], groups, odd if most else [], unknown)
+            return CallMismatch(key[2], groups, odd if most else [], unknown)
     return None
 
 

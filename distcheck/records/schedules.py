@@ -19,13 +19,13 @@ _MOST_SEED = 10**12
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """A parsed schedule: drawn from `seed` if nonzero, else by `switches`, each the number of a
+    """A parsed schedule: drawn from `seed` if nonzero, else by `preemptions`, each the number of a
     choice and a rank.
     """
 
     seed: int = 0
     buffered: bool = False
-    switches: tuple[tuple[int, int], ...] = ()
+    preemptions: tuple[tuple[int, int], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -36,7 +36,7 @@ class Schedule(msgspec.Struct, frozen=True):
         if self.seed:
             return str(self.seed)
         words = [BUFFERED] if self.buffered else []
-        return ",".join([*words, *(f"{choice}:{rank}" for choice, rank in self.switches)])
+        return ",".join([*words, *(f"{choice}:{rank}" for choice, rank in self.preemptions)])
 
 
 def read_schedule(text: str) -> Schedule:
@@ -47,15 +47,15 @@ def read_schedule(text: str) -> Schedule:
         return Schedule(seed=int(text), buffered=int(text) // len(KINDS) % 2 == 1)
     words = text.split(",") if text else []
     buffered = words[:1] == [BUFFERED]
-    switches = []
+    preemptions = []
     for word in words[buffered:]:
         choice, colon, rank = word.partition(":")
         if not colon or not all(_is_number(one) for one in (choice, rank)):
             raise UsageError(
                 f"--schedule {text!r} is not a schedule; pass a seed, or a schedule from a report"
             )
-        switches.append((int(choice), int(rank)))
-    return Schedule(buffered=buffered, switches=tuple(switches))
+        preemptions.append((int(choice), int(rank)))
+    return Schedule(buffered=buffered, preemptions=tuple(preemptions))
 
 
 def _is_number(word: str) -> bool:
@@ -85,15 +85,15 @@ class ScheduleRun(msgspec.Struct, frozen=True):
     """The result of a world under one schedule.
 
     `end` is "finished", "deadlock", "mismatch", "raised", "hung", ...; `what` describes it.
-    `results` are the ranks', in their job's format. `switches` are the unusual choices; `choices`
-    are all, if requested; `cut`: there were more than are kept.
+    `results` are the ranks', in their job's format. `preemptions` are the unusual choices;
+    `choices` are all, if requested; `cut`: there were more than are kept.
     """
 
     schedule: str
     end: str
     what: str = ""
     results: tuple[bytes, ...] = ()
-    switches: tuple[tuple[int, int], ...] = ()
+    preemptions: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
     imported: tuple[str, ...] = ()  # modules needed by all runs, none of the code under test
     choices: tuple[Choice, ...] = ()
@@ -108,13 +108,13 @@ class ScheduleRun(msgspec.Struct, frozen=True):
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
     """Coverage of a search over all schedules with at most `most` preemptions, fewest first.
 
-    All with at most `switches` were run (-1: not even those), and `further` of those with one more;
-    `all`: no schedule has more. `buffered`: each was run with both kinds of sends, as it is if
-    there are sends.
+    All with at most `preemptions` were run (-1: not even those), and `further` of those with one
+    more; `all`: no schedule has more. `buffered`: each was run with both kinds of sends, as it is
+    if there are sends.
     """
 
     most: int
-    switches: int
+    preemptions: int
     further: int = 0
     all: bool = False
     buffered: bool = False

@@ -43,7 +43,7 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 def read_training(path: Path) -> TrainedRun:
     """Read a document of `train --json`. Raises UsageError."""
     return read_written(
-        path, TrainedRun, schema=SCHEMA, name=f"--beside {path}",
+        path, TrainedRun, schema=SCHEMA, name=f"--overlay {path}",
         why="has no measurements of distcheck train: {error}; pass a file that distcheck train "
             "--json wrote",
     )  # fmt: skip

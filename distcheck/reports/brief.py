@@ -17,7 +17,7 @@ from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import Said, by_evidence, ends_of_ranks, failures_alike
+from distcheck.reports.failures import PrintedCauses, by_evidence, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import gaps_of, next_step, option_of
 from distcheck.reports.wording import (
     describe_accepted,
@@ -42,7 +42,7 @@ def print_group(
     console: Console,
     *,
     alone: bool,
-    said: "Said",
+    said: "PrintedCauses",
 ) -> None:
     """Print the cases of one strategy in one world: in full if they are `alone` or did not pass,
     else one line. Causes already printed for other worlds (`said`) are not repeated.
@@ -183,7 +183,7 @@ def _of_reruns(reasons: Sequence[str]) -> str:
 
 _SAID = ("outcome", "rerun", SENSITIVITY)
 _SHORT = {
-    "no-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
+    "missing-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
     "stale": "stale step", "lost-rank": "dropped rank", "doubled-rank": "duplicated rank",
     "other-parameter": "swapped parameters",
 }  # fmt: skip
@@ -231,7 +231,7 @@ def _passed(cases: Sequence[CaseReport]) -> list[str]:
     return [name for name in _names(results) if name not in wrong]
 
 
-def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None:
+def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses) -> None:
     """Add each failure once, with the names of the other cases that have it."""
     alike = failures_alike(cases)
     new = [key for key in alike if key not in said.failures]
@@ -242,7 +242,7 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None
         if why := _why_not_run(case):
             not_run.setdefault(why, []).extend(alike[key])
             continue
-        causes, known = said.parted(case)
+        causes, known = said.new_and_known(case)
         if known and not causes:
             names = ", ".join(one.cause for one in known)
             lines.add("also in", f"{_cases(alike[key])}: {names}", most=2)

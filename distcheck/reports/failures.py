@@ -12,7 +12,7 @@ from distcheck.errors.shown_text import shown
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import APART
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import named
 from distcheck.reports.wording import describe_place, describe_site, most_telling_first
 from distcheck.reports.wrapping import Lines
@@ -21,14 +21,14 @@ Key = tuple[object, ...]
 
 
 @dataclass
-class Said:
+class PrintedCauses:
     """Causes and failures already printed on a screen, each with its world."""
 
     failures: dict[Key, int] = field(default_factory=dict)
     causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
     cut: bool = False  # if some line was cut
 
-    def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
+    def new_and_known(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
         """Return a case's causes, each once: new ones, and those printed before for its strategy.
         Unexplained failures are always new.
         """

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports import scale
 from distcheck.reports.by_module import tree

@@ -186,7 +186,9 @@ def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, n
 
 
 def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return a text such as "gradients R S32, agreement": layers grouped by check."""
+    """Return a text such as "gradients rounding full batch float32, agreement": layers grouped by
+    check.
+    """
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)

@@ -15,7 +15,7 @@ the ranks are its threads. `plugin.py` is the entry point; the other modules:
     waiting     waits for a world: its ranks' messages, and their stacks after Ctrl-C
     timeouts    limits of pytest-timeout, which a world enforces itself
     failures    merges failures of several ranks into one report
-    kept        persistent worlds that run several tests (`reuse=True`)
+    reused_worlds  persistent worlds that run several tests (`reuse=True`)
     blas        limits BLAS to one thread in a rank
     leaks       resources that a test left open in a rank
     view        the `world` fixture's value

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.testing.pytest_compat import (
     ExceptionChainRepr,

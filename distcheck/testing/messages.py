@@ -6,14 +6,14 @@ import msgspec
 
 from distcheck.testing.examples import PassedToHypothesis
 from distcheck.worlds.jobs import STORE, Job
-from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.messages import printable
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.worker_pool import CHANNEL
 
 End = Literal["passed", "skipped", "rejected", "xfailed", "exit", "failed"]
 
 
-class Seen(msgspec.Struct, frozen=True):
+class RankWarning(msgspec.Struct, frozen=True):
     """A warning that a rank raised."""
 
     text: str
@@ -40,7 +40,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str = ""
     where: str = ""
     longrepr: dict[str, Any] | None = None
-    warnings: tuple[Seen, ...] = ()
+    warnings: tuple[RankWarning, ...] = ()
     log: str = ""
     left: tuple[str, ...] = ()
     left_stays: bool = False
@@ -71,7 +71,7 @@ KEPT_ELSE = (
 )
 
 
-class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedTest(msgspec.Struct, frozen=True, kw_only=True):
     """A test for a persistent rank: its node id, pickled arguments and marker; `final` if
     Hypothesis will show this run of it.
     """
@@ -83,7 +83,7 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (STORE,))
-SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
+SERVE = Job("distcheck.testing.reused_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
 
 
 def encoded(message: RankReport | Subtest) -> bytes:

@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     """End persistent worlds, and wait for the others to exit."""
-    kept = sys.modules.get("distcheck.testing.kept")
+    kept = sys.modules.get("distcheck.testing.reused_worlds")
     if kept is not None:
         kept.close_all()
     _settle()

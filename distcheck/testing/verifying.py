@@ -74,8 +74,8 @@ def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
     keep = None if save is None else Store.at(Path(save))
-    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    return verify_cases(cases, RunOptions(keep=keep, beside=beside))
+    cases, extras = plan.plan_cases(request), thorough_run.thorough_extras([request])
+    return verify_cases(cases, RunOptions(keep=keep, extras=extras))
 
 
 def _request(fields: dict[str, Any]) -> Request:

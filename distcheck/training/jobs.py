@@ -42,7 +42,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes_per_sample: int
     own_sampler: bool
     draws_random_numbers: bool
-    normalises_batches: bool = False
+    normalizes_batches: bool = False
     rows_apart: bool = False  # rows of a sample are not consecutive in BatchNorm
     rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and lower-precision ones in forward
     makes_groups: bool = False  # True if the workload defines parameter groups
@@ -67,7 +67,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     traits: tuple[str, ...] = ()  # of its parameters, from TRAITS
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class CodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Results of an inspection: the machine, and one entry per case."""
 
     environment: dict[str, Any]
@@ -161,7 +161,7 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
 INSPECT = Job(
-    "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
+    "distcheck.verification.inspection:inspect_cases", InspectionRequest, CodeFacts, ("data",)
 )
 WAYS = Job(
     "distcheck.verification.inspection:list_ways",

@@ -178,7 +178,7 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
-class Look(NamedTuple):
+class CodeInspection(NamedTuple):
     """Facts about a strategy's code: True if its form is `guessed` or it names a collective
     (`exchanges`), the attributes unknown to torch that it looks up (`marks`), and the features that
     it `uses`.
@@ -190,14 +190,14 @@ class Look(NamedTuple):
     uses: tuple[Use, ...]
 
 
-def look_at(spec: str, adaptation: Adaptation) -> Look:
+def look_at(spec: str, adaptation: Adaptation) -> CodeInspection:
     """Inspect a strategy's code without calling it."""
     from distcheck.training.adapters import hypotheses, uses
 
     target = _target_of(spec, adaptation)
     sources, declared = target.everything, hypotheses.is_declared(target)
     exchanges, marks = uses.names_collectives(sources), uses.marks_in(sources)
-    return Look(not declared, exchanges, marks, uses.uses_of(sources))
+    return CodeInspection(not declared, exchanges, marks, uses.uses_of(sources))
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:

@@ -23,7 +23,7 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.building import Ingredients, restore, take_checkpoint
-from distcheck.training.epoch_positions import Stretch, stretch_of
+from distcheck.training.epoch_positions import EpochSegment, stretch_of
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload
 from distcheck.training.losses import LossOfShard, OwnBackward
 from distcheck.training.recorder import Observer
@@ -48,7 +48,7 @@ class Shards:
         self._seed = seeds.derive(seed, "data order") % 2**31
         self._epoch, self._order = -1, list[int]()
 
-    def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
+    def read(self, step: int) -> tuple[EpochSegment, torch.Tensor]:
         """Return the step's part of the epoch, and this rank's dataset indices, int64 [n]."""
         stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
         if self._rank is None:
@@ -199,7 +199,7 @@ class Loop:
             loss_value = self._stand_by(step)
         self._observer.backward_over(self._stretches)
         progress(number, "sync")
-        self._synchronise(step)
+        self._synchronize(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
         return loss_value, tokens, time.perf_counter() - begun
 
@@ -223,7 +223,7 @@ class Loop:
             self.wrapped(batch.inputs)
         self.wrapped.train(trained)
 
-    def _synchronise(self, step: Step) -> None:
+    def _synchronize(self, step: Step) -> None:
         """Synchronize and update. Code that takes the optimizer's step itself, or synchronizes
         within it, has its final gradients when torch's own optimizer begins.
         """

@@ -65,7 +65,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-class StandIn:
+class OptimizerProxy:
     """Object that replaces an optimizer in the loop: it has the inner optimizer's groups and state,
     unless a subclass overrides them.
     """

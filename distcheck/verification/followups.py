@@ -10,8 +10,8 @@ Four kinds of correct code fail in the default cases, but not in typical trainin
   composite have, or a 5-d one (`channels_last`), which the composite has. These cases rerun with
   another parameter in its place, and replace the first reports
 - code that computes in float32 whatever the gradients' dtype: it fails in the float64 case added
-  for S64, with values representable in float32 or an exception that names a dtype. If every float32
-  case passed, that case is left out
+  for full batch float64, with values representable in float32 or an exception that names a dtype.
+  If every float32 case passed, that case is left out
 - code that ignores gradients missing on some ranks: it raises or hangs in the cell that the default
   run adds for them, which is then left out (`plan/cells_to_run.py`)
 - code that weights ranks equally although shards are uneven: it is wrong there, and stays so. A
@@ -32,7 +32,7 @@ from distcheck import backends, registry
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import MISUSES, RankEnd
+from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
@@ -56,8 +56,18 @@ _DTYPE = re.compile(
     r"|Float|Half|(?:Float|Double|Half)Tensor)\b"
 )
 # Causes named for gradients that were used before a collective had completed.
-_RACES = {"nondeterministic", "partial-sync", "duplicated-rank", "one-rank-only", "unexplained"}
-_FOLLOW = {"no-sync", "replicas-differ", "wrong-update"}  # consequences, also with other causes
+_RACES = {
+    "nondeterministic",
+    "partial-sync",
+    "duplicated-rank",
+    "single-rank-gradient",
+    "unexplained",
+}
+_FOLLOW = {
+    "missing-sync",
+    "replicated-gradients-differ",
+    "wrong-update",
+}  # consequences, also with other causes
 _MOST_SHOWN = 160  # characters of an error
 
 
@@ -278,7 +288,7 @@ def is_untrained(report: CaseReport) -> bool:
 def _exchanged_nothing(report: CaseReport) -> bool:
     """Return True if every rank holds local gradients; with two ranks, one rank's look the same."""
     causes = {one.cause for one in report.diagnosis}
-    return "no-sync" in causes and causes <= {"no-sync", "one-rank-only"}
+    return "missing-sync" in causes and causes <= {"missing-sync", "single-rank-gradient"}
 
 
 def _is_gone(outcome: Outcome) -> bool:
@@ -357,7 +367,7 @@ def with_schedules(
     """Return the report with the check `schedules`. Raises CannotRunError if they cannot run."""
     case = report.case
     found = _search(pool, case, description, data_fd, show)
-    replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
+    replay = msgspec.structs.replace(case, schedules=0, preemptions=0).command_line
     judged = registry.load("simulated").judged
     result, causes = judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
@@ -406,7 +416,7 @@ def _search(
         pool,
         ranks,
         schedules=case.schedules,
-        switches=case.switches,
+        preemptions=case.preemptions,
         fds={} if data_fd is None else {"data": data_fd},
         on_progress=lambda ran: show(
             f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"

@@ -20,13 +20,13 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import Outcome, RankEnd
+from distcheck.records.exit_status import Outcome, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
 from distcheck.verification import preparation, verdicts
-from distcheck.verification.book import Book
 from distcheck.verification.case_run import CaseRun
+from distcheck.verification.report_builder import ReportBuilder
 from distcheck.verification.session import OnFinished, Session
 from distcheck.workloads import about, datasets
 from distcheck.worlds.pool import Pool
@@ -126,7 +126,11 @@ def trial_of(run: CaseRun) -> Trial:
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code without collectives communicates in no form.
     sure = used or not run.facts.exchanges
-    explained = _is_of_update(report) or bool(named - {"no-sync"}) or ("no-sync" in named and sure)
+    explained = (
+        _is_of_update(report)
+        or bool(named - {"missing-sync"})
+        or ("missing-sync" in named and sure)
+    )
     return Trial(
         way=way,
         passed=report.verdict == "pass",
@@ -170,7 +174,12 @@ class Guess:
     waiting: list[CaseRun] = field(default_factory=list)
 
     def settle(
-        self, pool: Pool, book: Book, data: preparation.Data, session: Session, enter: OnFinished
+        self,
+        pool: Pool,
+        builder: ReportBuilder,
+        data: preparation.Data,
+        session: Session,
+        enter: OnFinished,
     ) -> Sequence[CaseRun]:
         """Decide, and return the remaining cases to run. Raises UsageError if the user must specify
         how the code is called.
@@ -192,7 +201,7 @@ class Guess:
         runs = _planned(pool, cases, data)
         for run in runs:
             run.notes = (note_on(taken, of_any_value=bool(more)), *run.notes)
-        book.change(runs)
+        builder.change(runs)
         return runs
 
     def _ask(self, case: Case, decision: Decision) -> None:

@@ -33,9 +33,9 @@ from distcheck.training.building import (
     open_ingredients,
     updates_again,
 )
-from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
+from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, CodeFacts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.loading import Look, load_strategy, other_ways
+from distcheck.training.loading import CodeInspection, load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.worlds.jobs import Descriptors
@@ -120,7 +120,7 @@ _SAME_ROWS = 1e-2  # Heuristic, relative to their norm: far above rounding; othe
 
 
 @INSPECT.does
-def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> Facts:
+def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> CodeFacts:
     """Load everything once. Raises UsageError or CannotRunError with the problem."""
     if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
         raise CannotRunError(why)
@@ -128,7 +128,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     enter_world_of_one()
     _stand_alone(job.cases)
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, looked_at = [], dict[str, Look]()
+    facts, looked_at = [], dict[str, CodeInspection]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # restores settings changed by their file
@@ -167,7 +167,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     first = job.cases[0]
     devices.enter(first.device, 0)
     seeds.pin_determinism()  # their files have been loaded
-    return Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
+    return CodeFacts(environment=environment(first.backend, first.device), cases=tuple(facts))
 
 
 @WAYS.does
@@ -273,7 +273,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     # A workload may change their mode before its first step.
     changes = hasattr(ingredients.loaded.workload, "before_step")
-    normalises = any(changes or m.training or m.running_mean is None for m in norms)
+    normalizes = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
     roundings = _Roundings(model)
     before, libraries_before = torch.get_rng_state(), seeds.library_states()
@@ -300,8 +300,8 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,
         draws_random_numbers=draws,
-        normalises_batches=normalises,
-        rows_apart=normalises and _rows_apart(ingredients, model, norms),
+        normalizes_batches=normalizes,
+        rows_apart=normalizes and _rows_apart(ingredients, model, norms),
         rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
         must_happen=ingredients.must_happen,

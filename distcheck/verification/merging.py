@@ -31,7 +31,7 @@ _VERSIONS = ("distcheck", "torch", "python", "cpu")
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """A report, and its file."""
 
     file: str
@@ -46,12 +46,12 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
         return show_whole(join(parts), parts, files=files, quiet=quiet)
 
 
-def read_part(file: str) -> Part:
-    return Part(file, read_document(Path(file)))
+def read_part(file: str) -> MatrixPart:
+    return MatrixPart(file, read_document(Path(file)))
 
 
 def show_whole(
-    whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
+    whole: dict[str, Any], parts: Sequence[MatrixPart], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Show the merged report and write its files; return its exit code."""
     lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
@@ -64,7 +64,7 @@ def show_whole(
     return int(whole["exit_code"])
 
 
-def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
+def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Merge documents; `lost` gives, by a part's number, why it is missing. Raises UsageError for
     parts of different or conflicting plans.
     """
@@ -78,7 +78,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     of_plan = [part for part in parts if part.document.get("plan")]
     plan = _common_plan(of_plan) if of_plan else None
     planned = {entry["id"]: entry for entry in plan["cases"]} if plan else {}
-    holders: dict[str, Part] = {}
+    holders: dict[str, MatrixPart] = {}
     cases: dict[str, dict[str, Any]] = {}
     explored = _explored(plan or {}, parts)
     added = {name for one in explored for name in one["found"]}
@@ -134,7 +134,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     return whole | {"verdict": verdict_of(document), "exit_code": code}
 
 
-def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
+def _without_plan(parts: Sequence[MatrixPart], taken: Collection[str]) -> list[dict[str, Any]]:
     """Return the cases of reports without a plan. All jobs use the same case name, so a duplicate
     gets a number.
     """
@@ -150,7 +150,7 @@ def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[st
     return found
 
 
-def _made(parts: Sequence[Part]) -> dict[str, Any]:
+def _made(parts: Sequence[MatrixPart]) -> dict[str, Any]:
     """Return the origin of the whole: merged here and now; the commit, if common to all parts."""
     commits = {
         (made["commit"], made["clean"])
@@ -163,7 +163,7 @@ def _made(parts: Sequence[Part]) -> dict[str, Any]:
     return made
 
 
-def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _explored(plan: Mapping[str, Any], parts: Sequence[MatrixPart]) -> list[dict[str, Any]]:
     """Return the extent of every planned search; one in no report is unknown."""
     found = [one for part in parts for one in part.document.get("explored") or []]
     there = Counter(one["strategy"] for one in found)
@@ -181,7 +181,7 @@ def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, 
     return found
 
 
-def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
+def _common_plan(parts: Sequence[MatrixPart]) -> dict[str, Any]:
     first = parts[0]
     plan: dict[str, Any] = first.document["plan"]
     for part in parts[1:]:
@@ -201,7 +201,7 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _check_alike(
-    name: str, one: Part, case: Mapping[str, Any], other: Part, again: Mapping[str, Any]
+    name: str, one: MatrixPart, case: Mapping[str, Any], other: MatrixPart, again: Mapping[str, Any]
 ) -> None:
     keys = [key for key in {**case, **again} if key not in _OF_THE_MOMENT]
     different = [key for key in keys if case.get(key) != again.get(key)]
@@ -226,7 +226,7 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
     return found
 
 
-def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
+def _exit_code(whole: Document, parts: Sequence[MatrixPart]) -> ExitCode:
     """Return the exit code of one run; CANNOT_RUN if a part could not be saved."""
     code = code_of(whole)
     unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
@@ -234,7 +234,7 @@ def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
     return ExitCode.CANNOT_RUN if unsaved and not stands else code
 
 
-def _differences(parts: Sequence[Part]) -> list[str]:
+def _differences(parts: Sequence[MatrixPart]) -> list[str]:
     """Return differences between the parts' machines: no verdict depends on them."""
     found = []
     for name in _VERSIONS:

@@ -37,14 +37,14 @@ from distcheck.training.jobs import (
     Calibration,
     CalibrationRequest,
     CaseFacts,
-    Facts,
+    CodeFacts,
     InspectionRequest,
 )
 from distcheck.verification import limits
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import (
     Ranks,
     error_of,
@@ -141,7 +141,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
         os.close(fd)
 
 
-def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
+def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
     """Load every strategy and workload once; return facts. Raises UsageError, CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
@@ -179,7 +179,7 @@ def plan_runs(
     spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
     """Return the layout and planned checks of every case, and the reason for each case left out;
-    calibrate the orders that X relies on, once per world.
+    calibrate the orders that the bitwise layer relies on, once per world.
 
     A case is left out, with a note on its sibling cases, if its strategy's wire dtype cannot carry
     its numbers, or if it does not fit on this machine and its world is in `spare`. Raises
@@ -367,10 +367,10 @@ def calibrate(
                 raise RankLostError(lost[0])
             why = f"no progress for {deadline_s:g} s; raise --deadline, or use fewer ranks"
             if not ranks.hung:
-                raised = blame.own_defect(ranks.children, hung=False)
+                raised = root_cause.own_defect(ranks.children, hung=False)
                 if raised is not None and name_of(backend) in backend_names():
                     raise internal_error(raised)
-                why = str(error_of(blame.first_cause(ranks.children, hung=False)))
+                why = str(error_of(root_cause.first_cause(ranks.children, hung=False)))
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )

@@ -56,7 +56,7 @@ from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.resources import available_bytes, cores
@@ -69,7 +69,7 @@ from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
@@ -84,7 +84,7 @@ _JUDGE_DEADLINE_S = 600.0  # Heuristic: without any progress; a judge reports wh
 
 
 @dataclass(frozen=True)
-class Judging:
+class JudgeTask:
     """A judge's task: of `what`, the first world, the rerun in its place, or the bits of a further
     world. `of_run` are whole-run checks that a judge of some steps makes, too.
     """
@@ -93,7 +93,7 @@ class Judging:
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     whole_run: bool
-    closer_look: bool = False
+    diagnoses: bool = False
     what: WorldName = "world"
     of_run: tuple[tuple[str, str], ...] = ()
 
@@ -130,9 +130,9 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
     return [group for group in (whole, [p for p in planned if p not in whole]) if group]
 
 
-def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
+def start_judging(pool: Pool, task: JudgeTask, description: bytes, data_fd: int | None) -> World:
     """Start the process that judges; `description` and `data_fd` belong to the data set."""
-    run = judging.run
+    run = task.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
     about: dict[str, Any] = {
@@ -142,7 +142,7 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         "description": description,
         "draws_random_numbers": run.facts.draws_random_numbers,
     }
-    if judging.closer_look:
+    if task.diagnoses:
         look = ObserveRequest(
             **about,
             steps=diagnosis.steps_to_look_at(run.results),
@@ -151,28 +151,28 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
             update_step=diagnosis.step_of_update(run.results),
         )
         return start(OBSERVE, look, fds)
-    other: WorldName = "further" if judging.what == "further" else "rerun"
-    if (judging.whole_run or judging.what == "rerun") and other in run.traces:
+    other: WorldName = "further" if task.what == "further" else "rerun"
+    if (task.whole_run or task.what == "rerun") and other in run.traces:
         fds["rerun"] = run.traces[other]
     request = JudgeRequest(
         **about,
-        steps=judging.steps,
-        planned=judging.planned,
-        of_rerun=judging.what == "rerun",
-        of_run=judging.of_run,
+        steps=task.steps,
+        planned=task.planned,
+        of_rerun=task.what == "rerun",
+        of_run=task.of_run,
     )
     return start(JUDGE, request, fds)
 
 
-def what_was_seen(world: World, run: CaseRun) -> Facts:
+def what_was_seen(world: World, run: CaseRun) -> Measurements:
     """Return the measurements of a closer look, or the reason for its failure as `trouble`."""
     try:
         return OBSERVE.decode(job_result(world))
     except DistcheckError as error:
-        return Facts(world=run.case.world, trouble=str(error))
+        return Measurements(world=run.case.world, trouble=str(error))
 
 
-def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
+def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
     """Return a judge's results; unknown for each planned check if it failed."""
     try:
         return JUDGE.decode(job_result(world))
@@ -182,11 +182,11 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
         CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
-        for check, layer in (*judging.planned, *judging.of_run)
+        for check, layer in (*task.planned, *task.of_run)
     ]
 
 
-class CloserLooks:
+class DiagnosisQueue:
     """Selects the failed cases that get a closer look: one of those that fail in the same way.
 
     A closer look costs as much as a case. Once a case is explained, another one of the same code in
@@ -260,10 +260,10 @@ class Session:
         self._pool, self._listener = pool, listener
         self._description, self._data_fd = description, data_fd
         self._worlds: deque[_Awaited] = deque()
-        self._judgings: deque[Judging] = deque()
+        self._tasks: deque[JudgeTask] = deque()
         self._world: tuple[World, _Awaited] | None = None
-        self._judges: list[tuple[World, Judging]] = []
-        self._looks = CloserLooks()
+        self._judges: list[tuple[World, JudgeTask]] = []
+        self._looks = DiagnosisQueue()
         self.after_hang = False  # True to run other cases of a strategy that hung
         self._last: Case | None = None  # the last case that is judged
         self._on_finished: OnFinished = lambda run: "unknown"
@@ -318,15 +318,15 @@ class Session:
         return [run for run, _ in found]
 
     def _start_what_fits(self) -> None:
-        if self._world is None and len(self._judgings) < self._most_judges:
+        if self._world is None and len(self._tasks) < self._most_judges:
             awaited = next((one for one in self._worlds if self._may_start(*one)), None)
             if awaited is not None:
                 self._worlds.remove(awaited)
                 self._world = (self._start_ranks(*awaited), awaited)
-        while self._judgings and self._has_room_for(self._judgings[0]):
-            judging = self._judgings.popleft()
-            world = start_judging(self._pool, judging, self._description, self._data_fd)
-            self._judges.append((world, judging))
+        while self._tasks and self._has_room_for(self._tasks[0]):
+            task = self._tasks.popleft()
+            world = start_judging(self._pool, task, self._description, self._data_fd)
+            self._judges.append((world, task))
 
     def _may_start(self, run: CaseRun, what: WorldName) -> bool:
         """Return True if the interpreters for a rerun are ready, or known not to come."""
@@ -334,13 +334,13 @@ class Session:
             return True
         return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
-    def _has_room_for(self, judging: Judging) -> bool:
+    def _has_room_for(self, task: JudgeTask) -> bool:
         """Return True if another judge may start: there are enough processes and memory."""
         if not self._judges:
             return True
-        if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
+        if task.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
-        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
+        needed = limits.reference_bytes(task.run.case, task.run.facts, task.run.layout)
         return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
 
     def _start_ranks(self, run: CaseRun, what: WorldName) -> World:
@@ -398,7 +398,7 @@ class Session:
         spent = time.monotonic() - world.begun
         run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
         unstarted = [c for c in world.children if c.spawn_error]
-        outcomes = blame.outcomes(world.children, hung=world.hung)
+        outcomes = root_cause.outcomes(world.children, hung=world.hung)
         world.close()
         if unstarted:
             raise CannotRunError(
@@ -462,7 +462,7 @@ class Session:
         """End every unfinished case, with its processes."""
         self._end_everything()
         self._worlds.clear()
-        self._judgings.clear()
+        self._tasks.clear()
         self._judges.clear()
         self._world = None
         for run in runs:
@@ -477,49 +477,49 @@ class Session:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
+                self._tasks.append(JudgeTask(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
     def _judge_whole_run_if_due(self, run: CaseRun) -> None:
         if run.worlds_left:
             return
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
-        last = self._judgings[-1] if self._judgings else None
+        last = self._tasks[-1] if self._tasks else None
         if last is not None and last.run is run and "rerun" not in run.traces:
             # A process of its own costs more than the comparison.
-            self._judgings[-1] = replace(last, of_run=planned)
+            self._tasks[-1] = replace(last, of_run=planned)
             return
-        self._judgings.append(Judging(run, (), planned, whole_run=True))
+        self._tasks.append(JudgeTask(run, (), planned, whole_run=True))
         run.judges_left += 1
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
-            world, judging = entry
+            world, task = entry
             world.tick()
             if not world.over:
                 continue
             self._judges.remove(entry)
-            run = judging.run
+            run = task.run
             spent = time.monotonic() - world.begun
-            what = "closer look" if judging.closer_look else "judge"
+            what = "closer look" if task.diagnoses else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
-            if judging.closer_look:
+            if task.diagnoses:
                 run.seen = what_was_seen(world, run)
             else:
-                self._take_results(judging, what_was_judged(world, judging))
+                self._take_results(task, judged_results(world, task))
             world.close()
             run.judges_left -= 1
             self._go_on(run)
-            for other in self._looks.taken_up(run) if judging.closer_look else ():
+            for other in self._looks.taken_up(run) if task.diagnoses else ():
                 other.judges_left -= 1
                 self._go_on(other)
 
-    def _take_results(self, judging: Judging, results: list[CheckResult]) -> None:
-        run = judging.run
-        if judging.what == "world":
+    def _take_results(self, task: JudgeTask, results: list[CheckResult]) -> None:
+        run = task.run
+        if task.what == "world":
             run.results += results
-            self._listener.progress(run.case, f"judged {steps_in_words(judging.steps)}")
-        elif judging.what == "rerun":
+            self._listener.progress(run.case, f"judged {steps_in_words(task.steps)}")
+        elif task.what == "rerun":
             run.of_rerun = results
         else:
             assert run.taking_apart is not None
@@ -558,8 +558,8 @@ class Session:
         if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
             planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
-            judging = Judging(run, steps, planned, whole_run=False, what="rerun")
-            self._judgings.append(judging)
+            task = JudgeTask(run, steps, planned, whole_run=False, what="rerun")
+            self._tasks.append(task)
             run.judges_left += 1
             return True
         run.conclude(found)
@@ -572,19 +572,19 @@ class Session:
             self._go_on(run)
             return
         planned = (("rerun", "-"),)
-        self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
+        self._tasks.append(JudgeTask(run, (), planned, whole_run=True, what="further"))
         run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
         """Queue a closer look at a failed case, once; return True if the case waits for one, False
         if it is explained by another case or needs none.
         """
-        if run.seen is not None or not diagnosis.worth_a_look(run.results):
+        if run.seen is not None or not diagnosis.needs_diagnosis(run.results):
             return False
         if not self._looks.explained(run):
             run.judges_left += 1
             if not self._looks.waits(run):
-                self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
+                self._tasks.append(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
         return run.like is None
 
     def _end_everything(self) -> None:

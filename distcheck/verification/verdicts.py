@@ -26,7 +26,7 @@ from distcheck.records import (
     Outcome,
     merge_verdicts,
 )
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
@@ -163,10 +163,10 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
     """Turn failures against bits computed here into unknown for traces of another machine.
 
-    This concerns every X, the initial state, and R, whose bound covers summing and dividing the
-    ranks' own gradients, while the reference has those of this machine's kernels. Comparisons
-    between ranks, the lattice's exact sums, and the full batch, whose bound covers another order of
-    computation, stand.
+    This concerns every the bitwise layer, the initial state, and the rounding bound, whose bound
+    covers summing and dividing the ranks' own gradients, while the reference has those of this
+    machine's kernels. Comparisons between ranks, the lattice's exact sums, and the full batch,
+    whose bound covers another order of computation, stand.
     """
     return [
         _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)

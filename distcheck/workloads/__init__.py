@@ -39,8 +39,9 @@ ABOUT: Mapping[str, About] = {
     # In float32 it has dropout, whose masks would differ in a full-batch run.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
-# The float64 case next to a float32 one exists for S64, which checks the rank weights, and these
-# are the same at every step. Two steps, so that the second starts from updated parameters.
+# The float64 case next to a float32 one exists for full batch float64, which checks the rank
+# weights, and these are the same at every step. Two steps, so that the second starts from updated
+# parameters.
 STEPS_IN_FLOAT64 = 2
 
 

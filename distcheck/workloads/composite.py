@@ -19,10 +19,10 @@ Three choices keep every tensor worth comparing:
   an attention's keys, has a zero gradient by construction, so there are none.
 - All functions are smooth (GELU, tanh), so rounding decides nothing.
 - Dropout would leave no full batch to compare with, because masks differ between shards. In
-  float64, which exists for S64, it is off.
+  float64, which exists for full batch float64, it is off.
 
 In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes cover two updates.
-AdamW's first rate is not 0, so that S64 judges parameters updated by a single step.
+AdamW's first rate is not 0, so that full batch float64 judges parameters updated by a single step.
 """
 
 from collections.abc import Iterable
@@ -150,11 +150,11 @@ class Text(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.neighbours = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.neighbors = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return each token's vector, mixed with its neighbors'."""
-        found: torch.Tensor = self.neighbours(self.embedding(tokens).transpose(1, 2))
+        found: torch.Tensor = self.neighbors(self.embedding(tokens).transpose(1, 2))
         return torch.tanh(found).transpose(1, 2)
 
 

@@ -6,13 +6,13 @@ words.
 There is no cancellation: inputs, weights and cotangents are positive, so every gradient is a sum of
 positive terms, over the samples and within the network. A gradient that is a small difference of
 large terms would be as small as its rounding errors, and correct code would differ from the full
-batch by more than S32 permits. For the same reason layers are followed by tanh: it has no kink at
-which rounding decides the branch. No layer increases magnitudes, however many are stacked: if a
-tanh is nearly 1, its slope is the small difference 1 - tanh^2.
+batch by more than full batch float32 permits. For the same reason layers are followed by tanh: it
+has no kink at which rounding decides the branch. No layer increases magnitudes, however many are
+stacked: if a tanh is nearly 1, its slope is the small difference 1 - tanh^2.
 
 BatchNorm is the exception: gradients through it sum to zero. It precedes every layer that trains,
 and a sigmoid makes its results positive again; the gradient of its own weight is a difference of
-larger terms, and S32 compares it on the scale of its bias gradient, which is not.
+larger terms, and full batch float32 compares it on the scale of its bias gradient, which is not.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Training
 from distcheck.records import ModelLayout, TensorSpec
-from distcheck.records.generated_words import PREFIX, SHAPE, Layer, ModelWords, parse
+from distcheck.records.generated_words import PREFIX, SHAPE, ModelLayer, ModelWords, parse
 from distcheck.workloads.datasets.synthetic import hash24
 
 LEARNING_RATE = 2.0**-10
@@ -49,7 +49,7 @@ def _weight(*shape: int, fan_in: int) -> torch.Tensor:
 class Dense(nn.Module):
     """[n, features] -> tanh of [n, size], or with `tied` back to [n, features]."""
 
-    def __init__(self, features: int, layer: Layer) -> None:
+    def __init__(self, features: int, layer: ModelLayer) -> None:
         super().__init__()
         weight = _weight(layer.size, features, fan_in=features)
         if "strided" in layer.marks:
@@ -72,7 +72,7 @@ class Dense(nn.Module):
 class Conv(nn.Module):
     """[n, channels, height, width] -> tanh of [n, size, height - 1, width - 1]."""
 
-    def __init__(self, channels: int, layer: Layer) -> None:
+    def __init__(self, channels: int, layer: ModelLayer) -> None:
         super().__init__()
         fan_in = channels * _KERNEL**2
         weight = _weight(layer.size, channels, _KERNEL, _KERNEL, fan_in=fan_in)
@@ -229,7 +229,7 @@ class Generated:
         return within[0]
 
     @staticmethod
-    def _small(layer: Layer) -> nn.Module:
+    def _small(layer: ModelLayer) -> nn.Module:
         if layer.kind == "table":
             return Table(layer.size)
         if layer.kind == "norm":

@@ -3,7 +3,7 @@
 world.py         one world of ranks: linger, deadline, root cause, calls that do not match
 launch.py        starts a world of ranks, or a single-process job
 pool.py          processes that ranks are forked from here: the helper, and further interpreters
-kept.py          persistent processes that serve one request after another
+worker_pool.py   persistent processes that serve one request after another
 jobs.py          the type of a job that a forked process can run
 reporter.py      the connection of a forked process to the front end
 messages.py      messages between front end, helper and children; framing.py: their encoding
@@ -12,11 +12,11 @@ shares.py        the ranks of a world that run in one place
 surroundings.py  differences between ranks in several interpreters: machines, environment, delays
 stalls.py        tells a hung rank from a slow machine
 waiting.py       detects that a rank is blocked, and in which of its calls
-postings.py      records those calls; flight.py reads torch's own record of them
+call_recorder.py      records those calls; flight.py reads torch's own record of them
 callers.py       classifies source files, and finds the line that made a call
 proofs.py        proves from reports of blocked ranks that a world is deadlocked
 call_log.py      the latest calls in shared memory, for ranks that a library aborts
-blame.py         how each rank ended, and which end is the root cause
+root_cause.py         how each rank ended, and which end is the root cause
 interrupts.py    Ctrl-C and SIGTERM
 turns.py         limits the number of concurrent worlds under pytest-xdist
 scratch.py       temporary folders that are removed even if their process is killed

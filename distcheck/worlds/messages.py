@@ -5,7 +5,8 @@ helper -> front end    Ready; about a child Spawned and Exited, as Of
 child -> front end     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over its own pipe
 
 Ranks without a pipe to the front end are reported as Of: by the child that runs a simulated world,
-which also sends Proven and Remarked for the whole world, and by another machine (`remote/wire.py`).
+which also sends Proven and Remarked for the whole world, and by another machine
+(`remote/protocol.py`).
 """
 
 import time
@@ -79,7 +80,7 @@ class Progress(msgspec.Struct, tag=True):
     phase: str
 
 
-class Said(msgspec.Struct, tag=True):
+class UserMessage(msgspec.Struct, tag=True):
     """Payload for the front end in a format that only the child's job defines."""
 
     payload: bytes
@@ -176,7 +177,9 @@ class Proven(msgspec.Struct, tag=True):
     what: str
 
 
-ChildEvent = Spawned | Progress | Said | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+ChildEvent = (
+    Spawned | Progress | UserMessage | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+)
 
 
 class Of(msgspec.Struct, tag=True):
@@ -194,7 +197,7 @@ class Of(msgspec.Struct, tag=True):
 Request = Spawn | Signal
 Notice = Ready | Of
 # Messages through a child's pipe.
-Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
+Event = Progress | UserMessage | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
 AnyEvent = Event | ChildEvent
 
 

@@ -20,7 +20,7 @@ from distcheck.worlds.messages import Proven, Waits, printable
 # a core.
 _UNCHANGED_S = 0.25
 
-Said = Mapping[int, Waits]  # by rank
+WaitsByRank = Mapping[int, Waits]  # by rank
 
 
 class ProofWatch:
@@ -48,7 +48,7 @@ class ProofWatch:
         return self._found if known_at - self._since >= _UNCHANGED_S else None
 
 
-def proof(said: Said) -> Proven | None:
+def proof(said: WaitsByRank) -> Proven | None:
     """Return the proof that follows from the reports of all ranks; None if there is none."""
     if all(own.over for own in said.values()) or not all(_fits(r, said) for r in said):
         return None
@@ -58,7 +58,7 @@ def proof(said: Said) -> Proven | None:
     return Proven(how, printable(what)) if what else None
 
 
-def _fits(rank: int, said: Said) -> bool:
+def _fits(rank: int, said: WaitsByRank) -> bool:
     """Return True if a rank's report names only itself, ranks of this world and calls that it
     lists. Reports come from processes in which any code may run.
     """
@@ -73,7 +73,7 @@ def _fits(rank: int, said: Said) -> bool:
     )
 
 
-def _mismatch(said: Said) -> str:
+def _mismatch(said: WaitsByRank) -> str:
     waited = [c for own in said.values() for c in (own.calls[place] for place in own.on)]
     for call in sorted(waited, key=lambda c: (c.is_message, c.number, c.group, c.rank)):
         if call.is_message:
@@ -94,7 +94,7 @@ def _mismatch(said: Said) -> str:
     return ""
 
 
-def _misfit(call: Posted, said: Said) -> str:
+def _misfit(call: Posted, said: WaitsByRank) -> str:
     """Return a description of a send and a receive that match but differ in size or dtype. They
     match by number, which counts the messages between two ranks with one tag as long as no receive
     accepts any rank.
@@ -112,7 +112,7 @@ def _misfit(call: Posted, said: Said) -> str:
     return ""
 
 
-def _deadlock(said: Said) -> tuple[str, str]:
+def _deadlock(said: WaitsByRank) -> tuple[str, str]:
     """Return the kind of deadlock and its explanation if no blocked rank can resume before another
     one of them; two empty strings otherwise.
     """
@@ -137,7 +137,7 @@ def _deadlock(said: Said) -> tuple[str, str]:
     return why_stuck(waits, over)
 
 
-def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
+def _may_complete(call: Posted, said: WaitsByRank, stuck: set[int]) -> bool:
     if not call.is_message and not _ranks_of(call, said):
         return True  # ranks disagree about the group, so nothing is known
     missing = list(_waited_for(call, said))
@@ -146,7 +146,7 @@ def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
     return not stuck.intersection(missing)
 
 
-def _waited_for(call: Posted, said: Said) -> Iterator[int]:
+def _waited_for(call: Posted, said: WaitsByRank) -> Iterator[int]:
     """Yield the ranks that a call waits for, which have not posted their part of it."""
     if not call.is_message:
         ranks = _ranks_of(call, said)
@@ -181,7 +181,7 @@ def _takes_from_any(own: Waits, call: Posted) -> bool:
     return _messages(own, call, "recv", (-1,)) > 0
 
 
-def _ranks_of(call: Posted, said: Said) -> tuple[int, ...]:
+def _ranks_of(call: Posted, said: WaitsByRank) -> tuple[int, ...]:
     """Return the ranks of a collective's group; empty if ranks disagree about it."""
     ranks = said[call.rank].ranks.get(call.group, ())
     if not all(rank in said for rank in ranks):

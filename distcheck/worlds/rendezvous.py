@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from distcheck import backends, registry
-from distcheck.worlds import linux, postings
+from distcheck.worlds import call_recorder, linux
 
 _MARGIN_S = 120.0
 _LOOK_EVERY_S = 0.0005
@@ -101,7 +101,7 @@ def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
     usual_limit_s = min(timeout, _torchs_timeout()).total_seconds()
     if backends.name_of(rendezvous.backend) == "simulated":
         return registry.load("simulated").join(rendezvous, timeout, usual_limit_s)
-    postings.install(usual_limit_s)
+    call_recorder.install(usual_limit_s)
     store = _store(rendezvous, store_fd, timeout)
     registered = registered or backends.register(rendezvous.backend)
     backends.note_calls(rendezvous.backend, registered)

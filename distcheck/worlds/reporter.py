@@ -55,4 +55,4 @@ class Reporter:
 
     def say(self, payload: bytes) -> None:
         """Send a payload that only the starter of this job understands."""
-        self.send(messages.Said(payload))
+        self.send(messages.UserMessage(payload))

@@ -31,7 +31,7 @@ class _Heard:
 
 
 @dataclass(frozen=True)
-class Ways:
+class CallLines:
     """Communication of tensors by name: `given`, the lines of calls that received any of their
     memory, and `perhaps`, those that may have received copies. If no call received their memory,
     the only line that received copies of all of them counts as `given`. `reducing` are the lines
@@ -76,7 +76,7 @@ class StepCalls:
         tensors: Mapping[str, Sequence[Memory | None]],
         sizes: Mapping[str, int],
         others: Callable[[], Iterable[Memory | None]],
-    ) -> Ways | None:
+    ) -> CallLines | None:
         """Return how tensors were communicated, each of which may have had several memories; None
         if there were too many calls. `others` returns memories known to hold other tensors.
         """
@@ -113,7 +113,7 @@ class StepCalls:
             given = dict.fromkeys(given, frozenset({line}))
         once = {call.line for call in heard if not reduces(call.kind)}
         lines = frozenset(call.line for call in heard if reduces(call.kind)) - once
-        return Ways(given, perhaps, lines)
+        return CallLines(given, perhaps, lines)
 
 
 def _of_all(

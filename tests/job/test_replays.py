@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from distcheck.job.inside import state
-from distcheck.job.inside.feeding import (
+from distcheck.job.inside.batch_injection import BatchInjector
+from distcheck.job.inside.batch_source import (
     ALL,
-    Feeding,
+    BatchSource,
     NotTogetherError,
     _fit,
     _padded,
@@ -23,10 +24,9 @@ from distcheck.job.inside.feeding import (
     padding_value,
 )
 from distcheck.job.inside.forks import Forks
-from distcheck.job.inside.handing_out import HandingOut
 from distcheck.job.inside.joining import can_join, joined
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.settings import BY_RANK, JobSettings, Role
+from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.reading import JobRecording, read
 from distcheck.recordings.jobs.records import (
@@ -80,37 +80,37 @@ def test_micro_batches_become_one_pass(job: JobRecording) -> None:
     found = joined(dataclasses.replace(job, records={**job.records, (1, 0): several}))
     (single,) = found.records[1, 0].passes
     assert (single.rows, single.loss, single.losses[0].counted) == (("a", "a"), 2.0, 6)
-    (inputs,) = Feeding(found).inputs(0, [(1, 0)])
-    target = Feeding(found).target(0, [(1, 0)], 0)
+    (inputs,) = BatchSource(found).inputs(0, [(1, 0)])
+    target = BatchSource(found).target(0, [(1, 0)], 0)
     assert inputs is not None
     assert target is not None
     assert (inputs.shape, target.shape, found.joined) == ((6, 4), (6,), {0: 1})
 
 
 def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:
-    feeding = Feeding(job)
-    own = feeding.batch([(1, (0, 1, 5))])
+    batch_source = BatchSource(job)
+    own = batch_source.batch([(1, (0, 1, 5))])
     assert own is not None
     assert [list(leaf.shape) for leaf in own] == [[3, 4], [3]]
-    everything = feeding.batch([(0, (0, 1, 5)), (1, (0, 1, 5))])
+    everything = batch_source.batch([(0, (0, 1, 5)), (1, (0, 1, 5))])
     assert everything is not None
     assert everything[1].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.batch([(0, (0, 1, 6))]) is None
-    assert feeding.lengths == {0: 7}
+    assert batch_source.batch([(0, (0, 1, 6))]) is None
+    assert batch_source.lengths == {0: 7}
 
 
 def test_inputs_targets_and_random_states(job: JobRecording) -> None:
-    feeding = Feeding(job)
-    inputs = feeding.inputs(0, feeding.pairs(0, ALL))
+    batch_source = BatchSource(job)
+    inputs = batch_source.inputs(0, batch_source.pairs(0, ALL))
     assert inputs[0] is not None
     assert inputs[0][:, 0].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.has(0, feeding.pairs(0, ALL))
-    assert not feeding.has(0, feeding.pairs(1, 0))
-    target = feeding.target(0, [(1, 0)], 0)
+    assert batch_source.has(0, batch_source.pairs(0, ALL))
+    assert not batch_source.has(0, batch_source.pairs(1, 0))
+    target = batch_source.target(0, [(1, 0)], 0)
     assert target is not None
     assert target.tolist() == [1, 1, 1]
-    assert feeding.target(0, [(1, 0)], 1) is None
-    assert feeding.random(0, (1, 0)).tolist() == [1] * 8
+    assert batch_source.target(0, [(1, 0)], 1) is None
+    assert batch_source.random(0, (1, 0)).tolist() == [1] * 8
 
 
 def test_own_inputs_are_kept_if_they_are_samples_of_the_ranks(
@@ -121,9 +121,9 @@ def test_own_inputs_are_kept_if_they_are_samples_of_the_ranks(
     def fails(why: str) -> NoReturn:
         raise NotTogetherError(why)
 
-    monkeypatch.setattr(HandingOut, "set_random_streams", lambda *_, **__: None)
-    asked = JobSettings(own_inputs=True, role=Role(1), role_mode=BY_RANK)
-    hands = HandingOut(job, asked, fails)
+    monkeypatch.setattr(BatchInjector, "set_random_streams", lambda *_, **__: None)
+    asked = JobSettings(own_inputs=True, role=ReplayTask(1), task_mode=BY_RANK)
+    hands = BatchInjector(job, asked, fails)
     of_both = torch.cat([torch.zeros(2, 4), torch.ones(3, 4)])
     for own, divides in ((torch.ones(3, 4), False), (of_both.flip(0), True)):
         kept, hands.passes = own.clone(), 0
@@ -185,9 +185,9 @@ def test_means_and_distances() -> None:
 
 def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
     forks = Forks(tmp_path)
-    right, wrong, raises = Role(1), Role(2, draw=1), Role(3)
+    right, wrong, raises = ReplayTask(1), ReplayTask(2, draw=1), ReplayTask(3)
     found = forks.run([right, wrong, raises], 0, "together")
-    if isinstance(found, Role):  # in a copy
+    if isinstance(found, ReplayTask):  # in a copy
         if found == wrong:
             os.abort()
         if found == raises:
@@ -203,23 +203,23 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
 
 def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> None:
     """As where a loader hands out a batch ahead of its step."""
-    feeding = Feeding(job)
-    assert feeding.begins_at(0) == 0
+    batch_source = BatchSource(job)
+    assert batch_source.begins_at(0) == 0
     for rank in (0, 1):
         one = job.records[rank, 0]
         ahead = (msgspec.structs.replace(one.passes[0], batches=((0, 1, 5),)),)
         job.records[rank, 1] = msgspec.structs.replace(one, step=1, passes=ahead, batches=())
-    assert feeding.begins_at(1) == 0
+    assert batch_source.begins_at(1) == 0
     job.records[1, 1] = msgspec.structs.replace(job.records[1, 1], earlier=((0, 0),), passes=())
-    assert feeding.begins_at(1) == 0
+    assert batch_source.begins_at(1) == 0
 
 
 FORKS_AFTER_FAKE_TENSORS = """
 import os, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from distcheck.job.inside import alone
+from distcheck.job.inside import single_process_group
 
-alone.install()
+single_process_group.install()
 with FakeTensorMode():
     torch.ones(2) + 1
 weight = torch.ones(3, requires_grad=True)
@@ -258,4 +258,4 @@ def test_with_which_pass_losses_were_noted(
     (one,) = record.passes
     passes = tuple(msgspec.structs.replace(one, losses=one.losses * count) for count in losses)
     job.records[0, 0] = msgspec.structs.replace(record, passes=passes)
-    assert Feeding(job).noted_with(0, first, number) == noted
+    assert BatchSource(job).noted_with(0, first, number) == noted

@@ -19,21 +19,21 @@ from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
 from distcheck.verification.own_code import Allowed
 from distcheck.worlds.framing import frame
-from distcheck.worlds.remote import meeting, secret, wire
-from distcheck.worlds.remote.greetings import Greetings
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.handshake import Handshakes
 
 SECRET = b"a secret of this run's"
-COMING = wire.Coming(wire.PROTOCOL, (1,), 2, "host")
+COMING = protocol.Joining(protocol.PROTOCOL, (1,), 2, "host")
 
 
 @contextmanager
-def door(server: socket.socket | None = None) -> Iterator[tuple[Greetings, int]]:
-    server = server or meeting.listen("127.0.0.1", 0)
-    greetings = Greetings(server, SECRET)
+def door(server: socket.socket | None = None) -> Iterator[tuple[Handshakes, int]]:
+    server = server or bootstrap.listen("127.0.0.1", 0)
+    handshakes = Handshakes(server, SECRET)
     try:
-        yield greetings, server.getsockname()[1]
+        yield handshakes, server.getsockname()[1]
     finally:
-        greetings.close()
+        handshakes.close()
         server.close()
 
 
@@ -42,10 +42,10 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
 
     def come() -> None:
         try:
-            connection = meeting.connect(lambda: place, own, deadline_s=3)
+            connection = bootstrap.connect(lambda: place, own, deadline_s=3)
         except CannotRunError:
             return
-        wire.Wire(connection, wire.FromFront, patience_s=3).send(COMING)
+        protocol.Connection(connection, protocol.FromFront, patience_s=3).send(COMING)
         connection.close()
 
     thread = Thread(target=come)
@@ -53,19 +53,19 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
     return thread
 
 
-def those_who_come(greetings: Greetings, *, within_s: float) -> list[list[Any]]:
+def those_who_come(handshakes: Handshakes, *, within_s: float) -> list[list[Any]]:
     until, found = time.monotonic() + within_s, []
     while not found and time.monotonic() < until:
-        found += greetings.come(0.05)
+        found += handshakes.come(0.05)
     for line, _ in found:
         line.close()
     return [words for _, words in found]
 
 
 def test_one_with_the_secret_is_let_in() -> None:
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         thread = host(("127.0.0.1", port))
-        assert those_who_come(greetings, within_s=10) == [[COMING]]
+        assert those_who_come(handshakes, within_s=10) == [[COMING]]
         thread.join()
 
 
@@ -84,67 +84,69 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
     does: Callable[[socket.socket], None],
 ) -> None:
     """Six silent ones took 30 s, the whole of the time in which ranks may come."""
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
         for _ in range(10):
-            assert greetings.come(0.01) == []
+            assert handshakes.come(0.01) == []
         for stranger in strangers:
             does(stranger)
         for _ in range(10):
-            assert greetings.come(0.01) == []
+            assert handshakes.come(0.01) == []
         thread = host(("127.0.0.1", port))
-        assert those_who_come(greetings, within_s=4) == [[COMING]], "sooner than they are sent away"
+        assert those_who_come(handshakes, within_s=4) == [[COMING]], (
+            "sooner than they are sent away"
+        )
         thread.join()
         for stranger in strangers:
             stranger.close()
 
 
 def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcheck.worlds.remote.greetings.GREETING_S", 0.1)
-    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
-    with door() as (greetings, port):
+    monkeypatch.setattr("distcheck.worlds.remote.handshake.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
+    with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
         for _ in range(10):
-            greetings.come(0.01)
-        assert len(greetings._waiting) <= 3
+            handshakes.come(0.01)
+        assert len(handshakes._waiting) <= 3
         time.sleep(0.2)
-        greetings.come(0.01)
-        assert greetings._waiting == []
+        handshakes.come(0.01)
+        assert handshakes._waiting == []
         for stranger in strangers:
             stranger.close()
 
 
 def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that has proven who it is, and not one of another address that still may."""
-    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
-    with door() as (greetings, port):
+    monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
+    with door() as (handshakes, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
         proving = Thread(target=secret.prove, args=(known, SECRET))
         proving.start()
-        while not any(one.line is not None for one in greetings._waiting):
-            greetings.come(0.01)
+        while not any(one.line is not None for one in handshakes._waiting):
+            handshakes.come(0.01)
         proving.join()
         elsewhere = socket.create_connection(
             ("127.0.0.1", port), 10, source_address=("127.0.0.9", 0)
         )
-        greetings.come(0.01)
+        handshakes.come(0.01)
         strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(30)]
         for _ in range(30):
-            assert greetings.come(0.01) == []
-        addresses = [one.address for one in greetings._waiting if one.line is None]
+            assert handshakes.come(0.01) == []
+        addresses = [one.address for one in handshakes._waiting if one.line is None]
         assert len(addresses) == 3
         assert sum("127.0.0.9" in address for address in addresses) == 1
         known.sendall(frame(COMING))
-        assert those_who_come(greetings, within_s=4) == [[COMING]]
+        assert those_who_come(handshakes, within_s=4) == [[COMING]]
         for one in (known, elsewhere, *strangers):
             one.close()
 
 
 def test_another_secret_is_refused_and_counted() -> None:
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         thread = host(("127.0.0.1", port), b"another secret, as long")
-        assert those_who_come(greetings, within_s=1) == []
-        assert greetings.refused > 0
+        assert those_who_come(handshakes, within_s=1) == []
+        assert handshakes.refused > 0
         thread.join()
 
 
@@ -175,7 +177,7 @@ def imposter(server: socket.socket, answer: Callable[[bytes, bytes], bytes]) -> 
     ids=["a guess", "the host's own", "another secret", "nothing"],
 )
 def test_a_host_refuses_a_front_without_the_secret(answer: Callable[[bytes, bytes], bytes]) -> None:
-    with meeting.listen("127.0.0.1", 0) as server:
+    with bootstrap.listen("127.0.0.1", 0) as server:
         thread = imposter(server, answer)
         with (
             socket.create_connection(server.getsockname()) as connection,
@@ -236,10 +238,10 @@ def other_user(what: str, name: str) -> "subprocess.Popen[str]":
 def test_another_user_who_connects_hears_nothing() -> None:
     """Even with the secret: nothing is said to a process of another user's."""
     name = f"distcheck-test-{os.getpid()}-connect"
-    with door(meeting.listen_here(name)) as (greetings, _):
+    with door(bootstrap.listen_here(name)) as (handshakes, _):
         child = other_user("connect", name)
         while child.poll() is None:
-            assert greetings.come(0.05) == []
+            assert handshakes.come(0.05) == []
         assert child.communicate()[0] == "0\n"
 
 
@@ -251,7 +253,7 @@ def test_another_user_who_listens_is_not_spoken_to() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     with pytest.raises(CannotRunError, match="another user's process listens there"):
-        meeting.connect(lambda: name, SECRET, deadline_s=0.0)
+        bootstrap.connect(lambda: name, SECRET, deadline_s=0.0)
     child.kill()
     child.communicate()
 
@@ -379,23 +381,23 @@ def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Pa
 def test_an_address_of_another_machine_opens_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was opened on every interface of this one."""
     with pytest.raises(CannotRunError, match=r"192\.0\.2\.77: it is not an address of this mach"):
-        meeting.listen("192.0.2.77", 0)
-    monkeypatch.setenv(meeting.LISTEN, "127.0.0.1")
-    with meeting.listen("192.0.2.77", 0) as server:
+        bootstrap.listen("192.0.2.77", 0)
+    monkeypatch.setenv(bootstrap.LISTEN, "127.0.0.1")
+    with bootstrap.listen("192.0.2.77", 0) as server:
         assert server.getsockname()[0] == "127.0.0.1"
 
 
 def test_without_an_address_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with meeting.listen_on_own() as server:
+    with bootstrap.listen_on_own() as server:
         assert server.getsockname()[0] == "127.0.0.1"
-        assert meeting.address_of(f"tcp://{meeting.place_of(server)}") == server.getsockname()
+        assert bootstrap.address_of(f"tcp://{bootstrap.place_of(server)}") == server.getsockname()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for name in ("192.0.2.77", "no-such-name.invalid", socket.gethostname()):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        with meeting.listen_on_own() as server:
+        with bootstrap.listen_on_own() as server:
             assert server.getsockname()[0] not in ("0.0.0.0", "::")
-    with meeting.listen_on_way_to("127.0.0.2", 9) as server:
+    with bootstrap.listen_on_way_to("127.0.0.2", 9) as server:
         assert server.getsockname()[0].startswith("127.")
 
 
@@ -408,4 +410,4 @@ def test_a_meeting_file_may_be_anything(content: bytes | None, tmp_path: Path) -
     else:
         file.write_bytes(content)
     expected = ("host", 29500) if content == b"host:29500\n" else None
-    assert meeting.address_in(file) == expected
+    assert bootstrap.address_in(file) == expected

@@ -181,9 +181,9 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
 
 
 def _kept_cases() -> Any:
-    from distcheck.explore.found import KeptCases
+    from distcheck.explore.failure_database import FailureDatabase
 
-    return KeptCases("ddp")
+    return FailureDatabase("ddp")
 
 
 @pytest.mark.parametrize(

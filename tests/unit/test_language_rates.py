@@ -186,7 +186,7 @@ def _literals(path: Path) -> Iterator[str]:
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            text = re.sub(r"--beside", " ", node.value)
+            text = re.sub(r"--overlay", " ", node.value)
             if re.search(r"[a-z] [a-z]", text):
                 yield text
 

@@ -70,9 +70,9 @@ def start_job(size: int) -> LauncherJob:
 
 def stand_alone() -> None:
     """Make mpi4py usable in a process that no launcher has started."""
-    from distcheck.backends.mpi import alone
+    from distcheck.backends.mpi import single_process
 
-    alone.stand_alone()
+    single_process.stand_alone()
 
 
 def note_calls(registered: str) -> None:
@@ -89,12 +89,12 @@ def _note_calls() -> None:
     from distcheck.backends.mpi import calls
     from distcheck.backends.mpi.group import MPIGroup
     from distcheck.backends.mpi.work import MPIWork
-    from distcheck.worlds import flight, postings
+    from distcheck.worlds import call_recorder, flight
 
     flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
-    postings.note_calls_of(MPIGroup)
-    notes = postings.HERE
-    postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
+    call_recorder.note_calls_of(MPIGroup)
+    notes = call_recorder.HERE
+    call_recorder.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
 
 
 def _move_on() -> None:

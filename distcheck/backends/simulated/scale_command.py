@@ -68,8 +68,8 @@ def command(**asked: Any) -> int:
     All worlds and the single-process reference use the same global batch size.
     """  # fmt: skip
     from distcheck.backends.simulated.scale import plan_scale
-    from distcheck.cli.show_and_keep import Showing, verify_command
-    from distcheck.plan.thorough import Beside
+    from distcheck.cli.show_and_keep import OutputOptions, verify_command
+    from distcheck.plan.thorough import ThoroughExtras
     from distcheck.reports import scale_screen
     from distcheck.verification.run import RunOptions
 
@@ -87,7 +87,7 @@ def command(**asked: Any) -> int:
     spare = tuple({case.world for case in cases})
     return verify_command(
         cases,
-        RunOptions(beside=Beside(spare=spare, required=True)),
-        Showing(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
+        RunOptions(beside=ThoroughExtras(spare=spare, required=True)),
+        OutputOptions(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
         save=None,
     )

@@ -31,7 +31,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--mesh", default="", metavar="AXES",
               help="Mesh of the ranks, if the script has no DeviceMesh: data=2,tensor=2, with "
               "tensor, sequence, pipeline and expert.")  # fmt: skip
-@click.option("--continues", metavar="DIR", type=click.Path(),
+@click.option("--resumed-from", metavar="DIR", type=click.Path(),
               help="Recording (--save) of the same job without interruption; check that this job "
               "resumes as if it had never stopped.")  # fmt: skip
 @click.option("--modules", is_flag=True,
@@ -43,7 +43,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that requests GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
-              help="Intended deviation to accept: same-randomness, learning-rate-differs or "
+              help="Intended deviation to accept: shared-rng-seed, learning-rate-differs or "
               "scheduler-steps-per-rank.")  # fmt: skip
 @click.option(
     "--deadline",
@@ -67,7 +67,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               "backward.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
-              help="Save the recording in a new folder, for compare and --continues; the command "
+              help="Save the recording in a new folder, for compare and --resumed-from; the command "
               "is rerun twice to measure the noise floor.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
@@ -78,7 +78,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
     distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
-    distcheck job --continues whole --world 4 -- python train.py --resume
+    distcheck job --resumed-from whole --world 4 -- python train.py --resume
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs unchanged, and distcheck records the first optimizer steps of every rank:
@@ -147,8 +147,8 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
         )
     if every is not None or warns or audits:
         raise UsageError("--every, --warn and --audit require --guard; pass --guard as well")
-    from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
+    from distcheck.job.options import JobOptions
     from distcheck.reports.live import LiveProgress
 
     live = LiveProgress(Console(stderr=True, quiet=quiet))

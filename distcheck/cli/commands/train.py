@@ -50,7 +50,7 @@ from distcheck.plan.settings import with_adaptation
     help="Write the curves of loss, accuracy and seconds per step as one HTML page.",
 )
 @click.option(
-    "--beside",
+    "--overlay",
     metavar="FILE",
     multiple=True,
     type=click.Path(dir_okay=False),
@@ -78,7 +78,7 @@ def command(**asked: Any) -> int:
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
-        not_its = ("json_file", "html_file", "beside", "download")
+        not_its = ("json_file", "html_file", "overlay", "download")
         own = {name: asked[name] for name in asked if name not in not_its}
         return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
     return train_command(**asked, launch=launch)

@@ -76,13 +76,13 @@ def command(
     AUTH, COOKIE, KEY or similar words. Of the other variables, reports contain only those that
     affect numerical results.
     """  # fmt: skip
-    from distcheck.cli.asking import check_alone, plan_asked
+    from distcheck.cli.verify_options import check_alone, plan_from_options
     from distcheck.errors import UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; run distcheck record DIR ...")
     files = taken_from(asked)
-    launch, plan = plan_asked(asked, given_options())
+    launch, plan = plan_from_options(asked, given_options())
     check_alone(given_options(), launched=launch is not None)
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
@@ -90,10 +90,10 @@ def command(
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
     from distcheck.cli.forecast import say_plan
     from distcheck.cli.kept_runs import by_last_run
-    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
-    showing = Showing(files=files, verbose=verbose, quiet=quiet)
+    showing = OutputOptions(files=files, verbose=verbose, quiet=quiet)
     if watch:
         from distcheck.cli.watching import watch_command
 
@@ -111,8 +111,8 @@ def command(
         if last_failed or failed_first:
             cases, left_out = by_last_run(cases, only=last_failed)
         if not quiet:
-            say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
-        options = RunOptions(whole=planned.whole, beside=planned.beside, left_out=left_out)
+            say_plan(planned, costs=bool(asked["thorough"] or planned.extras.searches))
+        options = RunOptions(whole=planned.whole, extras=planned.extras, left_out=left_out)
         options = replace(options, download=asked["download"])
         return verify_command(cases, options, showing, save=save, digests=digests, launch=launch)
 

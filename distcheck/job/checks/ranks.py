@@ -38,7 +38,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
         return
     apart, first = job.apart, job.steps[0]
     is_staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
-    for unit in job.units:
+    for unit in job.replicas:
         seen: dict[object, int] = {}
         for rank in unit:
             record = apart.records[rank, step]
@@ -207,7 +207,7 @@ def _of_pieces(job: JobRecording, tally: Tally) -> bool:
     if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):
         return False
     for step in job.steps:
-        for unit in job.units:
+        for unit in job.replicas:
             several = zip(*(job.apart.records[rank, step].passes for rank in unit), strict=False)
             for passes in (one for one in several if all(p.draws and p.live for p in one)):
                 pieces = len({p.inputs for p in passes}) == len(passes)

@@ -7,7 +7,7 @@ modules            the modules within a model; watching does so for the copies o
 op_log             every operator that torch runs in a step
 replayer           runs the script as a single process with the ranks' batches:
                    handing_out, feeding
-copies             additional runs of that process: forks, folding, choosing, state
+replay_tasks       additional runs of that process: forks, folding, choosing, state
 guarded            a guard on every optimizer, for `distcheck job --guard`
 alone, on_cpu      stand-ins: one rank in place of many, and a CPU in place of GPUs
 rank, marking, ending

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcheck.job.inside import state
-from distcheck.job.inside.feeding import ALL, Feeding
-from distcheck.job.inside.folding import interacts
+from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.joining import can_join
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Retry, Role
+from distcheck.job.inside.merged_batch import interacts
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, ReplayTask, Retry
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
 SAME = 1e-3  # Heuristic: rounding leaves 1e-6, a hard-coded batch size half or more
 SUMS = ("", "sum", "times")  # kinds of sums over samples, as in `terms.count_of`
-Copies = dict[Role, state.Tensors | None]
+Copies = dict[ReplayTask, state.Tensors | None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReferenceChoice:
     """The mode in which the ranks' batches are fed, or `failure`: the reason why they cannot be.
 
     A correct job has the reference's gradients times one of `scales`: a loss that is a sum over
@@ -36,96 +36,100 @@ class Choice:
     interacts: bool = False  # the joint batch's gradient is not the mean of the ranks'
 
 
-def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
+def tries(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
     """Return the first step's copies, by which to choose; `apart`: why batches stay separate."""
     first = job.steps[0]
-    roles = [Role(rank, first) for rank in range(job.world)]
+    tasks = [ReplayTask(rank, first) for rank in range(job.world)]
     if not apart and not interacts(job.at(first)):
-        roles.append(Role(ALL, first))
-        if feeding.varies():
-            feeding.pads = True
-            roles.append(Role(0, first, longer=True))
+        tasks.append(ReplayTask(ALL, first))
+        if batch_source.varies():
+            batch_source.pads = True
+            tasks.append(ReplayTask(0, first, longer=True))
     if _before_backward(job) is not None:
-        roles.append(Role(0, first, doubles=True))
-    return roles
+        tasks.append(ReplayTask(0, first, doubles=True))
+    return tasks
 
 
-def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
+def choose(
+    job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str
+) -> ReferenceChoice:
     """Choose by the results of the copies of `tries`; `said` is why the first copy failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
-    alone = [found.get(Role(rank, first)) for rank in range(job.world)]
+    alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
         failure = f"in a single process, given the inputs of rank 0, the script fails: {said}"
-        return Choice(failure=failure, retry="own inputs")
+        return ReferenceChoice(failure=failure, retry="own inputs")
     if "more" in base:
         why = "the script makes more backward passes if there are fewer ranks"
-        return Choice(IN_TURN, why)
+        return ReferenceChoice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
-        return Choice(
+        return ReferenceChoice(
             retry="joined" if int(base["passes"]) == 1 and can_join(job) else "",
             failure=f"in a single process the script makes {int(base['passes'])} forward passes "
             f"before its first step, but {len(record.passes)} as {job.world} ranks",
         )
     exchanges = any(call.after_backward for call in record.calls)
     if exchanges and job.world > 1 and abs(float(base["own"]) * job.world - 1) <= 1e-6:
-        return Choice(
+        return ReferenceChoice(
             failure=f"in a single process the script still divides by {job.world}, which it does "
             "not read from its process group; pass the command that trains in a single "
             "process, --reference COMMAND"
         )
     why = apart or interacts(job.at(first))
-    together = found.get(Role(ALL, first))
-    if not why and feeding.pads:
-        longer = found.get(Role(0, first, longer=True))
-        feeding.pads = longer is not None and state.distance(longer, base) <= SAME
-        why = "" if feeding.pads else "padding would change gradients"
+    together = found.get(ReplayTask(ALL, first))
+    if not why and batch_source.pads:
+        longer = found.get(ReplayTask(0, first, longer=True))
+        batch_source.pads = longer is not None and state.distance(longer, base) <= SAME
+        why = "" if batch_source.pads else "padding would change gradients"
     if not why and together is not None:
         choice = _of_together(job, alone, together)
         if choice.mode == TOGETHER:
             return choice
         why = choice.why
-    feeding.pads = False
-    doubled = found.get(Role(0, first, doubles=True))
+    batch_source.pads = False
+    doubled = found.get(ReplayTask(0, first, doubles=True))
     # Tensors exchanged before backward affect no gradient, such as logged losses.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
     call = None if is_unused else _before_backward(job)
     why = why or "the ranks' batches cannot be concatenated"
     if call is not None:
-        return Choice(
+        return ReferenceChoice(
             failure=f"ranks communicate before backward ({call.name} at {call.place}), which is "
             f"impossible if they are replayed one by one, as is necessary since {why}"
         )
-    return Choice(BY_RANK, why, scales=_scales(job, alone))
+    return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
 
 
 def _of_together(
     job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
-) -> Choice:
+) -> ReferenceChoice:
     """Return the choice for the joint batch: usable if the loss has the same meaning for it."""
     mean = state.mean(alone, [1 / job.world] * job.world)
     if mean is None:
-        return Choice(TOGETHER)
+        return ReferenceChoice(TOGETHER)
     factor = state.factor_of(together, mean)
     is_multiple = bool(factor) and state.distance(together, mean, factor) <= SAME
     if is_multiple and abs(factor - 1) <= SAME:
-        return Choice(TOGETHER)
+        return ReferenceChoice(TOGETHER)
     if is_multiple and abs(factor / job.world - 1) <= SAME:
         scales = _scales(job, alone)
         if scales == (1.0,):
-            return Choice(BY_RANK, "the loss is divided by a hard-coded number of samples")
-        return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
+            return ReferenceChoice(BY_RANK, "the loss is divided by a hard-coded number of samples")
+        return ReferenceChoice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
     records = job.at(job.steps[0])
     if any(one.drew for record in records for one in record.passes):
-        return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
+        return ReferenceChoice(
+            BY_RANK, "the script draws random numbers between a batch and its loss"
+        )
     # Samples interact, or ranks have different numbers of them.
     interacts = len(set(map(_shape, records))) == 1
     first = alone[0]
     has_negatives = first is not None and int(first["classes"]) < int(together["classes"])
     if interacts and has_negatives and _before_backward(job) is None:
         why = "the classes of a loss are the samples of a batch: all ranks' would be more negatives"
-        return Choice(BY_RANK, why, scales=_scales(job, alone))
-    return Choice(TOGETHER, interacts=interacts)
+        return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
+    return ReferenceChoice(TOGETHER, interacts=interacts)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:

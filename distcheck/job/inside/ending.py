@@ -23,11 +23,11 @@ _PATIENCE_S = 10.0  # Heuristic, for MPI, which waits for all ranks: they are at
 def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    _finalise_mpi()
+    _finalize_mpi()
     os._exit(0)
 
 
-def _finalise_mpi() -> None:
+def _finalize_mpi() -> None:
     """Finalize MPI as mpi4py does at exit, if the script has initialized it, and remove Open MPI's
     shared memory.
 
@@ -45,7 +45,7 @@ def _finalise_mpi() -> None:
     remove(segments)
 
 
-class Elsewhere:
+class RankStatuses:
     """Status of all ranks in the job's store; without a store, nothing is waited for."""
 
     def __init__(self, rank: int, world: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from distcheck import private
 from distcheck.errors.masking import masked
 from distcheck.job.inside import tensors
-from distcheck.job.settings import Role
+from distcheck.job.settings import ReplayTask
 from distcheck.machine.resources import cores
 from distcheck.worlds import linux
 
@@ -27,7 +27,7 @@ _FAILED = 9
 _MOST_SAID = 300  # characters of an exception that are kept
 
 
-Written = dict[Role, dict[str, torch.Tensor] | None]
+Written = dict[ReplayTask, dict[str, torch.Tensor] | None]
 
 
 class Forks:
@@ -35,32 +35,32 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.why: dict[Role, str] = {}  # reasons of failed copies
+        self.why: dict[ReplayTask, str] = {}  # reasons of failed copies
         self._spare: tuple[int, int] | None = None  # its process, and the pipe that it waits at
 
-    def _file(self, role: Role) -> Path:
-        of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
-        of += "-longer" if role.longer else "-doubles" if role.doubles else ""
-        return self._folder / f"copy-{role.step}-{role.rank}-{role.draw}{of}.safetensors"
+    def _file(self, task: ReplayTask) -> Path:
+        of = f"-{len(task.pairs)}-{task.pairs[0][0]}" if task.pairs else ""
+        of += "-longer" if task.longer else "-doubles" if task.doubles else ""
+        return self._folder / f"copy-{task.step}-{task.rank}-{task.draw}{of}.safetensors"
 
     def run(
-        self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
-    ) -> "Role | Written":
+        self, tasks: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
+    ) -> "ReplayTask | Written":
         """In the parent, return the copies' results (None if failed). In a copy, its role."""
-        waiting, running = list(roles), dict[int, Role]()
+        waiting, running = list(tasks), dict[int, ReplayTask]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         while waiting or running:
             if waiting and len(running) < cores():
-                role = waiting.pop(0)
+                task = waiting.pop(0)
                 child = os.fork()
                 if child == 0:
                     linux.die_with_parent(parent)
-                    _become_a_copy(self._reasons(role))
-                    return role
-                running[child], begun[child] = role, time.monotonic()
+                    _become_a_copy(self._reasons(task))
+                    return task
+                running[child], begun[child] = task, time.monotonic()
                 continue
             for child in list(running):
                 ended, status = os.waitpid(child, os.WNOHANG)
@@ -69,10 +69,10 @@ class Forks:
                 elif time.monotonic() - begun[child] > _PATIENCE_S:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
-        return self.read(roles) if reads else {}
+        return self.read(tasks) if reads else {}
 
-    def read(self, roles: Sequence[Role]) -> "Written":
-        return {role: tensors.taken_from(self._file(role)) for role in roles}
+    def read(self, tasks: Sequence[ReplayTask]) -> "Written":
+        return {task: tensors.taken_from(self._file(task)) for task in tasks}
 
     def keep_spare(self) -> bool:
         """Fork a copy that waits; return True in it when it is released."""
@@ -104,23 +104,23 @@ class Forks:
             os.close(writes)
             os.waitpid(child, 0)
 
-    def _reasons(self, role: Role) -> Path:
-        return self._file(role).with_suffix(".raised")
+    def _reasons(self, task: ReplayTask) -> Path:
+        return self._file(task).with_suffix(".raised")
 
-    def _note(self, role: Role, status: int) -> None:
+    def _note(self, task: ReplayTask, status: int) -> None:
         """Record why a copy failed: its exception, or its exit status."""
-        self.why.pop(role, None)
+        self.why.pop(task, None)
         code = os.waitstatus_to_exitcode(status)
-        said = self._reasons(role)
+        said = self._reasons(task)
         if said.exists():
-            self.why[role] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
+            self.why[task] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
             said.unlink()
         elif code:
-            self.why[role] = how_ended(code)
+            self.why[task] = how_ended(code)
 
-    def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
+    def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
         """Write a copy's results and exit it."""
-        tensors.write(found, self._file(role))
+        tensors.write(found, self._file(task))
         os._exit(0)
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.machine.compat import IterableFetcher, LoaderIterator, MapFetcher
 from distcheck.training.leaf_hooks import watch_registrations
 
@@ -39,10 +39,10 @@ COLLECTIVES = (
 # FSDP gathers parameters, which are not data; in torch 2.11 by the names that scripts use.
 _OF_FSDP = f"{torch.distributed.__path__[0]}/fsdp"
 
-_listener: Deaf | None = None
+_listener: NullListener | None = None
 _ops: "OpLog | None" = None  # records operators
 _on_defect: Callable[[], None] | None = None
-beat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
+heartbeat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
 _depth = 0  # nesting depth of model calls
 _watching: "Modules | None" = None  # modules of the model that is being called
 _outermost: torch.optim.Optimizer | None = None  # the stepping optimizer; may call others' steps
@@ -51,7 +51,7 @@ _outermost: torch.optim.Optimizer | None = None  # the stepping optimizer; may c
 _running: set[str] = set()
 
 
-def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
+def install(listener: NullListener, on_defect: Callable[[], None]) -> None:
     """Install the hooks, once per process."""
     global _listener, _on_defect
     _listener, _on_defect = listener, on_defect
@@ -64,10 +64,10 @@ def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
     _hook_scalers()
     _hook_optimizers()
     _hook_collectives()
-    _wrap(torch.autocast, "__enter__", after=lambda _, context: say("autocasts", context))
+    _wrap(torch.autocast, "__enter__", after=lambda _, context: emit("autocasts", context))
 
 
-def listen(listener: Deaf | None) -> None:
+def listen(listener: NullListener | None) -> None:
     """Replace the listener of this process, or remove it."""
     global _listener
     _listener = listener
@@ -85,22 +85,22 @@ def log_ops(log: "OpLog | None") -> None:
     _ops = log
 
 
-def _heard(part: str) -> AbstractContextManager[None]:
+def _listening(part: str) -> AbstractContextManager[None]:
     """Return a context for a part of a step in which operators are recorded, if requested."""
     return contextlib.nullcontext() if _ops is None else _ops.hears(part)
 
 
-def say(what: str, *given: Any) -> Any:
+def emit(what: str, *given: Any) -> Any:
     """Send an event to the listener; return None if there is none or it failed."""
-    return within(_tell, what, *given)
+    return guarded(_dispatch, what, *given)
 
 
-def _tell(what: str, *given: Any) -> Any:
-    beat()  # also without a listener, since the job continues
+def _dispatch(what: str, *given: Any) -> Any:
+    heartbeat()  # also without a listener, since the job continues
     return None if _listener is None else getattr(_listener, what)(*given)
 
 
-def within(call: Callable[..., Any], *given: Any) -> Any:
+def guarded(call: Callable[..., Any], *given: Any) -> Any:
     """Call code of distcheck; if it raises, return None and remove the listener."""
     global _listener
     log, was_silent = _ops, _ops is not None and _ops.is_silent
@@ -118,12 +118,12 @@ def within(call: Callable[..., Any], *given: Any) -> Any:
             log.is_silent = was_silent
 
 
-def _is_heard(module: torch.nn.Module) -> bool:
+def _is_listening(module: torch.nn.Module) -> bool:
     if _listener is None or _depth or torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    return bool(within(_has_parameters, module))
+    return bool(guarded(_has_parameters, module))
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
@@ -141,19 +141,19 @@ def _hook_modules() -> None:
     @functools.wraps(original)
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _depth
-        if not _is_heard(module):
+        if not _is_listening(module):
             return _watched(original, module, args, kwargs)
         trains = _trains(module)
         _depth += 1
         try:
-            say("enters" if trains else "evaluates", module, args, kwargs)
-            with _heard("forward"):
+            emit("enters" if trains else "evaluates", module, args, kwargs)
+            with _listening("forward"):
                 result = _watched(original, module, args, kwargs)
         finally:
             _depth -= 1
             watch(None)
         if trains:
-            say("leaves", module, result)
+            emit("leaves", module, result)
         return result
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
@@ -165,10 +165,10 @@ def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, k
     if torch.compiler.is_compiling() or _watching is None:
         return original(module, *args, **kwargs)
     watching = _watching
-    call = within(watching.begins, module, args, kwargs)
+    call = guarded(watching.begins, module, args, kwargs)
     result = original(module, *args, **kwargs)
     if call is not None:
-        within(watching.ends, call, result)
+        guarded(watching.ends, call, result)
     return result
 
 
@@ -179,28 +179,28 @@ def _hook_loaders() -> None:
 
     @functools.wraps(advance)
     def following(iterator: Any) -> Any:
-        if say("is_over", iterator):
+        if emit("is_over", iterator):
             raise StopIteration
         batch = advance(iterator)
-        say("batch", iterator, batch)
+        emit("batch", iterator, batch)
         return batch
 
     @functools.wraps(measure)
     def length(loader: Any) -> int:
         own = measure(loader)
-        replaced = say("length", loader)
+        replaced = emit("length", loader)
         return own if replaced is None else int(replaced)
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
     LoaderIterator.__next__ = following  # type: ignore[method-assign, assignment]
     _wrap(
-        DataLoader, "__iter__", lambda loader: say("begins", loader),
-        lambda iterator, loader: say("iterates", loader, iterator),
+        DataLoader, "__iter__", lambda loader: emit("begins", loader),
+        lambda iterator, loader: emit("iterates", loader, iterator),
     )  # fmt: skip
     for name in ("__init__", "_reset"):
-        _wrap(LoaderIterator, name, after=lambda _, one, *__, **___: say("samples_from", one))
+        _wrap(LoaderIterator, name, after=lambda _, one, *__, **___: emit("samples_from", one))
     for kind in (MapFetcher, IterableFetcher):
-        _wrap(kind, "fetch", lambda *_: say("fetches"), lambda *_: say("fetched"))
+        _wrap(kind, "fetch", lambda *_: emit("fetches"), lambda *_: emit("fetched"))
 
 
 Heard = Callable[..., Any]
@@ -235,11 +235,11 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if _listener is None or _running or not trains or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         target = args[1] if len(args) > 1 else kwargs.get("target")
-        say("target", computed, target)
-        with _heard("the loss"):
+        emit("target", computed, target)
+        with _listening("the loss"):
             value = _once(name, original, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
-        say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
+        emit("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
 
     return loss
@@ -269,13 +269,13 @@ def _hook_backward() -> None:
         watch(None)
         try:
             first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
-            say("backward", first)  # a pipeline stage passes a graph edge, which has no loss
-            with _heard("backward"):
+            emit("backward", first)  # a pipeline stage passes a graph edge, which has no loss
+            with _listening("backward"):
                 _once("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
             watch(watching)
-        say("backward_over")
+        emit("backward_over")
 
     torch.autograd.backward = backward
 
@@ -290,13 +290,13 @@ def _hook_clipping() -> None:
 def _clipping(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
-        say("gradients_ready")
+        emit("gradients_ready")
         parameters = args[0] if args else kwargs.pop("parameters", ())
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
         result = original(parameters, *args[1:], **kwargs)
         named = kwargs.get("max_norm" if kind == "norm" else "clip_value")
-        say("clipped", kind, args[1] if len(args) > 1 else named, result, parameters)
+        emit("clipped", kind, args[1] if len(args) > 1 else named, result, parameters)
         return result
 
     return clip
@@ -305,15 +305,15 @@ def _clipping(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _hook_scalers() -> None:
     from torch.amp.grad_scaler import GradScaler
 
-    _wrap(GradScaler, "scale", lambda scaler, *_, **__: say("scales", scaler))
+    _wrap(GradScaler, "scale", lambda scaler, *_, **__: emit("scales", scaler))
     _wrap(
-        GradScaler, "unscale_", lambda *_, **__: say("gradients_ready"),
-        lambda _, scaler, optimizer: say("unscales", optimizer),
+        GradScaler, "unscale_", lambda *_, **__: emit("gradients_ready"),
+        lambda _, scaler, optimizer: emit("unscales", optimizer),
     )  # fmt: skip
     _wrap(
         GradScaler, "step",
-        lambda scaler, optimizer, *_, **__: say("scaler_step", scaler, optimizer),
-        lambda _, scaler, optimizer, *__, **___: say("scaler_stepped", scaler, optimizer),
+        lambda scaler, optimizer, *_, **__: emit("scaler_step", scaler, optimizer),
+        lambda _, scaler, optimizer, *__, **___: emit("scaler_stepped", scaler, optimizer),
     )  # fmt: skip
 
 
@@ -321,7 +321,9 @@ def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     _wrap(
-        torch.optim.Optimizer, "add_param_group", after=lambda _, one, *__, **___: say("makes", one)
+        torch.optim.Optimizer,
+        "add_param_group",
+        after=lambda _, one, *__, **___: emit("makes", one),
     )
 
 
@@ -332,15 +334,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     _outermost = optimizer
     closure = kwargs.get("closure") or next(iter(args[1:2]), None)
     if not callable(closure):
-        say("gradients_ready")
-        say("steps", optimizer)
+        emit("gradients_ready")
+        emit("steps", optimizer)
         return None
 
     @functools.wraps(closure)
     def called(*given: Any, **named: Any) -> Any:
         result = closure(*given, **named)
-        say("gradients_ready")
-        say("steps", optimizer)
+        emit("gradients_ready")
+        emit("steps", optimizer)
         return result
 
     if "closure" in kwargs:
@@ -352,7 +354,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     global _outermost
     if optimizer is _outermost:
         _outermost = None
-        say("stepped", optimizer)
+        emit("stepped", optimizer)
 
 
 def _hook_collectives() -> None:
@@ -370,7 +372,7 @@ def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         if _listener is not None and not frame.f_code.co_filename.startswith(_OF_FSDP):
-            say("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", (args, kwargs))
+            emit("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", (args, kwargs))
         return original(*args, **kwargs)
 
     return call

@@ -41,30 +41,30 @@ from typing import Any, NoReturn
 
 import torch
 
-from distcheck.job.inside import alone, choosing, ending, state, tensors, watching
-from distcheck.job.inside.copies import Copies
-from distcheck.job.inside.handing_out import HandingOut
+from distcheck.job.inside import choosing, ending, single_process_group, state, tensors, watching
+from distcheck.job.inside.batch_injection import BatchInjector
 from distcheck.job.inside.joining import joined
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import numbers_of, targets_of
+from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.terms import Heard, count_of
-from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, Role
+from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, ReplayTask
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
 
 
-class Replayer(Deaf):
+class Replayer(NullListener):
     """Listener that feeds the recorded data to a script and records the reference."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
         job = reading.read(Path(settings.recording))
         self._job = joined(job) if settings.joins else job
-        self._hands = HandingOut(self._job, settings, self._fail)
-        self._copies = Copies(self._job, self._hands, settings, folder, self._fail)
+        self._hands = BatchInjector(self._job, settings, self._fail)
+        self._copies = ReplayTasks(self._job, self._hands, settings, folder, self._fail)
         self._parameters = Parameters()
         self._raw: dict[str, torch.Tensor] = {}  # reference gradients of the step
         self._left: dict[str, torch.Tensor] = {}  # gradients that the script continues with
@@ -101,7 +101,7 @@ class Replayer(Deaf):
         return self._hands.mode
 
     @property
-    def _copy(self) -> Role | None:
+    def _copy(self) -> ReplayTask | None:
         return self._hands.copy
 
     @property
@@ -141,7 +141,7 @@ class Replayer(Deaf):
         copies, times = self._copies, self._copies.times
         replayed = Replayed(
             mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
-            unfolded=copies.folding.why, pads=self._hands.feeding.pads,
+            unfolded=copies.merged_batch.why, pads=self._hands.batch_source.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
             retry=copies.choice.retry, divides=self._hands.divides,
@@ -175,7 +175,7 @@ class Replayer(Deaf):
         """Load the recorded state at the first pass of a step, and the recorded inputs."""
         self._begin_step()
         pairs = self._hands.source(self._hands.passes)
-        if not self._hands.feeding.has(self._step, pairs):
+        if not self._hands.batch_source.has(self._step, pairs):
             if self._copy is not None:
                 self._copies.forks.leave(self._copy, {"more": torch.ones(1)}, self._step)
             self._fail(
@@ -187,7 +187,9 @@ class Replayer(Deaf):
         if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
             self._fail("no batch tensor was recorded that the replay could inject")
         self._hands.inputs(args, kwargs)
-        alone.doubles = self._is_target and self._copy is not None and self._copy.doubles
+        single_process_group.doubles = (
+            self._is_target and self._copy is not None and self._copy.doubles
+        )
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
             place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
@@ -220,17 +222,17 @@ class Replayer(Deaf):
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
         self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
-        self._copies.folding.heard(self._heard[-1])
+        self._copies.merged_batch.heard(self._heard[-1])
 
     # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
         """Record the loss; a copy with several passes in one batch writes its results and exits."""
-        alone.doubles = False
+        single_process_group.doubles = False
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
         if self._is_target and self._copy is not None and self._copy.pairs:
-            taken = self._copies.folding.take(self._copy, loss, self._parameters.by_name)
+            taken = self._copies.merged_batch.take(self._copy, loss, self._parameters.by_name)
             self._copies.forks.leave(self._copy, taken, self._step)
         self._backwards += 1
         self._hands.begins_backward()
@@ -408,7 +410,7 @@ class Replayer(Deaf):
                 losses=tuple(loss for loss in losses if abs(loss) < float("inf")),
                 draws=self._copies.draws,
                 skipped=skipped,
-                folded=self._copies.folding.kind,
+                folded=self._copies.merged_batch.kind,
                 changes=self._changes,
                 clips=tuple(one for one in self._clips if math.isfinite(sum(one))),
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distcheck.job.inside import tensors
-from distcheck.job.inside.contributions import Contributions
+from distcheck.job.inside.grad_accumulation import GradAccumulation
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import averaged, state_digest
 from distcheck.job.inside.step_file import StepFile
@@ -36,7 +36,7 @@ def load(
         for name, tensor in into.items():
             value = kept.get(f"{kind}{name}")
             if value is not None and not torch.nn.parameter.is_lazy(tensor):
-                value = value if moves is None else moved(value, moves)
+                value = value if moves is None else perturbed(value, moves)
                 local(tensor).data.copy_(value)  # graphs that use the tensor remain valid
 
 
@@ -67,7 +67,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def moved(
+def perturbed(
     tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
 ) -> torch.Tensor:
     """Perturb every element by ±1 ULP at random, in the coarser of the two dtypes."""
@@ -107,7 +107,7 @@ def distance(
 
 
 def spread_of(
-    gradient: torch.Tensor, moved: Sequence[torch.Tensor], name: str, known: dict[str, float]
+    gradient: torch.Tensor, perturbed: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
     """Return the distance of a gradient from the farthest perturbed one.
 
@@ -115,9 +115,9 @@ def spread_of(
     gradients.
     """
     norm = float(gradient.double().norm())
-    if not moved:
+    if not perturbed:
         return known.get(name, math.nan) * norm
-    most = max(float((one - gradient).double().norm()) for one in moved)
+    most = max(float((one - gradient).double().norm()) for one in perturbed)
     if norm:
         known[name] = most / norm
     return most
@@ -134,10 +134,10 @@ def factor_of(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 SMALL = 64  # elements; optimizer state up to this size is recorded completely
 
 
-class HeldState:
+class ExtraState:
     """State of one step for its record; if not `notes`, only autocast's dtype."""
 
-    def __init__(self, parameters: Parameters, added: Contributions, *, notes: bool) -> None:
+    def __init__(self, parameters: Parameters, added: GradAccumulation, *, notes: bool) -> None:
         self._parameters, self._added, self._notes = parameters, added, notes
         self.about: dict[str, Any] = {}
 

@@ -12,8 +12,8 @@ from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
-from distcheck.recordings.jobs.records import Ops, Part, StepRecord
-from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
+from distcheck.recordings.jobs.records import Ops, Shard, StepRecord
+from distcheck.recordings.jobs.watched import SUMS, WatchedCalls, WatchedStep
 
 _STATE = ("before/", "buffer/")
 
@@ -41,8 +41,8 @@ class StepFile:
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
-        self._parts: dict[str, Part] = {}
-        self._modules: Watched | None = None
+        self._parts: dict[str, Shard] = {}
+        self._modules: WatchedCalls | None = None
         self.ops: Ops | None = None
         self.has_restarted = False
 
@@ -133,7 +133,7 @@ class StepFile:
 
     def add_gradients(
         self, kind: str, found: Mapping[str, torch.Tensor], by: float,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, Shard] | None = None,
     ) -> None:  # fmt: skip
         """Record gradients times `by`, a power of two that undoes a loss scale; `parts` describes
         sharded gradients. They are not copied, since `write` follows.
@@ -151,7 +151,7 @@ class StepFile:
                 continue  # not clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
 
-    def add_modules(self, seen: Seen | None) -> None:
+    def add_modules(self, seen: WatchedStep | None) -> None:
         """Record module inputs and outputs, if any."""
         if seen is not None:
             self._modules, self._kept[SUMS] = seen

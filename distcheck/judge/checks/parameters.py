@@ -4,7 +4,7 @@ Gradients are judged separately; here each rank's recorded gradients, parameters
 go through the same optimizer in one process, and the result must be bit-identical. In the lattice,
 parameters are known in closed form. Sharded optimizer state is taken from, and compared on, the
 rank that holds it. Under local SGD, ranks must hold the mean of their own updates after every
-average (R).
+average (rounding).
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _compare_rank(
 ) -> None:
     for kind, forms in after.items():
         if kind is Kind.PARAMETER and updates.averaged:
-            continue  # expected under R: the mean over the ranks
+            continue  # expected under The rounding bound: the mean over the ranks
         for index, expected in enumerate(forms):
             if kind is Kind.OPTIMIZER and index in updates.holders:
                 holders = updates.holders[index]

@@ -100,7 +100,7 @@ def _try(
 
     rest = (1.0 - parts.weights).unsqueeze(1)
     of_rank: Mapping[str, torch.Tensor] = {
-        "no-sync": shows(parts.gradients * parts.own.unsqueeze(1), 0.0),
+        "missing-sync": shows(parts.gradients * parts.own.unsqueeze(1), 0.0),
         "lost-rank": shows(mean - scaled, 1.0) & shows((mean - scaled) / rest, 1.0 / rest),
         "doubled-rank": shows(mean + scaled, 1.0 + _added(scaled, parts)),
     }
@@ -154,8 +154,8 @@ def of_step(
     """Return the mistakes that comparing each parameter's reduced gradient would reveal, by layer,
     at a step; None if only one rank has data, since there is nothing to synchronize.
 
-    `trace` is that of the ranks with data. X is stricter than R: mistakes revealed by R's bound are
-    revealed by bits, so they are tried once.
+    `trace` is that of the ranks with data. The bitwise layer is stricter than The rounding bound:
+    mistakes revealed by the rounding bound are revealed by bits, so they are tried once.
     """
     indices = range(len(trace.layout.model.parameters))
     looks = {layer: _Look(trace, step, forms) for layer, forms in layers.items()}
@@ -209,7 +209,7 @@ def of_unexchanged(
     left = [torch.zeros_like(right) if one is None else wide(one) for one in own]
     apart = [not distance(one, right) <= allowed for one in left]
     shown = {
-        "no-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
+        "missing-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
         "times-world": (0,) if size * (len(ranks) - 1) > allowed else (),
         "divided-by-world": (0,) if size * (1 - 1 / len(ranks)) > allowed else (),
     }
@@ -329,7 +329,7 @@ class _Look:
             return bool(projected(left.to(result.dtype), form).why)
 
         shown = {
-            "no-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
+            "missing-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
             "lost-rank": tuple(
                 r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean - part))
             ),

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import hypot, isclose, sqrt
 
 from distcheck.judge.diagnosis import tokens
-from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import ParameterFacts, StepFacts
 
 _NEARER = 4.0  # Heuristic: distance ratio at which another reading replaces the usual one
 # Heuristic, relative to their norms: gradients are computed with the usual rounding, however a

@@ -10,7 +10,12 @@ from math import isclose, prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import SAME_FACTOR, LayoutFacts, LayoutParameter, WrongOutputs
+from distcheck.judge.diagnosis.measurements import (
+    SAME_FACTOR,
+    LayoutFacts,
+    LayoutParameter,
+    WrongOutputs,
+)
 from distcheck.judge.diagnosis.wording import Failures, number_text, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -104,7 +109,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         yield from _of_factor(facts, found)
     elif found.shard:
         yield name_cause(
-            "no-sync",
+            "missing-sync",
             "every rank holds the gradient of the samples of its own data coordinate",
             "layout",
         )
@@ -116,7 +121,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         )
     elif found.shares:
         yield name_cause(
-            "missing-sum",
+            "missing-reduction",
             f"ranks along the axis {found.shares} hold different partial gradients, whose sum is "
             "right",
             axis=found.shares,
@@ -145,7 +150,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         factor = found.region.factor
         times = "" if factor is None else f", where it is {number_text(factor)}x the right gradient"
         where_alone = f"the gradient is wrong only in {found.region.where}{times}"
-        yield name_cause("wrong-piece", where_alone)
+        yield name_cause("wrong-shard", where_alone)
 
 
 def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
@@ -155,7 +160,7 @@ def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
     if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
         how = "their gradients are summed" if added_up else "it is divided by them twice"
         evidence = f"{times}: there are {parts} micro-batches, and {how}"
-        found.append(name_cause("micro-batch-scale", evidence))
+        found.append(name_cause("pipeline-not-scaled", evidence))
     for axis, size in facts.axes:
         over = f"{times}: the axis {axis} has {size} ranks, over which it is"
         if size < 2 or not (of.is_scaled_by(size) or of.is_scaled_by(1 / size)):
@@ -163,7 +168,9 @@ def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
         if of.is_scaled_by(size):
             evidence = f"{over} summed"
             added = name_cause("missing-division", evidence, "layout", size=size)
-            found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
+            found.append(
+                added if axis == "data" else name_cause("extra-reduction", evidence, axis=axis)
+            )
         elif axis == "data":
             found.append(name_cause("double-division", f"{over} averaged", "layout", size=size))
         else:
@@ -197,7 +204,7 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
         return
     last = facts.parameters[-1]
     yield name_cause(
-        "broken-backward",
+        "wrong-backward-communication",
         f"step {facts.step}: the loss is right, and so are the gradients of "
         f"{', '.join(facts.right)}; they are wrong from {last.module or last.name} on toward the "
         "inputs",
@@ -207,7 +214,7 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
 def _replicas(failed: Failures) -> Diagnosis:
     result = failed["agreement", "-"]
     return name_cause(
-        "replicas-differ",
+        "replicated-gradients-differ",
         "every gradient is within its bound, but ranks that hold the same parameter are not "
         f"bit-identical: {where(result)}",
     )

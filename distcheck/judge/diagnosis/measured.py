@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from distcheck.judge.diagnosis.step_view import StepView
-from distcheck.judge.oracles import any_order
+from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -66,8 +66,8 @@ class StepExpectation(AtStep, StepView):
     def interval(
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
-        """Return the mean and bound, like `AnyOrder.interval`."""
-        return any_order.mean_at(self).interval(index, wire=wire, loss=loss)
+        """Return the mean and bound, like `RoundingBound.interval`."""
+        return rounding_bound.mean_at(self).interval(index, wire=wire, loss=loss)
 
     def unmoved(self) -> tuple[int, ...]:
         """Return the ranks whose parameters did not change although a recomputed update does."""
@@ -96,7 +96,7 @@ class StepExpectation(AtStep, StepView):
     @property
     def half_quanta(self) -> Sequence[float]:
         """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
-        return any_order.mean_at(self).half_quanta
+        return rounding_bound.mean_at(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

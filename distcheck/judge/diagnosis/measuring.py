@@ -11,8 +11,15 @@ import msgspec
 import torch
 
 from distcheck.judge.diagnosis import backward, gradients
-from distcheck.judge.diagnosis.facts import Facts, Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.diagnosis.measurements import (
+    Fit,
+    Match,
+    Measurements,
+    NonFiniteGradient,
+    ParameterFacts,
+    StepFacts,
+)
 from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -338,7 +345,7 @@ def explain(
     if later is not None:
         steps.append(StepMeasuring(later, [view, *earlier]).facts())
     facts = [msgspec.structs.replace(one, undeclared=False) for one in steps]
-    return gradients.explain(Facts(world=len(view.ranks), steps=tuple(facts)))
+    return gradients.explain(Measurements(world=len(view.ranks), steps=tuple(facts)))
 
 
 class StepMeasuring:
@@ -350,7 +357,7 @@ class StepMeasuring:
         self.shares = [w / len(self._ranks) for w in view.weights]
         self._missing: list[tuple[str, int]] = []
         self._own_elsewhere = True
-        self._not_finite: NotFinite | None = None
+        self._not_finite: NonFiniteGradient | None = None
         own = [unit_roundoff(view.wire)] if view.wire else []
         self._least_units: list[float] = [unit_roundoff("float64"), *own]
         count = sum(spec.elements for spec in view.specs)
@@ -437,7 +444,7 @@ class StepMeasuring:
                 (result.isfinite() & ~interval.mean.isfinite(), True),
             ):
                 if bool(places.any()) and self._not_finite is None:
-                    self._not_finite = NotFinite(
+                    self._not_finite = NonFiniteGradient(
                         rank=rank,
                         parameter=spec.name,
                         count=int(places.sum()),

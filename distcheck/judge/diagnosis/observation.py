@@ -23,10 +23,16 @@ from distcheck.contract import (
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.backward import measured_passes
-from distcheck.judge.diagnosis.facts import MOST_EARLIER, Elsewhere, Facts, Overlap
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
+from distcheck.judge.diagnosis.measurements import (
+    MOST_EARLIER,
+    Measurements,
+    MisplacedGradient,
+    Overlap,
+)
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
+from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
     measured_average,
@@ -34,10 +40,9 @@ from distcheck.judge.diagnosis.updates import (
     ran_twice,
     scaled_projection,
 )
-from distcheck.judge.diagnosis.ways import measured_ways
 from distcheck.judge.fitting import fit
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
-from distcheck.judge.oracles import order_exact, whole_batch
+from distcheck.judge.oracles import full_batch_bound, order_exact
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -61,7 +66,7 @@ _SCALES: tuple[Scale, ...] = ("divide-after", "divide-before", "multiply-before"
 
 
 @OBSERVE.does
-def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Facts:
+def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Measurements:
     """Measure a case; return its Facts. `trouble` describes failed measurements."""
     os.nice(5)
     seeds.pin_determinism()
@@ -77,14 +82,14 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
     return observe(job, ingredients, trace)
 
 
-def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
+def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Measurements:
     look = _Look(job, ingredients, trace)
     library, _, alike = drew_alike(trace, range(job.layout.world))
     seen: dict[str, Any] = {
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
         "begins_alike": _begins_alike(trace),
-        "ways": tuple(way for step in job.steps for way in measured_ways(trace, step)),
+        "ways": tuple(way for step in job.steps for way in measured_lines(trace, step)),
     }
     try:
         if job.steps:
@@ -92,7 +97,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
             seen |= look.at_gradients()
     except (NotBoundedError, NotRecordedError) as error:
         seen["trouble"] = str(error)
-    return Facts(world=job.layout.world, **seen)
+    return Measurements(world=job.layout.world, **seen)
 
 
 class _Look:
@@ -259,7 +264,8 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     """Return the weights with which shards' gradients sum to the full batch's, if they exist.
 
     Least squares over all parameters, each scaled by its size; the full batch is within the
-    tolerance of S32 or S64, which bounds both the residual and the error of the weights.
+    tolerance of full batch float32 or full batch float64, which bounds both the residual and the
+    error of the weights.
     """
     rows, allowed = list[tuple[torch.Tensor, ...]](), 0.0
     for index, whole in enumerate(expectation.full_batch.gradients):
@@ -275,7 +281,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
         if size == 0:
             continue
         rows.append((whole.double() / size, *(column / size for column in columns)))
-        allowed += (whole_batch.tolerance(expectation, index) / size) ** 2
+        allowed += (full_batch_bound.tolerance(expectation, index) / size) ** 2
     fitted = fit(rows)
     if fitted is None or fitted.apart < LEAST_SINGULAR:
         return ()
@@ -288,11 +294,11 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     return found if fits and positive and differs else ()
 
 
-def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
+def _owned_elsewhere(expectation: StepExpectation) -> tuple[MisplacedGradient, ...]:
     """Return the parameters whose owner lacks the mean gradient while another rank has it. A zero
     mean proves nothing.
     """
-    trace, step, found = expectation.trace, expectation.step, list[Elsewhere]()
+    trace, step, found = expectation.trace, expectation.step, list[MisplacedGradient]()
     if trace.ranks != tuple(range(trace.layout.world)):
         return ()  # owners are numbered among all ranks, and some have no data
     for index, spec in enumerate(trace.layout.model.parameters):
@@ -308,7 +314,7 @@ def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
         others = [rank for rank in range(trace.layout.world) if rank != owner]
         holder = None if is_right(owner) else next(filter(is_right, others), None)
         if holder is not None:
-            found.append(Elsewhere(step=step, name=spec.name, owner=owner, holder=holder))
+            found.append(MisplacedGradient(step=step, name=spec.name, owner=owner, holder=holder))
     return tuple(found)
 
 

@@ -3,7 +3,7 @@
 import math
 
 from distcheck.judge.diagnosis import gradients
-from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
+from distcheck.judge.diagnosis.measurements import Measurements, PassFacts, UpdateFacts
 from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
@@ -13,14 +13,14 @@ from distcheck.records.odd_ranks import ranks_in_words
 _SHOWN = 4
 
 
-def lost(facts: Facts) -> list[Diagnosis]:
+def lost(facts: Measurements) -> list[Diagnosis]:
     if not facts.lost:
         return []
     evidence = f"{facts.lost}: the local gradient is lost before the first collective"
     return [name_cause("wrong-local-gradient", evidence, "lost")]
 
 
-def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def of_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name gradients that are within the rounding bound, with other bits than promised or than each
     other.
     """
@@ -41,10 +41,10 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     if not any(len(step.alike) > 1 for step in facts.steps):
         return []
     evidence = f"{what}of the other ranks: {where(failed['agreement', '-'])}"
-    return [name_cause("last-bits-differ", evidence)]
+    return [name_cause("replicas-not-bit-identical", evidence)]
 
 
-def of_passes(facts: Facts) -> list[Diagnosis]:
+def of_passes(facts: Measurements) -> list[Diagnosis]:
     """Name backward passes of a step that have different weights."""
     found = facts.passes
     if found is None or not facts.steps or facts.steps[0].step != found.step:
@@ -81,7 +81,7 @@ def _times(counts: list[float]) -> str:
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
-def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def of_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name wrong averages of parameters, if averaging is accepted."""
     if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
@@ -97,10 +97,10 @@ def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
+def of_design(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
     """Name results that do not match the accepted design."""
     result = failed.get(("gradients", ROUNDING))
-    if result is None or not accept.startswith(("low-rank", "quantised")):
+    if result is None or not accept.startswith(("low-rank", "quantized")):
         return []
     factor = facts.scaled_projection
     if factor is not None:
@@ -121,10 +121,10 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [where(result), reason, seen]))
     evidence = f"gradients are not within --accept {accept}: {evidence}"
-    return [name_cause("not-as-accepted", evidence)]
+    return [name_cause("exceeds-accepted-deviation", evidence)]
 
 
-def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
+def of_update(failed: Failures, facts: Measurements, first: CheckResult | None) -> list[Diagnosis]:
     """Name optimizer steps that differ from those of a single process."""
     result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
@@ -154,7 +154,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     if seen.owners and seen.unchanged:
         return [
             name_cause(
-                "lost-broadcast",
+                "missing-broadcast",
                 f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is right on "
                 "only one rank and unchanged on the others: the rank that updates it did not "
                 "broadcast it",
@@ -163,7 +163,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     if seen.counted:
         return [
             name_cause(
-                "replicas-in-norm",
+                "clip-norm-includes-replicas",
                 f"step {seen.step}: the update is {number_text(seen.factor)}x the right one, as "
                 "if gradients were clipped by a norm in which "
                 f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) are "
@@ -174,7 +174,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
         norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
         return [
             name_cause(
-                "local-norm-clip",
+                "clip-by-shard-norm",
                 f"step {seen.step}: the update is as if each rank had clipped its shards by the "
                 f"norm of only these shards ({norms}), and not by the norm of all gradients",
             )
@@ -202,7 +202,7 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
     return text
 
 
-def of_owners(facts: Facts) -> list[Diagnosis]:
+def of_owners(facts: Measurements) -> list[Diagnosis]:
     if not facts.elsewhere:
         return []
     shown = ", ".join(
@@ -212,7 +212,7 @@ def of_owners(facts: Facts) -> list[Diagnosis]:
     more = len(facts.elsewhere) - _SHOWN
     return [
         name_cause(
-            "wrong-owner",
+            "reduced-to-wrong-rank",
             f"step {facts.elsewhere[0].step}: the right gradient is not on the rank whose "
             f"optimizer updates the parameter: {shown}"
             f"{f', and {more} more' if more > 0 else ''}",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.wording import Failures, positions_text, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.recordings.recording import Kind
@@ -12,7 +12,7 @@ from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.odd_ranks import ranks_in_words
 
 
-def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def explain(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Return every such cause that failed checks and measurements support."""
     found = _initial(failed, facts)
     if data := _of("data", failed):
@@ -122,14 +122,14 @@ def gradients_raced(failed: Failures) -> bool:
     return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 
 
-def same_randomness(facts: Facts) -> list[Diagnosis]:
+def same_randomness(facts: Measurements) -> list[Diagnosis]:
     """Name ranks that draw equal random numbers: their dropout masks are copies."""
     if not facts.same_randomness:
         return []
     groups = "; ".join(ranks_in_words(group) for group in facts.same_randomness)
     return [
         name_cause(
-            "same-randomness",
+            "shared-rng-seed",
             f"{groups} began a forward pass with the same RNG state, which distcheck had seeded "
             "differently, and the workload draws from it: their masks or noise are identical "
             "copies. (This alone fails no check.)",
@@ -141,14 +141,14 @@ def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
     """Yield the same as a warning, for a case in which no check failed because of it."""
     for result in results:
         if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
-            yield name_cause("same-randomness", result.reason)
+            yield name_cause("shared-rng-seed", result.reason)
 
 
 def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
     return next((result for (name, _), result in failed.items() if name == check), None)
 
 
-def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _initial(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     result = _of("initial state", failed)
     if result is None:
         return []
@@ -167,7 +167,7 @@ def _repeated(result: CheckResult) -> list[Diagnosis]:
     return [name_cause("repeated-samples", evidence)]
 
 
-def _data(facts: Facts) -> list[Diagnosis]:
+def _data(facts: Measurements) -> list[Diagnosis]:
     same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
     if same:
         ranks = ranks_in_words(sorted({rank for overlap in same for rank in overlap.ranks}))
@@ -186,7 +186,7 @@ def _data(facts: Facts) -> list[Diagnosis]:
     return []
 
 
-def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _buffers(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     result = _of("buffers", failed)
     if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
         return []
@@ -209,7 +209,7 @@ def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _optimizer(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     if _of("parameters", failed) is None:
         return []
     step = next((step for step in facts.steps if step.unchanged), None)

@@ -5,9 +5,12 @@ with the check's name (`gradients`, `loss`, ...), from a step of a recorded run 
 (`forms.py`), the only input of the check:
 
     closed_form.py  exact: integers in closed form (lattice.py)
-    bitwise.py      X: the shards reduced in the exact order of the contract (order_exact.py)
-    any_order.py    R: their mean, and the rounding bound of any order (rounding.py)
-    whole_batch.py  S64, S32: the full batch in a single process (full_batch.py)
+    bitwise.py      The bitwise layer: the shards reduced in the exact order of the contract
+                    (order_exact.py)
+    rounding_bound.py    The rounding bound: their mean, and the rounding bound of any order
+                         (rounding.py)
+    full_batch_bound.py  full batch float64, full batch float32: the full batch in a single process
+                         (full_batch.py)
     unlayered.py    expectations without a layer
 
 Shared parts:
@@ -16,9 +19,10 @@ Shared parts:
     shares.py       rank weights
     shards.py       each rank's shard, recomputed from the state that the rank recorded
     ghost_batch.py  BatchNorm in the full batch, normalizing like the ranks
-    kinks.py, own_rounding.py, between_devices.py   cases with rounding beyond S32's bound
+    kinks.py, own_rounding.py, between_devices.py   cases with rounding beyond the bound of full
+                                                    batch float32
     quantum.py, low_rank.py, averaging.py   bounds widened by --accept
-    calibration.py  tests of the orders that X relies on, on this machine
+    calibration.py  tests of the orders that the bitwise layer relies on, on this machine
 
 Every step starts from the recorded previous state: free-running trajectories diverge chaotically,
 re-synchronized ones do not.

@@ -1,10 +1,11 @@
-"""S32 if the ranks' device differs from the reference's: additional tolerance of gradients.
+"""full batch float32 if the ranks' device differs from the reference's: additional tolerance of
+gradients.
 
-A gradient refused by S32 is then accepted up to an additional tolerance: twice its change when
-samples move to other sides of kinks (`kinks.py`), and twice the reference's own distance from
-float64. The latter is rounding outside S32's bound: the exact gradient of a bias in front of
-BatchNorm is zero, and its rounding error grows with a layer's mean relative to its deviation. A GPU
-also rounds like that, in its own way; both errors add.
+A gradient refused by full batch float32 is then accepted up to an additional tolerance: twice its
+change when samples move to other sides of kinks (`kinks.py`), and twice the reference's own
+distance from float64. The latter is rounding outside the bound of full batch float32: the exact
+gradient of a bias in front of BatchNorm is zero, and its rounding error grows with a layer's mean
+relative to its deviation. A GPU also rounds like that, in its own way; both errors add.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""X, bitwise: the promised summation order, and everything that follows from recorded state.
+"""The bitwise layer: the promised summation order, and everything that follows from recorded state.
 
 Local results of a rank (its gradients, its loss, the optimizer step, its buffers) are recomputed
 from its recording, and must be bit-identical. So must reduced gradients if an order is promised
@@ -19,8 +19,7 @@ from math import sqrt
 import torch
 
 from distcheck.contract import DDPBuckets
-from distcheck.judge.oracles import any_order, order_exact, unpromised
-from distcheck.judge.oracles.any_order import AnyOrder
+from distcheck.judge.oracles import order_exact, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     After,
     Bits,
@@ -36,6 +35,7 @@ from distcheck.judge.oracles.forms import (
     number,
 )
 from distcheck.judge.oracles.references import AtStep
+from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import distance, every, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
@@ -52,7 +52,7 @@ class InOrder(GradientForms):
     """Gradients in the promised order; `mean` bounds the rounding of a mistaken sum."""
 
     gradients: Gradients
-    mean: AnyOrder
+    mean: RoundingBound
 
     def of(self, index: int) -> Bits | None:
         return bits(self.gradients[index])
@@ -94,7 +94,7 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
     scale = at.shares.loss_scales[0]  # removed after synchronization, possibly a power of two
     if scale != 1.0:
         reduced = [g if g is None else g / scale for g in reduced]
-    mean = any_order.mean_at(at)
+    mean = rounding_bound.mean_at(at)
     return InOrder(at.shares, mean.computed, gradients=tuple(reduced), mean=mean)
 
 

@@ -1,9 +1,10 @@
 """The exact layer: the lattice's closed form, and expectations after rounded sums.
 
 Code that promises no order may divide before it adds, or keep a running mean: a quotient that is
-not a dyadic fraction rounds where the lattice's sum does not. R allows that anywhere else. From the
-first such step on, the closed form describes another training, and expectations start from recorded
-state: the shards' gradients, the loss and the update bitwise (X), the mean within R.
+not a dyadic fraction rounds where the lattice's sum does not. The rounding bound allows that
+anywhere else. From the first such step on, the closed form describes another training, and
+expectations start from recorded state: the shards' gradients, the loss and the update bitwise
+(bitwise), the mean within the rounding bound.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from typing import Literal
 
 import torch
 
-from distcheck.judge.oracles import any_order, bitwise, unpromised
-from distcheck.judge.oracles.any_order import AnyOrder
+from distcheck.judge.oracles import bitwise, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     Bits,
     EachItsOwn,
@@ -30,6 +30,7 @@ from distcheck.judge.oracles.forms import (
 )
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.references import AtStep, References
+from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine.numerics import every
 from distcheck.recordings.recording import Kind
@@ -40,7 +41,7 @@ Standing = Literal["exact", "rounded", "wrong"]
 # roundings of 8,000 ranks.
 _EXACT = 2.0**-40
 _ROUNDED = (
-    "sums are rounded, within the bound of R for any order: exact sums are required only of code "
+    "sums are rounded, within the bound of rounding for any order: exact sums are required only of code "
     "that promises an order"
 )
 
@@ -70,8 +71,8 @@ class ClosedForm:
         return self._steps[step]
 
     def standing(self, step: int) -> Standing:
-        """Classify the gradients up to a step: exact lattice values, within R from some step on, or
-        neither. With a promised order they are never "rounded".
+        """Classify the gradients up to a step: exact lattice values, within the rounding bound from
+        some step on, or neither. With a promised order they are never "rounded".
         """
         if self._at.contract.order is not None:
             return "wrong"
@@ -96,7 +97,7 @@ class ClosedForm:
     def _look(self, step: int, before: Standing) -> Standing:
         if before == "exact" and self._all_exact(step):
             return "exact"
-        mean = any_order.mean_at(self._references.at(step))
+        mean = rounding_bound.mean_at(self._references.at(step))
         for index in range(len(self._at.specs)):
             interval = mean.interval(index)
             tolerance = mean.near[index] if mean.near else 0.0
@@ -128,7 +129,7 @@ class ExactGradients(GradientForms):
 
     specs: tuple[TensorSpec, ...]
     exact: LatticeStep
-    mean: AnyOrder | None
+    mean: RoundingBound | None
 
     def of(self, index: int) -> Form:
         spec = self.specs[index]
@@ -137,7 +138,7 @@ class ExactGradients(GradientForms):
         return exact if mean is None else Either(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """Return R's bound if sums are rounded, else float64's rounding."""
+        """Return the rounding bound if sums are rounded, else float64's rounding."""
         if self.mean is not None:
             return self.mean.limit(index, own)
 
@@ -163,7 +164,7 @@ def gradients(at: AtStep) -> ExactGradients:
         at.computed_where_unseen,
         specs=at.specs,
         exact=form.step(step),
-        mean=any_order.mean_at(at) if _rounds(at) else None,
+        mean=rounding_bound.mean_at(at) if _rounds(at) else None,
         excuse=_ROUNDED if form.is_rounded_at(step) else "",
     )
 

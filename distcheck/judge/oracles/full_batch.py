@@ -1,4 +1,5 @@
-"""S64 and S32: the full batch of a step, forward and backward once, in one process.
+"""full batch float64 and float32: the full batch of a step, forward and backward once, in one
+process.
 
 This is single-process training at equal global batch size, and it shares no arithmetic with the
 shards: other kernels' blocking, other sums. So it agrees only up to rounding.
@@ -16,11 +17,13 @@ Tolerance, per tensor: the L2 norm of the difference is at most
 where, with N samples and P positions, the rounding error of a sum of N P terms grows like the root
 of its length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1):
 
-S32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward pass
+full batch float32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward
+                    pass
      (longest_sum.py): at how many positions of a sample a layer is applied. It is 32 x 32 at least,
      the most that the shipped workloads have, so short sums in a deep network have as much: 3.1e-5
      for 256 images. Correct code was measured at up to 1.1e-5.
-S64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes sums of 8e9
+full batch float64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes
+                    sums of 8e9
      terms. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is room for
      deeper networks, and still a millionth of the smallest error that matters.
 
@@ -50,16 +53,16 @@ Both assume that the gradient is a smooth function of the rounded values. It is 
 ReLU at 0, a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its
 own rounding error, other kernels' blocking may put a sample on the other side than its shard did,
 and that sample's whole share of the gradient comes or goes, however small the rounding was. Both
-are right. So a gradient that S32 refuses is compared, within the same tolerance, with the mean of
-the shards' gradients, each computed again in one process, provided that this mean *is* the whole
-batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
-a kink is undecided 2^29 times more rarely, and all other differences between shards and the full
-batch (interacting samples, weights, a sum in place of a mean) are as large as in float32. Small
-networks over few samples were seen to need this once in some hundred runs. A long sum whose terms
-cancel, as that of a convolution over 65,536 positions, needs it as well: its rounding is as large
-as its terms, and larger than a fraction of their sum. In a layout, no rank has a shard's gradient,
-and ranks on another device have others than are computed here: there kinks.py and own_rounding.py
-take this place.
+are right. So a gradient that full batch float32 refuses is compared, within the same tolerance,
+with the mean of the shards' gradients, each computed again in one process, provided that this mean
+*is* the whole batch's gradient: in float64, from the same parameters, the two agree within the
+tolerance of full batch float64. There a kink is undecided 2^29 times more rarely, and all other
+differences between shards and the full batch (interacting samples, weights, a sum in place of a
+mean) are as large as in float32. Small networks over few samples were seen to need this once in
+some hundred runs. A long sum whose terms cancel, as that of a convolution over 65,536 positions,
+needs it as well: its rounding is as large as its terms, and larger than a fraction of their sum. In
+a layout, no rank has a shard's gradient, and ranks on another device have others than are computed
+here: there kinks.py and own_rounding.py take this place.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -67,14 +70,15 @@ so are their sums, so two ways of computing their mean differ by at most
     relative * (sum of |l_i|) / N
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
-S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
-signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
-batch's own terms, so nothing is wider than the rounding of the sum of these numbers.
+full batch float32, 1e-13 is 900 u for full batch float64. Losses of one sign make that relative to
+the mean itself. Those of both signs (policy gradients, critics) may cancel, and only then are the
+l_i computed one by one: the batch's own terms, so nothing is wider than the rounding of the sum of
+these numbers.
 
 A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
-the full batch. A loss that S32 refuses is compared, within the same tolerance, with the mean of the
-shards' losses, each computed again, provided that in float64 this mean is the whole batch's loss
-within S64's tolerance.
+the full batch. A loss that full batch float32 refuses is compared, within the same tolerance, with
+the mean of the shards' losses, each computed again, provided that in float64 this mean is the whole
+batch's loss within the tolerance of full batch float64.
 """
 
 import contextlib
@@ -88,7 +92,7 @@ from typing import Any
 import torch
 
 from distcheck.contract import Batch
-from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
+from distcheck.judge.oracles.ghost_batch import GhostBatch, GhostSegment
 from distcheck.judge.oracles.longest_sum import LongestSum
 from distcheck.judge.oracles.shards import StepReference, load_state, stretch_sizes
 from distcheck.machine import seeds
@@ -102,7 +106,7 @@ from distcheck.training.outputs import calls_of
 from distcheck.training.whole_tensors import dense
 
 # Measured: the least P, that of the bundled workloads, with which correct code reached a third of
-# S32's tolerance. A larger one is counted.
+# the tolerance of full batch float32. A larger one is counted.
 _POSITIONS = 32 * 32
 # Measured: correct code reached up to 2e-14.
 _S64_RELATIVE = 1e-11
@@ -185,14 +189,14 @@ def loss_tolerance(layer: str, magnitude: float) -> float:
 class FullBatchReference(StepReference):
     """Runs full batches."""
 
-    def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
+    def normalized_sizes(self, shards: Sequence[int]) -> list[int]:
         """Return the sizes that BatchNorm normalizes separately: shards, or their micro-batches."""
         return [stretch.samples for stretch in self._stretches(shards)]
 
-    def _stretches(self, shards: Sequence[int]) -> list[Stretch]:
+    def _stretches(self, shards: Sequence[int]) -> list[GhostSegment]:
         count = self._contract.micro_batches * self._ingredients.training.accumulate
         return [
-            Stretch(size, rank)
+            GhostSegment(size, rank)
             for rank, samples in enumerate(shards)
             for size in stretch_sizes(samples, count)
         ]
@@ -208,13 +212,13 @@ class FullBatchReference(StepReference):
         """Run the batch of one step from rank 0's state, shards one after the other.
 
         `ghost=False` lets BatchNorm normalize over the full batch, like a single process. The
-        passes run `within` a context, if given. `moved` seeds a perturbation of each parameter by
-        ±1 ULP.
+        passes run `within` a context, if given. `perturbed` seeds a perturbation of each parameter
+        by ±1 ULP.
         """
         batch, shards = self._prepare(step)
         if moved is not None:
             self._move(moved)
-        stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
+        stretches = self._stretches(shards) if ghost else [GhostSegment(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
         outer = within or contextlib.nullcontext()
@@ -226,7 +230,7 @@ class FullBatchReference(StepReference):
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
-            ghost=layers.normalised,
+            ghost=layers.normalized,
             positions=counting.terms,
             outputs=None if calls is None else calls.rows,
             buffers=tuple(buffer.clone() for buffer in self._model.buffers()),
@@ -273,7 +277,7 @@ class FullBatchReference(StepReference):
                 parts.copy_(torch.nextafter(parts, to))
 
     def _ghost(
-        self, step: int, stretches: Sequence[Stretch], *, keep_outputs: bool = False
+        self, step: int, stretches: Sequence[GhostSegment], *, keep_outputs: bool = False
     ) -> GhostBatch:
         trace, of_rank_0 = self._trace, self._contract.buffers == "rank 0"
         places = {spec.name: index for index, spec in enumerate(trace.layout.model.buffers)}

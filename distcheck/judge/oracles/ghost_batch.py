@@ -24,7 +24,7 @@ from distcheck.machine.compat import BatchNorm
 
 
 @dataclass(frozen=True)
-class Stretch:
+class GhostSegment:
     """`samples` of the batch that a layer normalizes separately, on the rank with that position."""
 
     samples: int
@@ -36,14 +36,14 @@ Buffers = dict[str, torch.Tensor]  # of one layer, by name
 
 
 class GhostBatch:
-    """Context in which BatchNorm in `model` processes a batch stretch by stretch. `normalised`
+    """Context in which BatchNorm in `model` processes a batch stretch by stretch. `normalized`
     tells afterwards if a stretch was normalized by its own statistics.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[GhostSegment],
         buffers_of: BuffersOf,
         *,
         keep_outputs: bool = False,
@@ -60,7 +60,7 @@ class GhostBatch:
         self._outputs: dict[str, list[torch.Tensor]] = {}
         self._alone: int | None = None
         self._calls: dict[str, int] = {}
-        self.normalised = False
+        self.normalized = False
 
     def __enter__(self) -> "GhostBatch":
         for name, layer in self._layers:
@@ -94,7 +94,7 @@ class GhostBatch:
                 rows = len(outputs[call]) // self._samples
                 return outputs[call][self._alone * rows : (self._alone + 1) * rows]
             unknown = layer.running_mean is None and layer.running_var is None
-            self.normalised |= layer.training or unknown
+            self.normalized |= layer.training or unknown
             parts = []
             for stretch, part in zip(self._stretches, self._split(name, inputs), strict=True):
                 if stretch.rank not in held:

@@ -38,10 +38,10 @@ condition number of their input; that condition times |p_1^T M| |p_2^T M| is wha
 the size of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for
 256 rows in float32.
 
-Uncompressed tensors (vectors, small matrices, all in the first steps) must be M itself within R,
-with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It is wrong if
-it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How near y
-comes to M is not checked, but reported.
+Uncompressed tensors (vectors, small matrices, all in the first steps) must be M itself within the
+rounding bound, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the
+other. It is wrong if it is zero (eps at most) and M is not (by the rounding bound), or if M is
+exactly zero and it is not. How near y comes to M is not checked, but reported.
 """
 
 from collections.abc import Sequence

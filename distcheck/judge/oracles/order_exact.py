@@ -1,4 +1,4 @@
-"""X: the reduced gradient, bitwise, by reducing the shards in the declared order.
+"""The bitwise layer: the reduced gradient, bitwise, by reducing the shards in the declared order.
 
 `shards` are per rank the local gradients of every parameter; an absent gradient (None) counts as
 zeros if another rank has one, and is absent if none has. Elements are numbered by memory order,

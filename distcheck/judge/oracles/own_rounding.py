@@ -1,13 +1,14 @@
-"""Measures the rounding of the full batch in a single process, for layouts that S32 refuses.
+"""Measures the rounding of the full batch in a single process, for layouts that full batch float32
+refuses.
 
-S32's bounds use the size of a result as the size of its summands. If nearly equal numbers cancel,
-in the model's last sum, in a loss, or where gradients of two branches meet, the summands are
-larger, and so is the rounding, in one process as well. Ranks that share a model split their sums
-and round differently, and no rank's arithmetic can be reproduced bitwise in one process. So the
-reference's own rounding is measured: the full batch is rerun with parameters that are each
-perturbed by ±1 ULP at random. In float32 no parameter is known more precisely, and every product
-and sum then rounds differently (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). Both
-results are right, and differ only by rounding.
+the bounds of full batch float32 use the size of a result as the size of its summands. If nearly
+equal numbers cancel, in the model's last sum, in a loss, or where gradients of two branches meet,
+the summands are larger, and so is the rounding, in one process as well. Ranks that share a model
+split their sums and round differently, and no rank's arithmetic can be reproduced bitwise in one
+process. So the reference's own rounding is measured: the full batch is rerun with parameters that
+are each perturbed by ±1 ULP at random. In float32 no parameter is known more precisely, and every
+product and sum then rounds differently (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997).
+Both results are right, and differ only by rounding.
 
 If that exceeds `_UNUSUAL` of the bound, the bound does not hold for this model, and an error of at
 most `_LIKE_ROUNDING` times as much may be rounding: the check is unknown. Otherwise the bound
@@ -26,7 +27,7 @@ from distcheck.machine.numerics import distance
 
 # Heuristic: errors within this ratio are of one kind.
 _LIKE_ROUNDING = 16.0
-# Heuristic: correct code reached a third of S32's bounds, mostly a tenth.
+# Heuristic: correct code reached a third of the bounds of full batch float32, mostly a tenth.
 _UNUSUAL = 0.25
 _DRAWS, _FEW = 4, 64
 # Heuristic: a normally distributed number is below 1/256 of its deviation in 3 of 1,000 draws.

@@ -1,4 +1,4 @@
-"""Bound of the mean of quantized gradients: `--accept quantised:BITS`.
+"""Bound of the mean of quantized gradients: `--accept quantized:BITS`.
 
 Rank r sends its gradients as whole numbers of BITS bits: x becomes round(x / s) + z, and the
 received value is s times that, less z. The *quantum* s is the range of all elements quantized

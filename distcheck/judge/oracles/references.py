@@ -17,7 +17,7 @@ from torch import nn
 
 from distcheck.contract import Contract
 from distcheck.judge.acceptance import Accepted, read
-from distcheck.judge.oracles.averaging import Averages
+from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
 from distcheck.judge.oracles.own_rounding import OwnRounding
@@ -236,12 +236,12 @@ class References(_Keeping):
         return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
-    def averages(self) -> Averages | None:
+    def averages(self) -> ParameterAverages | None:
         """The steps at which parameters are averaged, if local SGD is accepted."""
         accepted = read(self.ingredients.case.accept)
         if accepted is None or accepted.family != "local-sgd":
             return None
-        return Averages.seen_in(self.trace, accepted.amount)
+        return ParameterAverages.seen_in(self.trace, accepted.amount)
 
 
 class AtStep(_Keeping):
@@ -328,8 +328,10 @@ class AtStep(_Keeping):
         return read(self.case.accept)
 
     @property
-    def whole_batch_layer(self) -> str:
-        """The layer, S32 or S64, that the step's dtype implies for the full batch."""
+    def full_batch_layer(self) -> str:
+        """The layer, full batch float32 or full batch float64, that the step's dtype implies for
+        the full batch.
+        """
         return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
 
     @property

@@ -1,4 +1,5 @@
-"""R: the mean of the shard gradients, and the rounding bound of any summation order.
+"""The rounding bound: the mean of the shard gradients, and the rounding bound of any summation
+order.
 
 Let u be the unit roundoff, gamma(k) = k u / (1 - k u), and g_r the W shard gradients with weights
 w_r that add up to 1. A result computed in the dtype, in any order, is
@@ -34,7 +35,7 @@ where that holds every number of the wire's (float32 and float64 hold all of flo
 bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the larger unit,
 the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of sum_r w_r |g_r|,
 for float16 0.3 %. Such a wire may cause an error of that size in an element; a smaller one in every
-element is not noticed by R, but by X, where an order is promised.
+element is not noticed by the rounding bound, but by the bitwise layer, where an order is promised.
 
 A loop may run backward A times in a step, over stretches of the shard with gradients h_ra, and code
 that exchanges in each of them is right: the averaged part is the same on every rank, so a later

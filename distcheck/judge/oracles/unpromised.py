@@ -6,9 +6,10 @@ gradients and losses must be bit-identical. Other code may divide its loss by th
 everything that backward derives from it.
 
 So expectations are computed over the observed micro-batches, and results with other bits must be
-within the tolerance of S32 (in float64 of S64), as an L2 norm: `full_batch.py` derives that
-tolerance for two ways to compute one gradient. It is 3e-5 of the module's largest gradient for 256
-images: less than any wrong weight, and less than rounding to a lower-precision dtype.
+within the tolerance of full batch float32 (in float64 of full batch float64), as an L2 norm:
+`full_batch.py` derives that tolerance for two ways to compute one gradient. It is 3e-5 of the
+module's largest gradient for 256 images: less than any wrong weight, and less than rounding to a
+lower-precision dtype.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,13 @@ def excuse(at: AtStep) -> str:
     """Return the reason why results with other bits pass."""
     return (
         "results are not bit-identical to micro-batches weighted by their samples, but within "
-        f"the tolerance of the {at.whole_batch_layer} layer"
+        f"the tolerance of the {at.full_batch_layer} layer"
     )
 
 
 def _tolerances(at: AtStep, gradients: list[torch.Tensor | None], samples: int) -> list[float]:
     """Return the tolerance of each gradient over so many samples."""
-    layer = at.whole_batch_layer
+    layer = at.full_batch_layer
     scales = module_scales([spec.name for spec in at.specs], gradients)
     relative = relative_tolerance(layer, samples, at.full_batch.positions)
     short = unit_roundoff(at.ingredients.dtype) / unit_roundoff(torch.float32)
@@ -75,7 +76,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
     # Derived: each of K terms is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
     bounds = [
-        max(loss_tolerance(at.whole_batch_layer, shard.loss_terms), room * shard.loss_terms)
+        max(loss_tolerance(at.full_batch_layer, shard.loss_terms), room * shard.loss_terms)
         for shard in at.shards
     ]
     forms = tuple(

@@ -30,7 +30,7 @@ from distcheck.recordings.jobs.records import (
     write_json,
 )
 from distcheck.recordings.jobs.sketches import sketch
-from distcheck.recordings.jobs.watched import SUMS, Seen
+from distcheck.recordings.jobs.watched import SUMS, WatchedStep
 from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
@@ -55,7 +55,7 @@ class JobHeader(NamedTuple):
     optimizer: str
 
 
-class Kept:
+class TensorCache:
     """Cache of tensors, limited to a quarter of the memory (heuristic)."""
 
     def __init__(self) -> None:
@@ -94,10 +94,10 @@ class JobRecording:
     alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # samples
     # that ranks read under equal RNG streams, by rank, loader, index: leaves, the largest first
     apart: "JobRecording | None" = None  # as written by its ranks, if this one is unsharded
-    units: tuple[tuple[int, ...], ...] = ()  # the ranks that form each rank here
+    replicas: tuple[tuple[int, ...], ...] = ()  # the ranks that form each rank here
     joined: dict[int, int] = field(default_factory=dict)  # micro-batches per step, each
     # one forward pass here
-    _kept: Kept = field(default_factory=Kept)
+    _kept: TensorCache = field(default_factory=TensorCache)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
     @property
@@ -110,7 +110,7 @@ class JobRecording:
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
-        return self.units[rank][0] if self.units else rank
+        return self.replicas[rank][0] if self.replicas else rank
 
     @property
     def divided_by(self) -> str:
@@ -174,7 +174,7 @@ class JobRecording:
         kept = self.tensors(rank, step)
         return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
 
-    def modules(self, rank: int, step: int) -> Seen | None:
+    def modules(self, rank: int, step: int) -> WatchedStep | None:
         """Return module inputs and outputs of a rank at a step; None if they were not recorded.
         Raises UsageError if they are damaged.
         """
@@ -187,7 +187,7 @@ class JobRecording:
             raise UsageError(
                 f"{file} is damaged: its modules have other tensors; run distcheck job again"
             )
-        return Seen(watched, sums)
+        return WatchedStep(watched, sums)
 
     # -- interface of every recording --------------------------------------------------------------
 

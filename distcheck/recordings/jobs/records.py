@@ -32,7 +32,7 @@ import xxhash
 from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.errors.masking import masked_words
-from distcheck.recordings.jobs.watched import Watched
+from distcheck.recordings.jobs.watched import WatchedCalls
 from distcheck.records.decoding import World, decode_json, read_bounded
 
 MOST_OPS = 20_000  # of one step
@@ -95,7 +95,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[str, ...]
 
 
-class Samples(msgspec.Struct, frozen=True):
+class RereadSamples(msgspec.Struct, frozen=True):
     """The samples that a rank has read again after its last step."""
 
     samples: tuple[Sample, ...]
@@ -210,7 +210,7 @@ class CollectiveCall(msgspec.Struct, frozen=True):
     after_backward: bool = False
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's shard of a DTensor: the tensor's shape, and the shard's offset `at`. The ranks `of`
     hold the whole tensor together; those in `adds` hold summands of one sum, or of a mean.
     """
@@ -284,8 +284,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     computed: str = ""
     counters: dict[str, float] = {}
-    parts: dict[str, Part] = {}
-    modules: Watched | None = None
+    parts: dict[str, Shard] = {}
+    modules: WatchedCalls | None = None
     ops: Ops | None = None
     gpu_bytes: int = 0
     checksum: str = ""
@@ -368,7 +368,7 @@ def for_others(record: RankRecord) -> RankRecord:
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
     """Return the samples that a rank has read again, if any. Raises UsageError if damaged."""
-    return read_own(file, Samples).samples if file.exists() else ()
+    return read_own(file, RereadSamples).samples if file.exists() else ()
 
 
 def read_manifest(file: Path) -> KeptRecording:

@@ -5,7 +5,7 @@ The kind of code is detected on a copy of the model, before the model itself is 
  DTensors    parameters of the model itself; the recorder unshards each (`full_tensor()`)
  accessors   `full_parameters(model)` and `full_gradients(model)` of the strategy, by name
  shards      anything else: numbered copies of the model show the place of each element, see
-    `pieces.py`
+    `sharded_parameters.py`
 
 With the last two, the recorded model is not the trained one.
 """
@@ -22,9 +22,9 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.records.mesh import Mesh
-from distcheck.training.adapters.pieces import OverPieces, Pieces
+from distcheck.training.adapters.sharded_parameters import OptimizerOverShards, ShardedParameters
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.optimizers import StandIn
+from distcheck.training.optimizers import OptimizerProxy
 from distcheck.training.whole_tensors import is_distributed
 
 Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
@@ -92,7 +92,7 @@ class _Pieced:
 
     def __init__(self, base: LoadedStrategy, what: str) -> None:
         self._base, self._what = base, what
-        self._pieces: Pieces | None = None
+        self._pieces: ShardedParameters | None = None
         self._buffers: _Buffers | None = None
 
     def buffers(self) -> bool:
@@ -110,7 +110,7 @@ class _Pieced:
             f"{self._what} promises the mesh {mesh}, but every rank holds every parameter whole: "
             "nothing is sharded"
         )
-        pieces = Pieces(
+        pieces = ShardedParameters(
             model,
             what=self._what,
             undivided=undivided if mesh.divides else "",
@@ -145,7 +145,7 @@ class _Pieced:
         """Return the optimizer of the parameters that this rank holds."""
         if self._pieces is None:
             return self._base.optimizer(build, parameters)
-        return OverPieces(self._base.optimizer(build, self._pieces.held), self._pieces)
+        return OptimizerOverShards(self._base.optimizer(build, self._pieces.held), self._pieces)
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """Run the strategy's sync, then unshard the gradients."""
@@ -246,7 +246,7 @@ class _Accessed:
         )
 
 
-class _OverBoth(StandIn):
+class _OverBoth(OptimizerProxy):
     """The optimizer of a rank's parameters, and the workload's own on the full model."""
 
     def __init__(

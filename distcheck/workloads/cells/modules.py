@@ -156,7 +156,7 @@ class IntegerBuffers(CellWorkload):
     layers = Counts
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """A perceptron with BatchNorm."""
 
     def __init__(self, classes: int) -> None:
@@ -174,7 +174,7 @@ class InEvalMode(CellWorkload):
     """A model with BatchNorm, passed to the strategy in eval mode, and trained so for two steps."""
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
-    layers = Normalised
+    layers = Normalized
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """Set eval mode on every rank, as after a validation pass."""

@@ -24,11 +24,11 @@ from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
-from distcheck.worlds import flight, linux, messages, mpi_segments, postings
+from distcheck.worlds import call_recorder, flight, linux, messages, mpi_segments
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.reporter import Reporter, flush, leave
-from distcheck.worlds.waiting import LOOK_EVERY_S, Look
+from distcheck.worlds.waiting import LOOK_EVERY_S, RankInspector
 
 # The descriptors that come with a Spawn, in this order; the job's follow.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -47,7 +47,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     inherited = len(sys.modules)
     try:
         _settle(request, fds)
-        look = Look(reporter)
+        look = RankInspector(reporter)
         asked = (fds[DUMP], reporter, look)
         threading.Thread(
             target=_dump_when_asked, args=asked, name=linux.LOOK_THREAD, daemon=True
@@ -57,7 +57,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         target: Target = getattr(importlib.import_module(module), name)
         end = FIRST_OF_JOB + len(request.given)
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
-        postings.log_to(fds[STACKS])
+        call_recorder.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
         flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
@@ -194,11 +194,11 @@ def as_event(error: BaseException) -> messages.Raised:
         collective=last_collective(),
         collectives=flight.latest(),
         defect=messages.printable(reported(defect)),
-        within_call=postings.raised_in(error) is not None,
+        within_call=call_recorder.raised_in(error) is not None,
     )
 
 
-def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
+def _dump_when_asked(dump_fd: int, reporter: Reporter, look: RankInspector) -> None:
     """Wait for the front end to close the pipe, then send the stacks of all threads; until then,
     check regularly whether the rank is blocked, if its calls are recorded.
 
@@ -208,7 +208,7 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
     asked = select.poll()
     asked.register(dump_fd, select.POLLIN)
     while not asked.poll(LOOK_EVERY_S * 1000):
-        if postings.is_installed():
+        if call_recorder.is_installed():
             look.again()
     os.read(dump_fd, 1)
     if reporter.tell_stacks is not None:

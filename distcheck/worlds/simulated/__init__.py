@@ -8,7 +8,7 @@ without a deadline.
 share.py           the front end's side: one process that runs all ranks
 host.py            that process: runs the job of every rank, and reports how each ends
 search.py          the process that tries schedules, each in a fork of itself
-baton.py           cooperative scheduler of the threads; sleep takes no time
+scheduler.py           cooperative scheduler of the threads; sleep takes no time
 schedules.py       the schedules of a search, and the next rank under a schedule
 world.py           the ranks of this process, their calls, whether calls of one group match, and
     how their world ends
@@ -18,7 +18,7 @@ collectives.py     the results of each collective, from the inputs of all ranks
 work.py            a started call, and the wait for it
 in_flight.py       tensors that a call still reads or writes
 groups.py          the groups that ranks create: whether they agree, and whether they are destroyed
-odd_calls.py       calls that gloo accepts, and that are rarely intended
+suspicious_calls.py       calls that gloo accepts, and that are rarely intended
 store.py           the store for the rendezvous
 isolation.py       state that ranks in one process would share and processes do not: RNGs, and
     settings of Python and torch

@@ -19,7 +19,7 @@ import torch
 
 from distcheck.errors import NotSimulatedError
 from distcheck.machine import compat
-from distcheck.records.ends import MISUSES
+from distcheck.records.exit_status import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.callers import place_of_caller
@@ -30,10 +30,10 @@ from distcheck.worlds.owned import owned_by
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated import world as simulated
-from distcheck.worlds.simulated.baton import RankThread, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.scheduler import RankThread, ThreadState
 from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
 _NO_TURN = "waits for its turn, which rank {} does not yield"
@@ -143,7 +143,7 @@ class SimulatedHost:
         limits.install()
         threading.stack_size(_STACK_BYTES)
         self._isolation.begin(0)
-        self._world.baton.run(self._live)
+        self._world.scheduler.run(self._live)
         self._isolation.end()
 
     def _begins(self, rank: int, step: int) -> None:
@@ -172,7 +172,7 @@ class SimulatedHost:
             self._world.lose(rank)
         except BaseException as error:
             if self._refused and isinstance(error, NotSimulatedError):
-                self._world.baton.freeze()  # refused in a thread; the front end has the reason
+                self._world.scheduler.freeze()  # refused in a thread; the front end has the reason
             self._flush(rank)
             if place := limits.place_of_cuda(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
@@ -207,7 +207,7 @@ class SimulatedHost:
 
     def _recorded(self) -> list[dict[str, Any]]:
         """Return the last calls of this thread's rank, in the format of torch's flight recorder."""
-        rank = self._world.baton.rank
+        rank = self._world.scheduler.rank
         return [] if rank is None else self._entries_of(rank)
 
     def _entries_of(self, rank: int) -> list[dict[str, Any]]:
@@ -216,10 +216,10 @@ class SimulatedHost:
     def _ended(self, how: simulated.End, what: str) -> None:
         """Report how the world ends; once."""
         if not self._ending.acquire(blocking=False):
-            self._world.baton.freeze()
+            self._world.scheduler.freeze()
         if how == "refused":
             self._refused = True
-            rank = self._world.baton.current
+            rank = self._world.scheduler.current
             place = place_of_caller()
             refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
             self._reporters[rank].send(child.as_event(refusal))
@@ -241,7 +241,7 @@ class SimulatedHost:
         the end; `why` is added to its stack.
         """
         frames = sys._current_frames()
-        for runner in self._world.baton.runners:
+        for runner in self._world.scheduler.runners:
             if runner.state is not ThreadState.OVER:
                 self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless, why))
 
@@ -252,12 +252,12 @@ class SimulatedHost:
         blameless: Sequence[ThreadState],
         why: str,
     ) -> messages.Stacks:
-        thread, baton = runner.thread, self._world.baton
+        thread, scheduler = runner.thread, self._world.scheduler
         frame = frames.get(thread.ident or 0) if thread is not None else None
         text = "" if frame is None else child.shown_of(frame)
-        waits = runner.state in blameless and runner.rank != baton.current
+        waits = runner.state in blameless and runner.rank != scheduler.current
         if waits:
-            text = f"{why.format(baton.current)}\n{text}"
+            text = f"{why.format(scheduler.current)}\n{text}"
         entries = self._entries_of(runner.rank)
         together = [entry for entry in entries if not entry["is_p2p"]]
         return messages.Stacks(

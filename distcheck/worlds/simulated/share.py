@@ -45,13 +45,13 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Run a world under the default schedule twice, and under seeds 1 to `schedules`; or, with
-    `switches`, under schedules with at most that many preemptions, at most `schedules` of them.
+    `preemptions`, under schedules with at most that many preemptions, at most `schedules` of them.
     """
 
     host: HostRequest
     schedules: int
     deadline_s: float
-    switches: int = 0
+    preemptions: int = 0
 
 
 SEARCH = Job("distcheck.worlds.simulated.search:run", SearchRequest, Searched, ("data", "turn"))
@@ -219,14 +219,14 @@ def search_schedules(
     ranks: Ranks[Asked],
     *,
     schedules: int,
-    switches: int,
+    preemptions: int,
     fds: Descriptors | None = None,
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
     """Run ranks in a simulated world under the default schedule and `schedules` others, either
-    drawn at random or with at most `switches` preemptions, and return the results. `look` is called
-    meanwhile, and may raise. Raises the errors of `job_result`.
+    drawn at random or with at most `preemptions` preemptions, and return the results. `look` is
+    called meanwhile, and may raise. Raises the errors of `job_result`.
     """
     host = HostRequest(
         target=ranks.job.target,
@@ -235,7 +235,7 @@ def search_schedules(
         starts=starts_of(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
     )
     asked = SearchRequest(
-        host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches
+        host=host, schedules=schedules, deadline_s=ranks.deadline_s, preemptions=preemptions
     )
     world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
     world.children[0].on_progress = lambda progress: on_progress(progress.step)

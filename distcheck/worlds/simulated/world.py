@@ -20,12 +20,12 @@ from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 from distcheck.worlds import step_calls
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.baton import Baton, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import GroupsMade, MadeGroup
 from distcheck.worlds.simulated.in_flight import InFlight, unseen
-from distcheck.worlds.simulated.odd_calls import OddCalls
-from distcheck.worlds.simulated.schedules import Chooser
+from distcheck.worlds.simulated.scheduler import Scheduler, ThreadState
+from distcheck.worlds.simulated.schedules import SchedulePolicy
+from distcheck.worlds.simulated.suspicious_calls import SuspiciousCalls
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Channel:
 
 
 End = Literal[
-    "mismatch", "deadlock", "asleep", "refused", "buffer-in-flight", "work-not-waited",
+    "mismatch", "deadlock", "asleep", "refused", "tensor-used-in-flight", "work-not-waited",
     "work-waited-twice", "unmatched",
 ]  # fmt: skip
 _KEPT = 64  # of each rank's calls, as in torch's flight recorder
@@ -157,10 +157,12 @@ class SimulatedWorld:
         keeps_choices: int = 0,
     ) -> None:
         self.size, self.order = size, order
-        self.chooser = None if schedule is None else Chooser(schedule, size, keeps=keeps_choices)
+        self.chooser = (
+            None if schedule is None else SchedulePolicy(schedule, size, keeps=keeps_choices)
+        )
         self._buffered = schedule is not None and schedule.buffered
         self.turns: list[tuple[SimulatedCall, int]] = []  # posted calls, if there is a schedule
-        self.baton = Baton(
+        self.scheduler = Scheduler(
             size,
             switch=switch,
             stuck=self._stuck,
@@ -177,15 +179,15 @@ class SimulatedWorld:
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
         self.groups = GroupsMade()
-        self.odd = OddCalls()
-        accuse_of_buffer = partial(self.accuse, "buffer-in-flight")
+        self.odd = SuspiciousCalls()
+        accuse_of_buffer = partial(self.accuse, "tensor-used-in-flight")
         self._in_flight = [InFlight(rank, accuse_of_buffer) for rank in range(size)]
 
     def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
         """Register a group that the running rank creates. Return its channel, which its ranks
         share, and its record if code under test creates it directly.
         """
-        rank = self.baton.rank
+        rank = self.scheduler.rank
         made = None if rank is None else self.groups.made(rank, name, ranks)
         found = self._channels.get(name)
         if found is None or found.ranks != tuple(ranks):
@@ -203,22 +205,22 @@ class SimulatedWorld:
             if done:
                 self.odd.met(done)
         for one in done:
-            if self.baton.runners[one.rank].waits_for is one:
-                self.baton.wake(one.rank)
+            if self.scheduler.runners[one.rank].waits_for is one:
+                self.scheduler.wake(one.rank)
         if self._buffered and call.kind == "send" and not call.complete:
             with unseen():
                 call.inputs = [tensor.detach().clone() for tensor in call.inputs]
             call.complete = call.delivered = True
         if self.chooser is not None:
             if len(self.turns) < _MOST_TURNS:
-                self.turns.append((call, len(self.chooser.switches)))
-            self.baton.offer()
+                self.turns.append((call, len(self.chooser.preemptions)))
+            self.scheduler.offer()
 
     def wait(self, call: SimulatedCall) -> None:
         """Yield until a call is complete, and write its results."""
         self.running_rank("waits for a collective")
         while not call.complete:
-            self.baton.block(call)
+            self.scheduler.block(call)
             if call.timed_out and not call.complete:
                 self.refuse(f"the time limit of {call.limit_s:g} s passes for {call.in_words()}")
         self._in_flight[call.rank].end(call)
@@ -230,7 +232,7 @@ class SimulatedWorld:
         """Return True if a call is complete; others run first, so that polling code terminates."""
         self.running_rank("requests a collective")
         if not call.complete:
-            self.baton.give_way()
+            self.scheduler.give_way()
         if call.complete:
             self.wait(call)
         return call.complete
@@ -260,7 +262,7 @@ class SimulatedWorld:
     def accuse(self, how: End, what: str) -> NoReturn:
         """End the world because of an error of the running rank."""
         self._ended(how, what)
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def read(self, rank: int, tensor: Any, how: str) -> None:
         """Check a tensor method that reads memory directly."""
@@ -270,27 +272,27 @@ class SimulatedWorld:
         """Yield until all keys are set. `limit_s` is a timeout set by the code."""
         wanted = Keys(keys, limit_s)
         while not all(key in self.stored for key in keys):
-            self.baton.block(wanted)
+            self.scheduler.block(wanted)
             if wanted.timed_out and not all(key in self.stored for key in keys):
                 self.refuse(f"the time limit of {limit_s:g} s passes for {wanted}")
 
     def wake_store(self) -> None:
         """Make ranks that wait for the store check it again."""
-        for runner in self.baton.runners:
+        for runner in self.scheduler.runners:
             if isinstance(runner.waits_for, Keys):
-                self.baton.wake(runner.rank)
+                self.scheduler.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
         """Return the rank of this thread. Ends the world for a thread started by user code."""
-        rank = self.baton.rank
+        rank = self.scheduler.rank
         if rank is None:
             self.refuse(f"a thread that belongs to no rank {does}")
         return rank
 
     def refuse(self, what: str) -> NoReturn:
         self._ended("refused", what)
-        if self.baton.rank is not None:
-            self.baton.freeze()
+        if self.scheduler.rank is not None:
+            self.scheduler.freeze()
         raise NotSimulatedError(what)
 
     def lose(self, rank: int) -> None:
@@ -302,25 +304,25 @@ class SimulatedWorld:
         for said in (self.groups.mismatch(), *matched):
             if said:
                 self._ended("mismatch", said)
-                self.baton.freeze()
+                self.scheduler.freeze()
         if self._lost:
             self._lose_peers()
             return
         if self._time_out():
             return
         self._ended(*why_stuck(self._waits(), self._over()))
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def _time_out(self) -> bool:
         """Wake the blocked rank with the shortest timeout of its own: it may continue after that,
         so no deadlock is proven. Without a clock it is unknown which one would give up first.
         """
-        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
+        waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
         if first is None or first.waits_for.limit_s == math.inf:
             return False
         first.waits_for.timed_out = True
-        self.baton.wake(first.rank)
+        self.scheduler.wake(first.rank)
         return True
 
     def _overslept(self, rank: int, seconds: float) -> None:
@@ -330,15 +332,15 @@ class SimulatedWorld:
             f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
             f"{self._deadline_s:g} s{'; ' * bool(waiting)}{waiting}",
         )
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def _lose_peers(self) -> None:
         """Make ranks blocked on an ended rank lose their peer; if none is, all blocked ranks."""
-        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
+        waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:
             gone = ranks_in_words(self._lost)
-            self.baton.wake(
+            self.scheduler.wake(
                 runner.rank, RuntimeError(f"Connection closed by peer: {gone} ended before this")
             )
 
@@ -349,7 +351,7 @@ class SimulatedWorld:
 
     def _waits(self) -> dict[int, Wait]:
         found = {}
-        for runner in self.baton.runners:
+        for runner in self.scheduler.runners:
             on = runner.waits_for
             if runner.state is ThreadState.WAITING:
                 call = on if isinstance(on, SimulatedCall) else None
@@ -359,7 +361,9 @@ class SimulatedWorld:
         return found
 
     def _over(self) -> list[int]:
-        return [runner.rank for runner in self.baton.runners if runner.state is ThreadState.OVER]
+        return [
+            runner.rank for runner in self.scheduler.runners if runner.state is ThreadState.OVER
+        ]
 
 
 _here: SimulatedWorld | None = None

@@ -1,0 +1,292 @@
+"""Merges the passes of an accumulation: a copy of the replay computes the gradient of all
+micro-batches of all ranks in one batch.
+
+The script's factor (`loss / accumulate`) is excluded: the result is the gradient of torch's loss,
+if the script's loss is a multiple of it, or of the final mean in the script's computation. The
+result is therefore independent of the factor.
+"""
+
+import resource
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import psutil
+import torch
+
+from distcheck.job.inside import state, terms
+from distcheck.job.inside.batch_source import ALL, BatchSource, NotTogetherError
+from distcheck.job.settings import TERM, ReplayTask
+from distcheck.machine.resources import available_bytes, cores
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import StepRecord
+
+Found = Mapping[ReplayTask, dict[str, torch.Tensor] | None]
+Kind = Literal["", "mean", "sum", "terms"]
+_KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
+# Heuristic: rounding leaves 1e-6 of a gradient; a second loss term, or samples that interact, more
+# than 1e-3.
+_SAME = 1e-3
+_MOST_TERMS = 8  # chosen: each has a gradient as large as the model
+_ONE_BY_ONE = "the loss of a larger batch is not the mean of its micro-batches' losses"
+
+
+def interacts(records: Sequence[StepRecord]) -> str:
+    """Return why samples of several passes must not share a batch, or ""."""
+    if any(record.batchnorm for record in records):
+        return "BatchNorm normalizes over the batch"
+    if any(one.draws for record in records for one in record.passes):
+        return "the forward pass draws random numbers"
+    if any(one.autocast for record in records for one in record.passes):
+        return "the rounding of autocast depends on the batch shape"
+    return ""
+
+
+class MergedBatch:
+    """Decides if passes can be merged into one batch; plans and reads these copies."""
+
+    def __init__(self, job: JobRecording, batch_source: BatchSource, apart: str = "") -> None:
+        self._job, self._feeding = job, batch_source
+        self.kind: Kind = ""
+        self._heard: list[terms.Heard] = []
+        self._probes: list[ReplayTask] = []
+        self._draws: list[ReplayTask] = []
+        self._moves: dict[str, float] = {}  # relative change by one ULP
+        self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
+        self._apart = apart
+        self.why = apart if self._accumulates else ""  # why passes cannot be merged
+
+    def tasks(self, step: int, draws: int) -> list[ReplayTask]:
+        """Return the copies of a step; at the first step also those that detect interactions, or
+        measure the terms of a loss.
+        """
+        self.kind, self._heard, self._draws, self._probes = "", [], [], []
+        if not self._accumulates and not self._apart and step == self._job.steps[0]:
+            self._probes = self._of_terms(step)
+            return self._probes
+        if not self._accumulates or self.why:
+            return []
+        every = [
+            (rank, number)
+            for number in range(len(self._feeding.passes(step, 0)))
+            for rank in range(self._job.world)
+        ]
+        why = self._why_not(step, every)
+        if why:
+            self.why = why if step == self._job.steps[0] else f"at step {step} {why}"
+            return []
+        self._draws = [ReplayTask(ALL, step, draw, tuple(every)) for draw in range(draws + 1)]
+        if step == self._job.steps[0]:
+            first = every[: self._job.world]
+            each = (first, *([pair] for pair in first))
+            self._probes = [ReplayTask(ALL, step, 0, tuple(pairs)) for pairs in each]
+        return list(dict.fromkeys((*self._draws, *self._probes)))
+
+    def _of_terms(self, step: int) -> list[ReplayTask]:
+        records = self._job.at(step)
+        counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
+        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or interacts(records):
+            return []
+        return [ReplayTask(ALL, step, 0, tuple(self._feeding.pairs(0, ALL)))]
+
+    def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
+        records = self._job.at(step)
+        if why := interacts(records):
+            return why
+        passes = [one for record in records for one in record.passes]
+        if len({len(record.passes) for record in records}) > 1:
+            return "ranks make different numbers of passes"
+        if any(record.earlier for record in records) or not all(one.live for one in passes):
+            return "gradients of some passes are dropped, or kept for a later step"
+        if any(one.loss is None for one in passes):
+            return "a backward pass covers several forward passes"
+        counts = sorted({len(one.rows) for one in passes})
+        if len(counts) > 1:
+            several = ", ".join(map(str, counts[:8]))
+            return f"the micro-batches have different numbers of samples ({several})"
+        try:
+            given = self._feeding.inputs(step, every)
+        except NotTogetherError:
+            return "the micro-batches cannot be concatenated"
+        if any(one is None for one in given) and self._feeding.begins_at(step) < step:
+            return "a batch, padded to its own length, is loaded before the step"
+        return "" if passes[0].rows else "no samples were seen"
+
+    # -- in a copy -------------------------------------------------------------------------------
+
+    def heard(self, one: terms.Heard) -> None:
+        """Keep a torch loss whose gradient a copy needs."""
+        self._heard.append(one)
+
+    def take(
+        self, task: ReplayTask, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradient of the mean or sum that the script's loss is a multiple of.
+
+        For a loss with several terms, return its own gradient, and in a probing copy each term's.
+        """
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        whole = _gradients(loss, trained)
+        if len(self._heard) == 1 and self._heard[0][2].numel() == 1:
+            _, reduction, value, _ = self._heard[0]
+            own = _gradients(value, trained)
+            if _parallel(whole, own):
+                return {**own, "kind": _code("mean" if reduction == "mean" else "sum")}
+        elif not self._heard and (factor := factor_of_mean(loss)):
+            return {**{name: g / factor for name, g in whole.items()}, "kind": _code("mean")}
+        ends, _ = terms.ends_of(loss, self._heard)
+        if not ends:
+            return {**whole, "kind": _code("")}
+        out = {**whole, "kind": _code("terms")}
+        out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
+        if task in self._probes:
+            for number, (_, end) in enumerate(ends):
+                found = terms.gradient_of(end, list(trained.values()))
+                dense = _dense(trained, found)
+                out |= {
+                    f"{TERM}{number}/{name}": dense.get(name, torch.zeros_like(parameter))
+                    for name, parameter in trained.items()
+                }
+        return out
+
+    # -- in the parent ---------------------------------------------------------------------------
+
+    def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
+        """Return the gradient of all micro-batches as one batch, and its change by one ULP."""
+        if not self._draws:
+            of_terms = next((found.get(task) for task in self._probes), None) or {}
+            return {
+                f"{TERM}{number}/{name}": weight * gradient
+                for number, weight in enumerate(of_terms.get("weights", torch.empty(0)).tolist())
+                for name, gradient in _of_term(of_terms, number).items()
+            }
+        plain, *perturbed = (found.get(task) for task in self._draws)
+        if plain is None:
+            self.why = (
+                "with all micro-batches in one batch the script fails (or runs out of memory)"
+            )
+            return {}
+        kind = _KINDS[int(plain["kind"])]
+        if not kind:
+            self.why = "the loss is neither a mean nor a sum over samples, times a factor"
+        elif kind == "terms":
+            self.why = self._why_not_terms(found, plain["weights"], step)
+        elif self._probes and not self._adds_up(found, kind, step):
+            self.why = _ONE_BY_ONE
+        if self.why:
+            return {}
+        self.kind = kind
+        out = {}
+        for name, gradient in _plain(plain).items():
+            there = [one[name] for one in perturbed if one is not None]
+            out[f"folded/{name}"] = gradient
+            spread = state.spread_of(gradient, there, name, self._moves)
+            out[f"spread-folded/{name}"] = torch.tensor(spread)
+        return out
+
+    def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
+        """Return True if the joint loss of several passes is their target-weighted mean."""
+        together, *each = (found.get(task) for task in self._probes)
+        if together is None or any(one is None for one in each):
+            return False
+        weights = [1.0] * len(each)
+        if kind == "mean":
+            pairs = [task.pairs[0] for task in self._probes[1:]]
+            counts = [targets_of_pass(self._job.records[rank, step], n) for rank, n in pairs]
+            weights = [count / sum(counts) for count in counts]
+        added = state.mean(each, weights)
+        return added is not None and state.distance(added, together) <= _SAME
+
+    def _why_not_terms(self, found: Found, weights: torch.Tensor, step: int) -> str:
+        """Return why the joint loss with several terms is not the sum over passes, or ""."""
+        recorded = self._job.records[0, step].passes[0].terms
+        passes = [one for record in self._job.at(step) for one in record.passes]
+        if any(one.terms != recorded for one in passes):
+            return "the weights of the loss terms differ between passes"
+        then = torch.tensor([term.weight for term in recorded], dtype=torch.float64)
+        if len(then) != len(weights) or not _proportional(then, weights):
+            return "the weights of the loss terms differ in a larger batch"
+        if not self._probes:
+            return ""
+        together, *each = (found.get(task) for task in self._probes)
+        if together is None or any(one is None for one in each):
+            return _ONE_BY_ONE
+        pairs = [task.pairs[0] for task in self._probes[1:]]
+        for number, term in enumerate(recorded):
+            if term.call >= 0 and term.reduction != "mean":
+                return f"its term {term.name} is a sum"
+            counts = [targets_of_pass(self._job.records[r, step], n, term.call) for r, n in pairs]
+            parts = [_of_term(one, number) for one in each]
+            added = state.mean(parts, [count / sum(counts) for count in counts])
+            if added is None or state.distance(added, _of_term(together, number)) > _SAME:
+                return (
+                    f"its term {term.name} is not the mean over its micro-batches in a larger batch"
+                )
+        return ""
+
+
+def targets_of_pass(record: StepRecord, number: int, call: int = 0) -> int:
+    """Return the weight of a mean loss: its targets, or its samples if torch computed no loss."""
+    one = record.passes[number]
+    return one.losses[call].counted if one.losses and call >= 0 else len(one.rows)
+
+
+def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: g
+        for name, g in found.items()
+        if name not in state.NOT_GRADIENTS and not name.startswith(TERM)
+    }
+
+
+def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, torch.Tensor]:
+    before = f"{TERM}{number}/"
+    return {n.removeprefix(before): g for n, g in (found or {}).items() if n.startswith(before)}
+
+
+def _proportional(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if weights are proportional within float32 rounding."""
+    by = one.abs().max() / other.abs().max()
+    return bool(((one - by * other).abs() <= 1e-6 * one.abs()).all())
+
+
+def _code(kind: Kind) -> torch.Tensor:
+    return torch.tensor(float(_KINDS.index(kind)))
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+    )
+    return _dense(parameters, found)
+
+
+def _dense(names: Iterable[str], found: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    pairs = zip(names, found, strict=True)
+    return {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+
+
+def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    if set(one) != set(other):
+        return False
+    by = state.factor_of(one, other)
+    return by > 0 and state.distance(one, other, by) <= _SAME
+
+
+def factor_of_mean(loss: torch.Tensor) -> float:
+    """Return the factor between a mean over elements and the loss; 0 if there is none."""
+    ends, _ = terms.ends_of(loss, ())
+    if len(ends) != 1 or ends[0][0].reduction != "mean":
+        return 0.0
+    return ends[0][0].weight
+
+
+def limit_memory() -> None:
+    """Limit the memory of a copy: copies together may use half (heuristic) of the free memory.
+
+    A script accumulates because one batch does not fit; a copy that needs more fails by itself.
+    """
+    held = psutil.Process().memory_info().data
+    room = available_bytes() // (2 * cores())
+    resource.setrlimit(resource.RLIMIT_DATA, (held + room, held + room))

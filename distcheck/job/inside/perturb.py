@@ -1,0 +1,69 @@
+"""Records a job whose parameters are perturbed by one ULP in each step, to measure its noise floor.
+
+Before the first forward pass of a step every element changes by ±1 ULP at random; before the
+optimizer steps it is restored, so that parameters change only because of different gradients. The
+ULP is that of the dtype in which forward computes: under autocast, autocast's dtype.
+"""
+
+from typing import Any
+
+import torch
+
+from distcheck.job.inside import state
+from distcheck.job.inside.recorder import Recorder
+from distcheck.machine import seeds
+
+
+class PerturbingRecorder(Recorder):
+    """Records as usual, with perturbed parameters."""
+
+    _unmoved: dict[str, torch.Tensor] | None = None
+    _dtype: torch.dtype | None = None  # forward's dtype, if autocast sets it
+
+    def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Perturb the parameters at the first forward pass of a step, and of new models."""
+        super().enters(model, args, kwargs)
+        if self._active:
+            self._dtype = self._computed()
+            self._unmoved = {} if self._unmoved is None else self._unmoved
+            self._move()
+
+    def autocasts(self, context: Any) -> None:
+        """Perturb again by autocast's ULP if autocast starts within the model."""
+        super().autocasts(context)
+        if self._unmoved is not None and self._dtype != self._computed():
+            self._put_back()
+            self._unmoved, self._dtype = {}, self._computed()
+            self._move()
+
+    def _computed(self) -> torch.dtype | None:
+        name = self._held.about.get("computed")
+        return None if name is None else getattr(torch, name)  # type: ignore[no-any-return]
+
+    def _move(self) -> None:
+        assert self._unmoved is not None
+        with torch.no_grad():
+            for name, parameter in self.parameters.by_name.items():
+                if name in self._unmoved or not parameter.is_floating_point():
+                    continue
+                own = state.local(parameter).detach()
+                rank = self._rank if own is not parameter and own.shape != parameter.shape else 0
+                seed = seeds.derive(self._settings.draw, name, self.steps_over, rank)
+                moves = torch.Generator().manual_seed(seed % (1 << 63))
+                self._unmoved[name] = own.clone()
+                own.data.copy_(state.perturbed(own.cpu(), moves, self._dtype))
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        self._put_back()
+        super().steps(optimizer)
+
+    def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
+        """Restore the parameters after a skipped step."""
+        self._put_back()
+        super().scaler_stepped(scaler, optimizer)
+
+    def _put_back(self) -> None:
+        with torch.no_grad():
+            for name, own in (self._unmoved or {}).items():
+                state.local(self.parameters.by_name[name]).detach().data.copy_(own)
+        self._unmoved = None

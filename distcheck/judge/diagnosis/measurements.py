@@ -1,0 +1,376 @@
+"""Measurements of a failed case: plain numbers, from which causes are derived. No torch.
+
+For one step, facts describe each rank's result y in terms of the W shard gradients g_r (the mean
+gradient of rank r's shard, whatever a strategy did to its loss). With a QR factorization of the
+columns g_r, G = Q R, the distance of y from any combination follows from a few numbers:
+
+    |y - G c|^2 = |R c - Q^T y|^2 + |y - Q Q^T y|^2
+
+so a cause that predicts weights c can be tested without the tensors. A result that was computed as
+sum c_r g_r in any order is within
+
+    gamma(k) * sum_r |c_r| |g_r|  +  k * tiny * sqrt(n)
+
+of it in the L2 norm: the bound of `oracles/rounding.py`, elementwise there, by the triangle
+inequality here. k is W + 5: W - 1 additions, two roundings each for the rank's weight and for the
+scale, two for a further factor.
+"""
+
+from math import isclose
+
+import msgspec
+
+from distcheck.records import LossName
+
+LEAST_FOR_A_GRID = 16  # elements; fewer may be representable in a lower precision by chance
+
+Vector = tuple[float, ...]
+
+
+class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter whose gradient is wrong on some rank.
+
+    `norms` [W] are those of the shard gradients, `basis` the rows of R, `projected` [W] per rank
+    Q^T y, `remainder` [W] the norm of the residual of y, `floor` the bound's absolute part. `wrong`
+    lists the ranks; `of_mean` and `of_own` [W] count elements (of `elements`) that equal the mean
+    or the rank's local gradient, `of_either` those that equal one or both. `kinds` gives further
+    values of elements (`zero`, `own / W`, `sum`, `any rank's`), with the number per rank that are
+    these or the mean. `shorter` names per rank the dtype whose rounding matches the errors, or "";
+    `on_grid` tells per rank if its result, or W times that, is representable in that dtype;
+    `of_terms` if it is the mean of the ranks' gradients, each rounded to it. `coarse` [W] bounds
+    the L2 error of quantizing each rank's gradient, if accepted.
+    """
+
+    name: str
+    elements: int
+    norms: Vector
+    basis: tuple[Vector, ...]
+    projected: tuple[Vector, ...]
+    remainder: Vector
+    floor: float
+    wrong: tuple[int, ...]
+    of_mean: tuple[int, ...]
+    of_own: tuple[int, ...]
+    of_either: tuple[int, ...]
+    gamma: float = 0.0  # of its dtype; 0: the step's
+    shorter: tuple[str, ...]
+    on_grid: tuple[bool, ...]
+    of_terms: tuple[bool, ...] = ()
+    kinds: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    coarse: Vector = ()
+
+
+class Match(msgspec.Struct, frozen=True, kw_only=True):
+    """A wrong gradient of one rank that matches another tensor within that tensor's bound.
+
+        kind     the match: `earlier` (the mean of step `step`), `sum` (of the means from step
+                 `step` on), `added` (the mean plus the rank's gradient at step `step`), `left` (the
+                 mean plus some ranks' part of the mean at that step), `parameter` (the mean of
+                 parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
+                 and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
+
+    distance and bound are L2 norms.
+    """
+
+    kind: str
+    rank: int
+    parameter: str
+    distance: float
+    bound: float
+    step: int = -1
+    other: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Least-squares fit of one rank's wrong gradients to the shard gradients, with scaled
+    parameters.
+
+    `tolerance` [W] is the rounding error of each coefficient; `residual` is relative to the result.
+    If not `identified`, the shards' gradients are too similar, and coefficients mean nothing.
+    """
+
+    coefficients: Vector
+    tolerance: Vector
+    residual: float
+    identified: bool
+
+
+class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
+    """The first gradient with inf or NaN; `before` are the ranks whose shard's gradient already has
+    one. `hidden`: it has none although the mean of those gradients does.
+    """
+
+    rank: int
+    parameter: str
+    count: int
+    before: tuple[int, ...]
+    hidden: bool = False
+
+
+class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank whose recorded local gradient differs from its shard's gradient, in `parameters`.
+
+    `distance` is relative to that gradient; `source` is the rank whose shard's gradient it is (-1:
+    none). `buffers` are those that must be another rank's for the shard's gradient to match
+    bitwise; `autocast` is the dtype under whose autocast it matches.
+    """
+
+    rank: int
+    parameters: tuple[str, ...]
+    distance: float
+    source: int = -1
+    buffers: tuple[str, ...] = ()
+    autocast: str = ""
+
+
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One failed step.
+
+    Ranks here and below are positions among those with data, which alone contribute to means.
+    `ranks` [W] has their numbers in the world (empty: the same), to be used in texts (`number`).
+    `total` counts the parameters that are wrong, and those whose mean differs from some rank's
+    local gradient; `silent` the others, which are zero everywhere and show nothing about
+    synchronization.
+
+    `shares` [W] are n_r / N, by samples or tokens. `samples`, `tokens` and `positions` [W] describe
+    a rank's shard if ranks are weighted by tokens (else empty; positions also if padding is
+    unknown); `summed`: backward started from the sum over a rank's tokens. `left_norms` [W] are the
+    total norms of local gradients; `left_factors` [W] their factors relative to the shard's
+    gradient (None: not recorded or no multiple); `left` lists ranks with another local gradient. If
+    ranks do not hold the mean of these either, `parameters` are measured relative to them;
+    `mean_of_left`: they do hold it.
+
+    `alike` are groups of ranks with bit-identical gradients, `unchanged` the ranks whose parameters
+    the step should have updated but did not. `undeclared`: the code promises nothing and no
+    deviation is accepted, so an option may declare one. `missing` lists (parameter, rank) without
+    an expected gradient; `missing_elsewhere`: that is the whole mismatch, since backward produced
+    none there, the other ranks hold their local ones, and all else is right.
+    """
+
+    step: int
+    ranks: tuple[int, ...] = ()
+    shares: Vector
+    gamma: float
+    unit: float
+    parameters: tuple[ParameterFacts, ...]
+    total: int
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    summed: bool = False
+    micro_batches: tuple[int, ...] = ()  # of a shard, by every way of counting
+    silent: int = 0  # further parameters, which show nothing about synchronization
+    fits: tuple[Fit, ...]
+    left_norms: Vector
+    left_factors: tuple[float | None, ...]
+    left: tuple[LeftFacts, ...] = ()
+    left_elements: int
+    mean_of_left: bool
+    matches: tuple[Match, ...]
+    alike: tuple[tuple[int, ...], ...]
+    unchanged: tuple[int, ...]
+    missing: tuple[tuple[str, int], ...]
+    missing_elsewhere: bool = False
+    not_finite: NonFiniteGradient | None
+    undeclared: bool = True
+
+    def number(self, position: int) -> int:
+        return self.ranks[position] if self.ranks else position
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Two ranks that read the same samples in one epoch: the number shared, and read by each."""
+
+    ranks: tuple[int, int]
+    shared: int
+    read: int
+    whole_steps: bool  # identical samples at every step
+
+
+class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A step whose parameters or optimizer state differ from the optimizer's update of recorded
+    values.
+
+    `ranks` (numbered as in the world) and names locate it. The update is `factor` times the right
+    one plus `decay` times the parameters, up to the relative residual `rest`; `unchanged`: the
+    parameters stayed the same. `owners`: each of them is right on one rank only, and optimizer
+    state is sharded. `norms`: with sharded parameters, the norms of the shards by which each was
+    clipped separately. `counted`: in a layout, the parameters that have weight `times` in the
+    clipping norm. Both are set only if they explain the update.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    state: tuple[str, ...]
+    factor: float
+    decay: float
+    rest: float
+    unchanged: bool
+    owners: bool = False
+    norms: Vector = ()
+    counted: tuple[str, ...] = ()
+    times: int = 1
+
+
+class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A step with several backward passes: `weights` [W][W][passes] are, per rank, the weights of
+    all ranks' passes in its result.
+    """
+
+    step: int
+    passes: int
+    weights: tuple[tuple[Vector, ...], ...]
+
+
+class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
+    """A gradient that is right on rank `holder`, and wrong or absent on `owner`, whose optimizer
+    updates the parameter.
+    """
+
+    step: int
+    name: str
+    owner: int
+    holder: int
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of a tensor with all its wrong elements, as text, and their common factor or None."""
+
+    where: str
+    factor: float | None
+
+
+MOST_EARLIER = 4  # steps; older gradients are not named
+SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are one
+
+
+class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter whose gradient is wrong at a step.
+
+    `factor`: every wrong rank holds that multiple of the right gradient, up to a rounding error of
+    `factor_error`. `shares`: the axis along which the ranks' tensors sum to it. `shard`: every rank
+    holds the gradient of its data coordinate's samples; `even`: their unweighted mean. `earlier`:
+    it is the previous step's; `added`: plus the previous step's. `mixed`: the axis whose ranks have
+    different shards but hold the mean or sum of all of them. `lost`: the micro-batches that are not
+    included. `unexchanged`: every rank holds the result without communication, for code that
+    communicates by itself. `distance` is relative to the right gradient's norm.
+    """
+
+    name: str
+    module: str
+    wrong: tuple[int, ...]
+    absent: tuple[int, ...] = ()
+    factor: float | None = None
+    factor_error: float = 0.0
+    shares: str = ""
+    shard: bool = False
+    even: bool = False
+    earlier: bool = False
+    added: bool = False
+    mixed: str = ""
+    lost: tuple[int, ...] = ()
+    region: Region | None = None
+    unexchanged: bool = False
+    distance: float = 0.0
+
+    def is_scaled_by(self, factor: float) -> bool:
+        """Return True if the gradient is `factor` times the right one, within its rounding."""
+        return self.factor is not None and isclose(
+            self.factor, factor, rel_tol=SAME_FACTOR, abs_tol=self.factor_error
+        )
+
+
+class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Wrong outputs of the model on a rank: `factor` times the right ones; each sample off by a
+    constant (`shifted`); or rows in another order (`reordered`). `distance` is relative to their
+    norm.
+    """
+
+    rank: int
+    factor: float | None = None
+    shifted: bool = False
+    reordered: bool = False
+    distance: float = 0.0
+
+
+class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a layout; `by_tokens`: ranks are weighted by tokens, not samples.
+
+    `parameters` are the wrong ones in model order; `right` names the modules after the last wrong
+    one, whose gradients are all right. `loss` and `expected_loss` are those of the ranks with a
+    loss; `apart`: losses of ranks with the same samples differ by more than rounding. `form` is set
+    for code that communicates by itself (`loss`, `metric`). `outputs` are the first wrong ones.
+    """
+
+    step: int
+    axes: tuple[tuple[str, int], ...]
+    micro_batches: int
+    total: int
+    by_tokens: bool = False
+    parameters: tuple[LayoutParameter, ...] = ()
+    right: tuple[str, ...] = ()
+    loss_is_wrong: bool = False
+    loss: float = 0.0
+    expected_loss: float = 0.0
+    apart: bool = False
+    outputs: WrongOutputs | None = None
+    form: str = ""
+
+
+class LineMeasurements(msgspec.Struct, frozen=True, kw_only=True):
+    """The source lines that a parameter's gradient passed through at a step, over all ranks.
+
+    `given`: lines of calls that received it; `perhaps`: of calls that may have received copies; ""
+    is a call with an unknown line. `reducing` are lines that only reduce. `never_on` lists the
+    ranks on which it passed through no call.
+    """
+
+    step: int
+    parameter: str
+    given: tuple[str, ...]
+    perhaps: tuple[str, ...]
+    reducing: tuple[str, ...]
+    never_on: tuple[int, ...]
+
+
+class Measurements(msgspec.Struct, frozen=True, kw_only=True):
+    """All measurements of a case; ranks outside `steps` are numbered as in the world.
+
+    steps            at most three, the first with failing gradients first
+    same_randomness  groups of ranks that started a forward pass from one RNG state, for a
+                     workload that draws random numbers
+    other_order      the order that the bits match, if they do not match the promised one
+    batch_weights    [W] weights with which the shards' gradients sum to the full batch's, if
+                     the mean over all samples does not
+    right_under      undeclared loss contracts under which every gradient is right within R
+    lost             ranks to which no gradient can come back from the loss
+    averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
+    scaled_projection
+                     factor between rank 0's projections and right ones, for low-rank gradients
+    elsewhere        gradients that other ranks hold in place of the owner
+    layout           replaces `steps` for a model-parallel layout
+    forward_twice    wrong buffers are those after a second forward pass on the same batch
+    ways             source lines of gradients at the measured steps, if known
+    """
+
+    world: int
+    steps: tuple[StepFacts, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
+    same_randomness: tuple[tuple[int, ...], ...] = ()
+    other_order: str = ""
+    batch_weights: Vector = ()
+    right_under: tuple[LossName, ...] = ()
+    lost: str = ""
+    begins_alike: bool = False
+    averaged_every: int = 0
+    update: UpdateFacts | None = None
+    average: StepFacts | None = None
+    passes: PassFacts | None = None
+    scaled_projection: float | None = None
+    elsewhere: tuple[MisplacedGradient, ...] = ()
+    layout: LayoutFacts | None = None
+    forward_twice: bool = False
+    ways: tuple[LineMeasurements, ...] = ()
+    trouble: str = ""

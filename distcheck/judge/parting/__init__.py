@@ -1,8 +1,0 @@
-"""Compares two recordings of one training: first divergence, and whether it exceeds rounding.
-
-walk        both recordings in execution order, from the first step to the last
-yardstick   the noise floor of a job: the effect of perturbing each parameter by one ULP
-modules     the first module whose inputs match and whose outputs diverge
-jobs        two recordings of jobs: matching steps, comparison with that noise floor, and the
-            first operator whose inputs are bit-identical and whose outputs are not
-"""

@@ -1,0 +1,145 @@
+"""Exit status of a rank, as data and text, and the precedence of failures. No torch."""
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from distcheck.records.decoding import Int
+
+# Precedence among the causes of a failed run: the smallest is the cause.
+_PLACES = {"lost": -1, "killed": 0, "exited": 0, "raised": 0, "hung": 1, "ended": 3, "finished": 4}
+# Beginning of the sentence about why a world was blocked or stopped.
+PROVEN = {
+    "mismatch": "mismatched calls",
+    "deadlock": "proven deadlock",
+    "asleep": "sleeping rank",
+    "refused": "refused",
+    "unmatched": "unmatched message",
+    "tensor-used-in-flight": "tensor in flight",
+    "work-not-waited": "work not waited for",
+    "work-waited-twice": "work waited for twice",
+}
+# Misuses by a single rank: the world was stopped there; each is the name of a cause.
+MISUSES = ("tensor-used-in-flight", "work-not-waited", "work-waited-twice")
+SECONDARY_FAILURE = 2  # of a rank that raised because its peer exited: after hung ranks
+
+
+class RankEnd(StrEnum):
+    """Exit status of a rank; its value is used in reports."""
+
+    LOST = "lost"  # its machine could not be reached
+    KILLED = "killed"  # killed by a signal that distcheck did not send
+    EXITED = "exited"  # exited before its last step, or could not be started
+    RAISED = "raised"  # ended by an exception
+    HUNG = "hung"  # no progress within the deadline, or a proven deadlock
+    ENDED = "ended"  # ended by distcheck because another rank had failed
+    FINISHED = "finished"  # completed all its steps
+
+    @property
+    def place(self) -> int:
+        """Precedence among the causes of a failed run: the smallest is the cause."""
+        return _PLACES[self.value]
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a rank entered, from torch's flight recorder: its number within the group, if it
+    completed, and its source line, if stacks were recorded.
+    """
+
+    number: Int
+    name: str
+    shapes: str
+    group: str = ""
+    point_to_point: bool = False
+    finished: bool = True
+    place: str = ""
+
+    @property
+    def call(self) -> str:
+        """The call as text: `all_reduce of [64x3], number 2`."""
+        return f"{self.name} of [{self.shapes}], number {self.number}"
+
+    def in_words(self, *, unfinished: bool = True, place: bool = True) -> str:
+        """Return the call as text, its completion, and its source line."""
+        open_ = ", not finished" if unfinished and not self.finished else ""
+        return f"{self.call}{open_}{f' at {self.place}' if place and self.place else ''}"
+
+
+# Why a rank did not reply to a status request.
+Silence = Literal["", "stopped", "no answer", "no turn"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one rank, with known circumstances; `detail` is the text.
+
+    run           the run, if not the first: "in the rerun"
+    step, phase   position; no step: before the first
+    lost_peer     if True, it ended because another rank had; it noticed at `lost_at`
+    proven, why   why its world was blocked: a key of PROVEN, and a sentence
+    sizes_differ  if True, a backend ended it because received data had another size
+    ended_by      one line: the signal, the exit code, or the result of a status request
+    silence       why it did not reply itself
+    error         its exception, in one line: `ValueError: no hope`
+    call          the last collective that it entered
+    place         FILE:LINE, innermost stack frame outside Python's own modules
+    text          its traceback or stacks, for people
+    output        the end of its output
+    collectives   the last collectives that it entered, oldest first, if known
+    """
+
+    rank: int
+    outcome: RankEnd
+    run: str = ""
+    step: int | None = None
+    phase: str = ""
+    lost_peer: bool = False
+    lost_at: str = ""
+    proven: str = ""
+    why: str = ""
+    sizes_differ: bool = False
+    ended_by: str = ""
+    silence: Silence = ""
+    error: str = ""
+    call: Collective | None = None
+    place: str = ""
+    text: str = msgspec.field(default="", name="detail")  # as in earlier files
+    output: str = ""
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The position, and if it lost its peer there."""
+        return ": ".join(filter(None, [self.run, self._at]))
+
+    @property
+    def _at(self) -> str:
+        step = "" if self.step is None else f"step {self.step}"
+        at = ", ".join(filter(None, [step, self.phase]))
+        if self.outcome == RankEnd.LOST:
+            at = f"last heartbeat {'' if self.step is None else 'at '}{at}"
+        return at + (f"; secondary failure (peer exited){self.lost_at}" if self.lost_peer else "")
+
+    @property
+    def last_call(self) -> str:
+        """The line about the last collective that it entered, or ""."""
+        return "" if self.call is None else f"last collective: {self.call.in_words()}"
+
+    @property
+    def reason(self) -> str:
+        """The reason in one line: the proof about its world, or its exit status."""
+        return f"{PROVEN[self.proven]}: {self.why}" if self.proven else self.ended_by
+
+    @property
+    def story(self) -> str:
+        """All circumstances except the position."""
+        why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
+        known = [self.last_call, self.text.strip("\n"), self.output]
+        if self.error:  # the end of the traceback is what matters
+            known.insert(0, known.pop())
+        return "\n".join(filter(None, [why, self.ended_by, *known]))
+
+    @property
+    def detail(self) -> str:
+        known = "\n".join(filter(None, [self._at, self.story]))
+        return ": ".join(filter(None, [self.run, known]))

@@ -1,0 +1,128 @@
+"""Authenticates incoming connections at the front end, concurrently.
+
+An unauthenticated peer may send nothing, or arbitrary bytes, without delaying the others; its
+connection is closed after `HANDSHAKE_S`. If more than `_MOST_WAITING` are unauthenticated, the
+oldest one of the address with the most is closed, so that a flood only evicts its own connections.
+"""
+
+import select
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from distcheck.worlds.remote import protocol, secret
+
+HANDSHAKE_S = 5.0  # from accepting a connection to its first message
+_MOST_WAITING = 256
+
+
+@dataclass(eq=False)
+class _Handshake:
+    """A connection that has not introduced itself. `line` is set once it has proved the secret."""
+
+    connection: socket.socket
+    sent: bytes
+    until: float
+    address: str
+    heard: bytes = b""
+    line: protocol.Connection | None = None
+    words: list[Any] = field(default_factory=list)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+
+class Handshakes:
+    """All pending connections, until every rank has connected; messages are of `kind`."""
+
+    def __init__(
+        self, server: socket.socket, own_secret: bytes, kind: Any = protocol.FromHost
+    ) -> None:
+        self._server, self._secret, self._kind = server, own_secret, kind
+        self._waiting: list[_Handshake] = []
+        self.refused = 0  # connections with a wrong answer to the challenge
+        server.setblocking(False)
+
+    def come(self, timeout_s: float) -> list[tuple[protocol.Connection, list[Any]]]:
+        """Return peers that have introduced themselves: connection and messages, `Joining` first."""
+        watched = select.poll()
+        watched.register(self._server, select.POLLIN)
+        for handshake in self._waiting:
+            watched.register(handshake, select.POLLIN)
+        ready = {fd for fd, _ in watched.poll(timeout_s * 1000)}
+        here = []
+        for handshake in [one for one in self._waiting if one.fileno() in ready]:
+            if self._goes_on(handshake):
+                if handshake.words:
+                    self._waiting.remove(handshake)
+                    assert handshake.line is not None
+                    here.append((handshake.line, handshake.words))
+            else:
+                self._send_away(handshake)
+        for _ in range(_MOST_WAITING if self._server.fileno() in ready else 0):
+            if not self._let_in():
+                break
+        now = time.monotonic()
+        for handshake in [one for one in self._waiting if one.until < now]:
+            self._send_away(handshake)
+        return here
+
+    def close(self) -> None:
+        for handshake in list(self._waiting):
+            self._send_away(handshake)
+
+    def _let_in(self) -> bool:
+        """Accept one connection; return False if there is none."""
+        try:
+            connection, place = self._server.accept()
+        except OSError:  # it has closed already, or too many descriptors are open
+            return False
+        handshake = _Handshake(
+            connection, secret.challenge(), time.monotonic() + HANDSHAKE_S, str(place[:1])
+        )
+        self._waiting.append(handshake)
+        try:
+            if not secret.is_own_peer(connection):
+                raise ConnectionError
+            connection.setblocking(False)
+            connection.sendall(handshake.sent)
+        except OSError:
+            self._send_away(handshake)
+        strangers = [one for one in self._waiting if one.line is None]
+        if len(strangers) > _MOST_WAITING:
+            counts = Counter(one.address for one in strangers)
+            self._send_away(max(strangers, key=lambda one: counts[one.address]))
+        return True
+
+    def _goes_on(self, handshake: _Handshake) -> bool:
+        """Process received data; return False if the connection must be closed."""
+        try:
+            if handshake.line is None:
+                return self._checked(handshake)
+            handshake.words += handshake.line.receive()
+        except (EOFError, OSError, msgspec.MsgspecError):
+            return False
+        return not handshake.words or isinstance(handshake.words[0], protocol.Joining)
+
+    def _checked(self, handshake: _Handshake) -> bool:
+        piece = handshake.connection.recv(secret.ANSWER_BYTES - len(handshake.heard))
+        handshake.heard += piece
+        if len(handshake.heard) < secret.ANSWER_BYTES:
+            return bool(piece)
+        if not secret.answer_is_right(handshake.sent, handshake.heard, self._secret):
+            self.refused += 1
+            return False
+        proof = secret.proof_of_front(handshake.sent, handshake.heard, self._secret)
+        handshake.connection.sendall(proof)
+        handshake.line = protocol.Connection(
+            handshake.connection, self._kind, patience_s=HANDSHAKE_S
+        )
+        return True
+
+    def _send_away(self, handshake: _Handshake) -> None:
+        self._waiting.remove(handshake)
+        handshake.connection.close()

@@ -1,0 +1,152 @@
+"""Protocol between the front end and the processes on other machines, over one connection each.
+
+agent -> front end    Coming, Hello, DataPrepared; for its ranks Of, Written, and Signs (heartbeat)
+front end -> agent    Prepare, StartRanks, ToRanks; Beat (heartbeat); Over
+
+Each side declares its peer dead if no heartbeat arrives within the deadline.
+"""
+
+import socket
+from typing import Any, Literal
+
+import msgspec
+
+from distcheck.worlds.framing import Line
+from distcheck.worlds.messages import Of
+
+PROTOCOL = 6  # incremented by every change of a message below
+SIGN_EVERY_S = 0.25
+
+
+class Joining(msgspec.Struct, tag=True):
+    """First message: the sender's ranks, before torch is imported; `error` if it cannot run."""
+
+    protocol: int
+    ranks: tuple[int, ...]
+    world: int
+    host: str
+    error: str = ""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """Ready to fork. `identity` must be equal in all processes: versions and digests, by name."""
+
+    identity: dict[str, str]
+    error: str = ""
+
+
+class Written(msgspec.Struct, tag=True):
+    """Part of the trace of a rank that is gone."""
+
+    world: int
+    rank: int
+    offset: int
+    data: bytes
+
+
+class Signs(msgspec.Struct, tag=True):
+    """Heartbeat with the state of the ranks: busy seconds, and which ranks are awake or stopped."""
+
+    world: int
+    busy_s: dict[int, float]
+    awake: tuple[int, ...]
+    stopped: tuple[int, ...] = ()
+
+
+class DataPrepared(msgspec.Struct, tag=True):
+    """The data set was read; `error` is the reason if not."""
+
+    description: bytes
+    error: str = ""
+
+
+class Prepare(msgspec.Struct, tag=True):
+    """Request to read a data set."""
+
+    name: str
+    data_dir: str
+    download: bool
+
+
+class GivenThere(msgspec.Struct, frozen=True):
+    """Local replacement for a descriptor of the front end; see `shares.Shared`."""
+
+    name: str
+    kind: str
+    key: str
+    size: int
+
+
+class RankToStart(msgspec.Struct, frozen=True):
+    """One rank to start; `regions` (offset, length) of the first trace are sent when it is gone."""
+
+    rank: int
+    payload: bytes
+    environment: dict[str, str]
+    regions: tuple[tuple[int, int], ...]
+
+
+class StartRanks(msgspec.Struct, tag=True):
+    """Start a share of a world. `world` numbers worlds, so that late messages can be attributed."""
+
+    world: int
+    target: str
+    ranks: tuple[RankToStart, ...]
+    given: tuple[GivenThere, ...]
+
+
+class ToRanks(msgspec.Struct, tag=True):
+    """Request about a world's ranks: "signal" sends `number` to `rank`, "ask" makes all report
+    their stacks, "release" lets finished ones exit, "close" ends and forgets all.
+    """
+
+    world: int
+    do: Literal["signal", "ask", "release", "close"]
+    rank: int = -1
+    number: int = 0
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """Heartbeat of the front end."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Result of the run: exit with this code."""
+
+    exit_code: int
+    summary: str
+
+
+FromHost = Joining | Hello | Of | Written | Signs | DataPrepared
+FromFront = Prepare | StartRanks | ToRanks | Heartbeat | Shutdown
+
+
+class Connection(Line):
+    """One end of a connection between machines. Sends block for at most `patience_s`."""
+
+    receive_bytes = 1 << 20
+
+    def __init__(self, connection: socket.socket, kind: Any, *, patience_s: float) -> None:
+        super().__init__(connection, kind)
+        connection.settimeout(patience_s)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def be_patient(self, patience_s: float) -> None:
+        """Set the timeout of sends, and of receives if nothing has arrived."""
+        self._connection.settimeout(patience_s)
+
+    @property
+    def own_address(self) -> str:
+        """The address of this end; empty for a Unix socket."""
+        if self._connection.family == socket.AF_UNIX:
+            return ""
+        return str(self._connection.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        """The address of the other end; empty if it is on this machine."""
+        if self._connection.family == socket.AF_UNIX:
+            return ""
+        address = str(self._connection.getpeername()[0])
+        return "" if address in ("127.0.0.1", "::1", self.own_address) else address
