@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distcheck.job import causes, checks, judging
-from distcheck.job.checks import averaging, exchange
+from distcheck.job.checks import averaging, exchange, ranks
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.judging import culprit
 from distcheck.job.options import JobOptions
@@ -681,3 +681,14 @@ def test_a_rate_that_was_sent_in_float32_is_that_of_one_process(tmp_path: Path) 
     for other, verdict in ((1e-3, "pass"), (1.000001e-3, "fail")):
         results, _ = with_reference(job, reference(job, tmp_path, lr=lambda _: other))  # noqa: B023
         assert next(r.verdict for r in results if r.check == "learning rate") == verdict
+
+
+def test_an_average_may_move_on_the_rank_alone_that_it_does_not_begin_with(tmp_path: Path) -> None:
+    """Its updates are less than rounding where it equals the model; a frozen copy never moves."""
+    job = make(tmp_path, steps=2)
+    for (rank, step), record in job.records.items():
+        own = {"before/ema.weight": f"{rank} {rank * step}", "before/frozen.weight": str(rank)}
+        own |= {"before/ema.bias": str(rank)}
+        held = {**record.digests, **own}
+        job.records[rank, step] = msgspec.structs.replace(record, digests=held)
+    assert ranks.averages(job) == ["ema.weight", "ema.bias"]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.job.planted import unfounded
 from tests.job.test_examples import cli
+from tests.launchers.processes import free_port
 
 HEAD = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
@@ -110,3 +111,39 @@ def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
     assert {one["cause"] for one in case["diagnosis"]} == causes
     assert {one["cause"] for one in case.get("remarks", ())} == remarks
     assert unfounded(case, HEAD + script) == []
+
+
+PROCESSES = """
+import os, torch, torch.distributed as dist
+from torch.multiprocessing import Process
+
+def work(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="%d")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(9):
+        if (rank, step) == (1, 2):
+            raise ValueError("a bad sample")
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    torch.multiprocessing.set_start_method("spawn")
+    ranks = [Process(target=work, args=(rank,)) for rank in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+"""
+
+
+@pytest.mark.sweep
+def test_a_rank_that_multiprocessing_started_and_that_raises_is_named(tmp_path: Path) -> None:
+    """Its parent ends with exit code 0, and its own interpreter calls no `sys.excepthook`."""
+    (tmp_path / "train.py").write_text(PROCESSES % free_port())
+    words = ("--no-reference", "--json", "report.json", "--", sys.executable, "train.py")
+    cli("job", tmp_path, *words)
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    ends = {one["rank"]: one.get("detail", "") for one in case["outcomes"]}
+    assert (case["verdict"], ends[1]) == ("fail", "ValueError: a bad sample")

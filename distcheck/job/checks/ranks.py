@@ -87,24 +87,28 @@ def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 
 
 
 def averages(job: JobRecording) -> list[str]:
-    """Return the parameters that change on every rank without a gradient or an optimizer: averages
-    of other parameters, such as an EMA inside the model.
+    """Return the parameters of modules that no gradient and no optimizer reaches and of which some
+    change: averages of others, such as an EMA inside the model. On a rank where an average starts,
+    its updates may be below rounding.
     """
     if len(job.steps) < 2:
         return []
-    digests = (name for one in job.records.values() for name in one.digests)
+    digests = {name for one in job.records.values() for name in one.digests}
     trained = {name for name in digests if name.startswith(("after/", "local/"))}
     begin, end = (job.at(step) for step in (job.steps[0], job.steps[-1]))
     names = [n for n in begin[0].digests if n.startswith("before/")]
-    return [
-        _plain(name)
+    moved = {
+        _module(name)
         for name in names
-        if not {f"after/{_plain(name)}", f"local/{_plain(name)}"} & trained
-        and all(
-            name in b.digests and name in e.digests and b.digests[name] != e.digests[name]
-            for b, e in zip(begin, end, strict=True)
-        )
-    ]
+        if any(e.digests.get(name, b.digests[name]) != b.digests[name]
+               for b, e in zip(begin, end, strict=True) if name in b.digests)
+    }  # fmt: skip
+    moved -= {_module(name) for name in trained}
+    return [_plain(name) for name in names if _module(name) in moved]
+
+
+def _module(name: str) -> str:
+    return _plain(name).partition(".")[0]
 
 
 def finite(job: JobRecording) -> Iterator[CheckResult]:

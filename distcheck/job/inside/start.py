@@ -17,7 +17,7 @@ from typing import Any
 
 from distcheck import private
 from distcheck.job import in_use
-from distcheck.job.inside.marking import MARK, called, mark_rank, note
+from distcheck.job.inside.marking import MARK, called, is_of_a_rank, mark_rank, note
 
 _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, for exceptions that ranks note themselves
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
@@ -50,21 +50,45 @@ def _note_what_ends_it(settings: str) -> None:
     """Note an exception that ends the process; it is still displayed as usual."""
 
     def show(kind: Any, error: Any, trace: Any) -> None:
-        rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
-        if kind.__name__ in _OF_LAUNCHERS:
-            shows(kind, error, trace)
-            return
-        said = f"{kind.__name__}: {error}"[:2000]
-        if kind.__name__ == _OF_SPAWN:  # the rank's traceback
-            said = str(error).strip().rpartition("\n")[2][:2000]
-        from distcheck.errors.masking import masked  # not at the start of every Python process
-
-        with contextlib.suppress(OSError):
-            file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
-            private.write(file, masked(f"{rank}\n{said}\n"))
+        if kind.__name__ not in _OF_LAUNCHERS:
+            _note_raised(settings, error)
         shows(kind, error, trace)
 
     shows, sys.excepthook = sys.excepthook, show
+
+
+def _note_raised(settings: str, error: Any) -> None:
+    rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+    if "torch" in sys.modules:
+        from distcheck.job.inside.rank import world_of
+
+        rank = str(world_of()[0])
+    said = f"{type(error).__name__}: {error}"[:2000]
+    if type(error).__name__ == _OF_SPAWN:  # the traceback of the rank
+        said = str(error).strip().rpartition("\n")[2][:2000]
+    from distcheck.errors.masking import masked  # not at the start of every Python
+
+    with contextlib.suppress(OSError):
+        file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
+        private.write(file, masked(f"{rank}\n{said}\n"))
+
+
+def _note_what_ends_processes(settings: str) -> None:
+    """Note exceptions of ranks that multiprocessing starts: it displays them without a hook."""
+    from multiprocessing.process import BaseProcess
+
+    runs = BaseProcess.run
+
+    def run(process: BaseProcess) -> None:
+        try:
+            runs(process)
+        except Exception as error:
+            distributed = sys.modules.get("torch.distributed")
+            if distributed is not None and distributed.is_initialized() and not is_of_a_rank():
+                _note_raised(settings, error)
+            raise
+
+    BaseProcess.run = run  # type: ignore[method-assign, assignment]
 
 
 def _install(settings: str) -> None:
@@ -73,6 +97,7 @@ def _install(settings: str) -> None:
         from distcheck.job.inside import install
 
         install.install(settings)
+        _note_what_ends_processes(settings)
     except Exception:  # the script continues after importing torch
         with contextlib.suppress(OSError):
             private.write(Path(os.path.dirname(settings), "defect"), traceback.format_exc())
